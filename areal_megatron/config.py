@@ -1,0 +1,322 @@
+"""The whole configuration of a run, as typed dataclasses.
+
+A user writes a YAML file with the few keys that differ from the defaults and may override any of them
+on the command line (`key=value`). `load` merges the three, checks every value and returns a `Config`;
+`ConfigError` says which key or line is wrong and what to do. Imports neither torch nor vllm: a login
+node reads a config in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
+
+
+def choice(default: str, *others: str):
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+@dataclass
+class Model:
+    path: str = MISSING
+    """Hugging Face directory (config.json, *.safetensors, tokenizer) of the model to start from."""
+    dtype: str = choice("bfloat16", "float32")
+    """Parameters of trainers and engines; optimizer states and gradients are float32."""
+
+
+@dataclass
+class Data:
+    train: str = MISSING
+    """JSONL; a line has `prompt` and `answer` (RL) or `prompt` and `response` (SFT)."""
+    eval: str = ""
+    """JSONL of held-out prompts; empty: no evaluation."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are skipped and counted."""
+
+
+@dataclass
+class Machine:
+    slots: int = 0
+    """GPUs (or CPU cores) that the pools share; 0: all that this machine has."""
+    device: str = choice("auto", "cpu", "cuda")
+    host: str = "127.0.0.1"
+    """Interface on which controller, engines and rendezvous listen."""
+    timeout_s: float = 600.0
+    """Longest wait for a peer before the run ends with an error that names it."""
+
+
+@dataclass
+class Trainer:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    recompute: str = choice("none", "selective", "full")
+    """Activations recomputed in the backward pass."""
+    microbatch_tokens: int = 32768
+    """Token cap of a packed micro-batch; a longer trajectory gets a micro-batch of its own."""
+    logprob_chunk_tokens: int = 1024
+    """Log-probabilities are computed for this many tokens at a time, which bounds logits memory."""
+
+
+@dataclass
+class Optimizer:
+    lr: float = 2e-5
+    schedule: str = choice("constant", "cosine", "linear")
+    """Of the learning rate after warm-up; cosine and linear end at 0."""
+    warmup_fraction: float = 0.001
+    weight_decay: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-5
+    clip_grad: float = 1.0
+
+
+@dataclass
+class PPO:
+    objective: str = choice("decoupled", "naive")
+    """`naive`: the behaviour policy is the proximal policy (paper, Table 2)."""
+    minibatches: int = 4
+    """Optimizer steps per batch."""
+    clip: float = 0.2
+    behaviour_cap: float = 5.0
+    """Upper bound of the weight π_prox/π_behav of a token."""
+    advantage_weighting: str = choice("token", "sequence")
+    """What counts once in the batch mean and deviation of advantages: a token or a trajectory."""
+
+
+@dataclass
+class Rollout:
+    engines: int = 1
+    tp: int = 1
+    group_size: int = 16
+    """Answers sampled per prompt (n)."""
+    max_staleness: int = 8
+    """η: no trajectory is trained more than this many versions after its admission."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 27648
+    max_running: int = 256
+    """Requests that one engine decodes at the same time."""
+    kv_policy: str = choice("recompute", "keep")
+    """Running requests after a weight update: re-prefilled under the new weights, or on with their KV."""
+    kv_cache_gb: float = 1.0
+    """KV cache of a CPU engine; on CUDA vLLM takes 90% of the memory."""
+    filter_uniform_groups: bool = False
+    """Drop groups whose answers all have the same reward: they carry no gradient."""
+
+
+@dataclass
+class Reward:
+    function: str = "math"
+    """`math`, or the import path `package.module:function` of `f(prompt, response, answer) -> float`."""
+    workers: int = 1
+    timeout_s: float = 10.0
+    """A reward that takes longer scores `incorrect` and is counted."""
+    correct: float = 5.0
+    incorrect: float = -5.0
+    truncated: str = choice("incorrect", "masked", "scored")
+    """An answer cut at max_new_tokens: scores `incorrect`, is not trained, or is scored as it stands."""
+
+
+@dataclass
+class Config:
+    name: str = MISSING
+    """Run folder: runs_dir/name."""
+    runs_dir: str = "runs"
+    mode: str = choice("rl", "sft")
+    seed: int = 1
+    updates: int = MISSING
+    """PPO updates (rl) or optimizer steps (sft)."""
+    batch_size: int = 512
+    """Trajectories of a PPO update (B), or examples of an SFT step."""
+    eval_every: int = 0
+    """Updates between evaluations; 0: only before the first and after the last."""
+    eval_items: int = 0
+    """Held-out prompts per evaluation; 0: all."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    machine: Machine = field(default_factory=Machine)
+    trainer: Trainer = field(default_factory=Trainer)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    ppo: PPO = field(default_factory=PPO)
+    rollout: Rollout = field(default_factory=Rollout)
+    reward: Reward = field(default_factory=Reward)
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.trainer.tp * self.trainer.pp * self.trainer.dp
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.rollout.group_size
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Defaults, then the YAML file, then `key=value` overrides; checked.
+
+    Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), a
+    value of the wrong type or out of range, and keys that contradict each other.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
+    try:
+        tree = yaml.compose(text)
+        user = OmegaConf.create(yaml.safe_load(text) or {})
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', e)}") from None
+    if not OmegaConf.is_dict(user):
+        raise ConfigError(f"{path}: expected `key: value` lines")
+
+    places = {key: f"{path}:{line}" for key, line in _lines(tree).items()}
+    command_line = OmegaConf.create()
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {text!r}: expected key=value, e.g. optimizer.lr=1e-5")
+        places[key] = f"override {text!r}"
+        try:
+            OmegaConf.update(command_line, key, yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise ConfigError(f"override {text!r}: the value is not YAML") from None
+
+    config = OmegaConf.structured(Config)
+    for source in (user, command_line):
+        for key, value in _leaves(source):
+            where = places.get(key, str(path))
+            _check_known(key, where)
+            try:
+                OmegaConf.update(config, key, value)
+            except OmegaConfBaseException as e:
+                raise ConfigError(f"{where}: {key}: {str(e).splitlines()[0]}") from None
+    missing = OmegaConf.missing_keys(config)
+    if missing:
+        raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
+    config = OmegaConf.to_object(config)
+    check(config, lambda key: f"{places[key]}: {key}" if key in places else f"{path}: {key}")
+    return config
+
+
+def save(config: Config, path: Path) -> None:
+    """The resolved config as YAML; `load` reads it back to an equal Config."""
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    os.replace(temporary, path)
+
+
+def check(config: Config, where=lambda key: key) -> None:
+    """Raises ConfigError for the first value that cannot work; `where(key)` says how to name a key."""
+
+    def require(condition: bool, key: str, problem: str) -> None:
+        if not condition:
+            raise ConfigError(f"{where(key)}: {problem}")
+
+    for key, dataclass_field, value in _fields(config):
+        choices = dataclass_field.metadata.get("choices")
+        if choices:
+            near = difflib.get_close_matches(str(value), choices, 1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            require(value in choices, key, f"{value!r} is none of {', '.join(choices)}{hint}")
+
+    positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
+                "trainer.dp", "trainer.microbatch_tokens", "trainer.logprob_chunk_tokens", "ppo.minibatches",
+                "ppo.behaviour_cap", "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
+                "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
+                "reward.timeout_s"]  # fmt: skip
+    values = {key: value for key, _, value in _fields(config)}
+    for key in positive:
+        require(values[key] > 0, key, f"must be above 0, is {values[key]}")
+    for key in ("machine.slots", "optimizer.lr", "optimizer.weight_decay", "rollout.max_staleness", "eval_every",
+                "eval_items", "optimizer.clip_grad"):  # fmt: skip
+        require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
+    require(0 < config.ppo.clip < 1, "ppo.clip", f"must lie between 0 and 1, is {config.ppo.clip}")
+    require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
+    require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
+    if config.mode == "rl":
+        n = config.rollout.group_size
+        require(
+            config.batch_size % n == 0, "batch_size", f"{config.batch_size} is no multiple of rollout.group_size={n}"
+        )
+        require(config.batch_size % config.ppo.minibatches == 0, "ppo.minibatches",
+                f"{config.ppo.minibatches} does not divide batch_size={config.batch_size}")  # fmt: skip
+        require(config.batch_size // config.ppo.minibatches >= config.trainer.dp, "ppo.minibatches",
+                f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
+                f"trainer.dp={config.trainer.dp}")  # fmt: skip
+        unreplayed = "is refused: the trainer cannot replay its mask yet, so every importance ratio would be wrong"
+        require(config.rollout.top_p == 1.0, "rollout.top_p", f"{config.rollout.top_p} {unreplayed}; set 1.0")
+        require(config.rollout.top_k == 0, "rollout.top_k", f"{config.rollout.top_k} {unreplayed}; set 0")
+        require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
+    if config.trainer.sequence_parallel:
+        require(config.trainer.tp > 1, "trainer.sequence_parallel", "needs trainer.tp above 1")
+
+
+def known_keys() -> list[str]:
+    """Every valid dotted key, in the order of this file."""
+    return [key for key, _, _ in _fields(Config())]
+
+
+def _fields(node: Any, prefix: str = ""):
+    for f in fields(node):
+        value = getattr(node, f.name)
+        if is_dataclass(value):
+            yield from _fields(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, f, value
+
+
+def _leaves(node, prefix: str = ""):
+    for key in node:
+        value = node[key]
+        if OmegaConf.is_dict(value) and f"{prefix}{key}" in _SECTIONS:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines(tree, prefix: str = "") -> dict[str, int]:
+    """Dotted key → line number, from the composed YAML document."""
+    lines: dict[str, int] = {}
+    for key, value in tree.value if isinstance(tree, yaml.MappingNode) else []:
+        name = f"{prefix}{key.value}"
+        lines[name] = key.start_mark.line + 1
+        lines |= _lines(value, f"{name}.")
+    return lines
+
+
+def _check_known(key: str, where: str) -> None:
+    keys = known_keys()
+    if key in keys:
+        return
+    if key in _SECTIONS:
+        raise ConfigError(f"{where}: {key} is a section; write its keys below it")
+    near = (
+        difflib.get_close_matches(key, keys, 1, cutoff=0.0) if "." in key else difflib.get_close_matches(key, keys, 1)
+    )
+    same_leaf = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
+    hint = (same_leaf or near or [None])[0]
+    raise ConfigError(f"{where}: unknown key {key!r}" + (f", did you mean {hint!r}?" if hint else ""))
+
+
+_SECTIONS = {f.name for f in fields(Config) if f.default_factory is not dataclasses.MISSING}

@@ -1,0 +1,77 @@
+"""The unit of experience and what one data-parallel replica trains on. numpy and msgspec only: no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """One sampled answer. P prompt tokens, R response tokens."""
+
+    uid: int
+    """Admission number of this trajectory in the run, unique."""
+    epoch: int
+    prompt_id: int
+    """Line of the dataset, from 0; (epoch, prompt_id) names the group."""
+    admission_version: int
+    prompt: np.ndarray
+    """int32 [P]"""
+    response: np.ndarray
+    """int32 [R], the end token included where the answer has one"""
+    logprobs: np.ndarray
+    """float32 [R], of the distribution each token was sampled from"""
+    versions: np.ndarray
+    """int32 [R], policy version that sampled each token"""
+    loss_mask: np.ndarray
+    """uint8 [R], 1 where the token is trained"""
+    reward: float
+    truncated: bool
+    """Cut at rollout.max_new_tokens."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+class BatchPart(msgspec.Struct, kw_only=True):
+    """What one data-parallel replica trains on in one PPO update.
+
+    `minibatches[m][k]` lists the trajectories (indices) of micro-batch k of mini-batch m. All replicas
+    have the same number of mini-batches and of micro-batches; a micro-batch may be empty.
+    """
+
+    version: int
+    """Policy version that this batch trains (i); afterwards the policy is i+1."""
+    trajectories: list[Trajectory]
+    minibatches: list[list[list[int]]]
+
+
+_DTYPES = {"<i4", "<f4", "|u1"}
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.str in _DTYPES:
+        return [value.dtype.str, value.tobytes()]
+    raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"cannot receive {kind.__name__}")
+    dtype, data = value
+    if dtype not in _DTYPES:
+        raise msgspec.ValidationError(f"array of dtype {dtype!r}")
+    return np.frombuffer(data, dtype)
+
+
+def encoder() -> msgspec.msgpack.Encoder:
+    """Encodes structs that hold one-dimensional int32, float32 and uint8 arrays, as raw little-endian bytes."""
+    return msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    """Decodes and checks the type; raises msgspec.ValidationError. Nothing is ever unpickled."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)

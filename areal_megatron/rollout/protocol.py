@@ -1,0 +1,158 @@
+"""Messages between the trainer ranks and the controller, and the trainers' client.
+
+ZeroMQ DEALER (trainer) to ROUTER (controller); every request gets exactly one reply. A frame is the
+msgpack encoding of `Envelope`; it carries the run's secret token, and the controller refuses and counts
+what lacks it. Arrays travel as raw buffers (data/trajectory.py).
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import time
+
+import msgspec
+import zmq
+
+from areal_megatron.data.trajectory import BatchPart, decoder, encoder
+
+PROTOCOL = 1
+
+
+class Hello(msgspec.Struct, tag=True):
+    """First message of each trainer rank."""
+
+    rank: int
+    protocol: int = PROTOCOL
+
+
+class NextBatch(msgspec.Struct, tag=True):
+    """From rank 0 of a data-parallel replica; answered as soon as batch `version` has been formed."""
+
+    replica: int
+    version: int
+
+
+class Trained(msgspec.Struct, tag=True):
+    """From global rank 0, once the optimizer steps of batch `version` are done."""
+
+    version: int
+    applied: bool
+    """False: every step was skipped (non-finite gradients); the policy version stays as it is."""
+    metrics: dict[str, float]
+
+
+class Publish(msgspec.Struct, tag=True):
+    """From global rank 0: the weights of `version` are about to be sent. Answered with Links."""
+
+    version: int
+    store: str
+    """host:port of the torch TCPStore on which links meet."""
+
+
+class Delivered(msgspec.Struct, tag=True):
+    """From global rank 0: one engine has all its boxes of `version` in staging, or the link failed."""
+
+    engine: int
+    epoch: int
+    version: int
+    seconds: float
+    bytes: int
+    error: str = ""
+
+
+class Bye(msgspec.Struct, tag=True):
+    """From global rank 0: every update is trained and delivered."""
+
+
+class Welcome(msgspec.Struct, tag=True):
+    protocol: int = PROTOCOL
+
+
+class Part(msgspec.Struct, tag=True):
+    part: BatchPart
+
+
+class Link(msgspec.Struct):
+    """One engine as a destination of weights; a new epoch means a new process group."""
+
+    engine: int
+    epoch: int
+
+
+class Links(msgspec.Struct, tag=True):
+    links: list[Link]
+
+
+class Ok(msgspec.Struct, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, tag=True):
+    reason: str
+
+
+Request = Hello | NextBatch | Trained | Publish | Delivered | Bye
+Reply = Welcome | Part | Links | Ok | Refused
+
+
+class Envelope(msgspec.Struct):
+    token: str
+    sender: str
+    number: int
+    body: Request
+
+
+class Answer(msgspec.Struct):
+    number: int
+    body: Reply
+
+
+_encode = encoder().encode
+decode_envelope = decoder(Envelope).decode
+_decode_answer = decoder(Answer).decode
+
+
+def encode_answer(number: int, body: Reply) -> bytes:
+    return _encode(Answer(number, body))
+
+
+def authentic(envelope: Envelope, token: str) -> bool:
+    return hmac.compare_digest(envelope.token.encode(), token.encode())
+
+
+class ControllerError(RuntimeError):
+    """The controller refused a message or did not answer in time."""
+
+
+class ControllerClient:
+    """A trainer rank's connection to the controller. Not thread-safe: one per thread."""
+
+    def __init__(self, endpoint: str, token: str, sender: str, timeout_s: float):
+        self.endpoint, self.token, self.sender, self.timeout_s = endpoint, token, sender, timeout_s
+        self._numbers = itertools.count(1)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+
+    def request(self, body: Request) -> Reply:
+        """The controller's reply. Raises ControllerError on a refusal or after timeout_s without one."""
+        number = next(self._numbers)
+        self._socket.send(_encode(Envelope(self.token, self.sender, number, body)))
+        deadline = time.monotonic() + self.timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._socket.poll(left * 1000):
+                break
+            answer = _decode_answer(self._socket.recv())
+            if answer.number != number:  # a late reply to a request that timed out
+                continue
+            if isinstance(answer.body, Refused):
+                raise ControllerError(
+                    f"controller at {self.endpoint} refused {type(body).__name__}: {answer.body.reason}"
+                )
+            return answer.body
+        raise ControllerError(f"controller at {self.endpoint} did not answer {type(body).__name__} of {self.sender} "
+                              f"within {self.timeout_s:.0f} s")  # fmt: skip
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,74 @@
+"""A run's folder and how its processes find each other in it.
+
+```
+runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
+           metrics.jsonl · status.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
+```
+Processes are named `controller`, `engine-E` and `trainer-RANK`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+
+class RunError(RuntimeError):
+    """A process of the run did not do what the others wait for."""
+
+
+class Run:
+    """Paths of one run folder. Plain and cheap: every process makes its own."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).absolute()
+        self.config = self.folder / "config.yaml"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.status = self.folder / "status.json"
+        self.hf = self.folder / "hf"
+
+    def create(self) -> None:
+        """Makes the folders and the secret token. Raises FileExistsError if the run exists."""
+        self.folder.mkdir(parents=True)
+        for name in ("endpoints", "logs", "timeline", "ledger"):
+            (self.folder / name).mkdir()
+        with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
+            f.write(secrets.token_hex(32))
+
+    @property
+    def token(self) -> str:
+        return (self.folder / "secret").read_text()
+
+    def log(self, process: str) -> Path:
+        return self.folder / "logs" / f"{process}.log"
+
+    def timeline(self, process: str) -> Path:
+        return self.folder / "timeline" / f"{process}.jsonl"
+
+    def ledger(self, replica: int) -> Path:
+        return self.folder / "ledger" / f"trainer-{replica}.jsonl"
+
+    def announce(self, process: str, endpoint: str) -> None:
+        """Publishes where `process` listens, e.g. `tcp://127.0.0.1:4711`."""
+        write_atomically(self.folder / "endpoints" / process, endpoint)
+
+    def endpoint(self, process: str, timeout_s: float = 0) -> str:
+        """Where `process` listens; waits for its announcement. Raises RunError after timeout_s."""
+        path, deadline = self.folder / "endpoints" / process, time.monotonic() + timeout_s
+        while True:
+            try:
+                return path.read_text()
+            except FileNotFoundError:
+                if time.monotonic() >= deadline:
+                    raise RunError(f"{process} has not announced its endpoint in {path} within {timeout_s:.0f} s; "
+                                   f"see {self.log(process)}") from None  # fmt: skip
+            time.sleep(0.05)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

