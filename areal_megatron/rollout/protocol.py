@@ -27,16 +27,21 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """From rank 0 of a data-parallel replica; answered as soon as batch `version` has been formed."""
+    """From rank 0 of a data-parallel replica; answered as soon as the batch has been formed."""
 
     replica: int
+    number: int
+    """Batches that the run has trained before this one. Above `version` once an update was not applied: then
+    the next batch has the same version, and only the number tells a replica that is ahead from one behind."""
     version: int
 
 
 class Trained(msgspec.Struct, tag=True):
-    """From global rank 0, once the optimizer steps of batch `version` are done."""
+    """From global rank 0, once the optimizer steps of batch `number` are done."""
 
+    number: int
     version: int
+    """The version that was trained (i); the policy is i+1 now if `applied`."""
     applied: bool
     """False: every step was skipped (non-finite gradients); the policy version stays as it is."""
     metrics: dict[str, float]
