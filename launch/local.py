@@ -1,0 +1,157 @@
+"""Runs everything on this machine: `python -m launch.local CONFIG [key=value …] [--dry-run]`.
+
+Allocates the pools, starts controller, engines and trainer ranks side by side, shows progress and ends
+all of them when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input,
+130: interrupted. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.prompts import check_data
+from areal_megatron.model_check import check_model
+from areal_megatron.observe.console import Console
+from areal_megatron.run import Run
+from launch.pools import Placement, Process, Slot, allocate
+from launch.processes import Child, stop
+
+_POLL_S = 0.1
+_MODULES = {"controller": "areal_megatron.rollout.controller", "rollout": "areal_megatron.rollout.engine"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__.split("\n")[0])
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser.add_argument("--dry-run", action="store_true", help="print which process gets which slots; start nothing")
+    options = parser.parse_args(arguments)
+    try:
+        config = configuration.load(options.config, options.overrides)
+        config.machine.device = _device(config)
+        placement = allocate(config, _slots(config))
+        check_model(config)
+        check_data(config)
+        run = Run(config.run_dir)
+        if not options.dry_run and run.folder.exists():
+            raise ConfigError(f"{config.run_dir} exists: choose another name=… or remove it")
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print(placement.table())
+        return 0
+    run.create()
+    configuration.save(config, run.config)
+    return _supervise(config, run, placement)
+
+
+def _supervise(config: Config, run: Run, placement: Placement) -> int:
+    """Starts the processes, watches them until the run is over, and leaves none behind."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    children: dict[str, Child] = {}
+    console = Console(run, config)
+    try:
+        for process in placement.processes:
+            children[process.name] = _start(config, run, process)
+        while not (failure := _failure(children)) and not _finished(children):
+            console.refresh()
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        console.close()
+        print(f"interrupted: ending {len(children)} processes", file=sys.stderr)
+        return 130
+    finally:
+        stop(list(children.values()))
+    console.close()
+    if failure:
+        print(_describe(failure), file=sys.stderr)
+        return 1
+    print(console.summary())
+    return 0
+
+
+def _start(config: Config, run: Run, process: Process) -> Child:
+    module = _MODULES.get(process.pool) or ("areal_megatron.train" if config.mode == "rl" else "areal_megatron.sft")
+    command = [sys.executable, "-m", module, "--run", str(run.folder)]
+    if process.pool != "controller":
+        command += ["--index", str(process.index)]
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    if ipaddress.ip_address(config.machine.host).is_loopback:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    cores: set[int] = set()
+    if config.machine.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.index) for s in process.slots)
+        if process.pool == "trainer":
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps tp communication only in this order
+    elif process.slots:
+        here = sorted(os.sched_getaffinity(0))
+        own = [here[slot.index % len(here)] for slot in process.slots]  # machine.slots may exceed the cores
+        cores = set(own)
+        environment["AREAL_CPUS"] = ",".join(map(str, own))
+        environment["OMP_NUM_THREADS"] = "1"
+    return Child(process.name, command, environment, run.log(process.name), cores)
+
+
+def _failure(children: dict[str, Child]) -> Child | None:
+    """The child that ended before it should have, if any; one ended by a signal before one that noticed it."""
+    controller = children.get("controller")
+    over = controller is not None and controller.exit_code == 0
+    ended = [c for c in children.values() if c.exit_code is not None]
+    if not any(c.exit_code != 0 or (c.name.startswith("engine-") and not over) for c in ended):
+        return None
+    time.sleep(3 * _POLL_S)  # a death makes others fail: give them time, so that the first cause is named
+    failed = [c for c in children.values() if c.exit_code is not None and c.exit_code != 0]
+    failed += [c for c in ended if c.exit_code == 0 and c.name.startswith("engine-") and not over]
+    return min(failed, key=lambda c: (c.exit_code >= 0, c.name == "controller", c.last_write))
+
+
+def _finished(children: dict[str, Child]) -> bool:
+    return all(c.exit_code == 0 for c in children.values() if not c.name.startswith("engine-"))
+
+
+def _describe(child: Child) -> str:
+    code = child.exit_code
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{child.last_lines()}\nerror: {child.name} {how}; its log: {child.log}"
+
+
+def _device(config: Config) -> str:
+    if config.machine.device != "auto":
+        return config.machine.device
+    return "cuda" if _gpus() else "cpu"
+
+
+def _slots(config: Config) -> list[Slot]:
+    found = _gpus() if config.machine.device == "cuda" else list(range(len(os.sched_getaffinity(0))))
+    if config.machine.device == "cuda" and config.machine.slots > len(found):
+        raise ConfigError(f"machine.slots={config.machine.slots} but this machine has {len(found)} GPUs")
+    indices = (
+        range(config.machine.slots) if config.machine.slots > len(found) else found[: config.machine.slots or None]
+    )
+    return [Slot("localhost", i) for i in indices]
+
+
+def _gpus() -> list[int]:
+    """GPU numbers that this process may use, found without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [int(v) for v in visible.split(",") if v.strip().isdigit()]
+    folder = Path("/proc/driver/nvidia/gpus")
+    return list(range(len(list(folder.iterdir())))) if folder.is_dir() else []
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+import pytest
+
+from areal_megatron import config as configuration
+from areal_megatron.config import ConfigError
+
+MINIMAL = """\
+name: x
+updates: 3
+batch_size: 32
+model:
+  path: m
+data:
+  train: t.jsonl
+rollout:
+  group_size: 8
+"""
+
+
+def load(tmp_path, text=MINIMAL, overrides=()):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return configuration.load(path, list(overrides))
+
+
+def test_yaml_and_overrides_over_defaults(tmp_path):
+    config = load(tmp_path, overrides=["rollout.max_staleness=2", "optimizer.lr=1e-4", "name=y"])
+    assert (config.name, config.rollout.max_staleness, config.optimizer.lr, config.batch_size) == ("y", 2, 1e-4, 32)
+    assert config.rollout.temperature == 1.0
+
+
+def test_saved_config_reads_back_equal(tmp_path):
+    config = load(tmp_path)
+    configuration.save(config, tmp_path / "resolved.yaml")
+    assert configuration.load(tmp_path / "resolved.yaml") == config
+
+
+def test_at_most_sixty_fields():
+    assert len(configuration.known_keys()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        (MINIMAL + "  grup_size: 8\n", [], ["c.yaml:10", "rollout.grup_size", "rollout.group_size"]),
+        (MINIMAL + "optimiser:\n  lr: 1\n", [], ["c.yaml:10", "optimiser", "'optimizer'"]),
+        (MINIMAL, ["ppo.clipp=0.1"], ["override 'ppo.clipp=0.1'", "ppo.clip"]),
+        (MINIMAL, ["lr=0.1"], ["optimizer.lr"]),
+        (MINIMAL, ["batch_size=many"], ["batch_size", "many"]),
+        (MINIMAL, ["batch_size=30"], ["batch_size", "30", "rollout.group_size=8"]),
+        (MINIMAL, ["mode=rll"], ["mode", "'rll'", "did you mean 'rl'"]),
+        (MINIMAL, ["rollout.top_p=0.9"], ["rollout.top_p", "refused"]),
+        (MINIMAL, ["rollout.top_k=5"], ["rollout.top_k", "refused"]),
+        (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
+        (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "above 0"]),
+        (MINIMAL, ["trainer.sequence_parallel=true"], ["trainer.sequence_parallel", "trainer.tp"]),
+        (MINIMAL, ["name=../x"], ["name"]),
+        (MINIMAL, ["nonsense"], ["nonsense", "key=value"]),
+        (MINIMAL, ["model=3"], ["model", "section"]),
+        ("name: x\n", [], ["missing", "model.path"]),
+        ("name: [x\n", [], ["c.yaml:", "YAML"]),
+        ("- a\n", [], ["c.yaml"]),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_key(tmp_path, text, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read"):
+        configuration.load(tmp_path / "nowhere.yaml")
