@@ -311,10 +311,8 @@ def _check_known(key: str, where: str) -> None:
         return
     if key in _SECTIONS:
         raise ConfigError(f"{where}: {key} is a section; write its keys below it")
-    near = (
-        difflib.get_close_matches(key, keys, 1, cutoff=0.0) if "." in key else difflib.get_close_matches(key, keys, 1)
-    )
     same_leaf = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
+    near = difflib.get_close_matches(key, [*keys, *_SECTIONS], 1)
     hint = (same_leaf or near or [None])[0]
     raise ConfigError(f"{where}: unknown key {key!r}" + (f", did you mean {hint!r}?" if hint else ""))
 
