@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """From rank 0 of a data-parallel replica; answered as soon as the batch has been formed."""
+    """From rank 0 of a data-parallel replica; answered by Part as soon as the batch has been formed."""
 
     replica: int
     number: int
@@ -78,6 +78,10 @@ class Part(msgspec.Struct, tag=True):
     part: BatchPart
 
 
+class NotYet(msgspec.Struct, tag=True):
+    """No batch yet, ask again: sent now and then, so that a long wait for answers is no silent controller."""
+
+
 class Link(msgspec.Struct):
     """One engine as a destination of weights; a new epoch means a new process group."""
 
@@ -98,7 +102,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 Request = Hello | NextBatch | Trained | Publish | Delivered | Bye
-Reply = Welcome | Part | Links | Ok | Refused
+Reply = Welcome | Part | NotYet | Links | Ok | Refused
 
 
 class Envelope(msgspec.Struct):
