@@ -52,23 +52,28 @@ class Child:
 
 def stop(children: list[Child], grace_s: float = 10.0) -> None:
     """Ends all children and every descendant: SIGTERM, then SIGKILL for what is left after grace_s."""
-    sessions = {child.pid for child in children}
     for child in children:
         if child.exit_code is None:
             os.kill(child.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while (left := _members(sessions)) and time.monotonic() < deadline:
-        for child in children:
-            _ = child.exit_code  # reaps it
-        time.sleep(0.05)
-    for process in left:
+    for process in _survivors(children, grace_s):
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(left, timeout=5)
-    for child in children:
-        child._process.wait(timeout=5)
+    _survivors(children, 5)
+
+
+def _survivors(children: list[Child], timeout_s: float) -> list[psutil.Process]:
+    """Waits until no process of the children's sessions is left; those that are after timeout_s."""
+    sessions = {child.pid for child in children}
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for child in children:
+            _ = child.exit_code  # reaps it
+        left = _members(sessions)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
 
 
 def _members(sessions: set[int]) -> list[psutil.Process]:
