@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -51,28 +52,27 @@ class Child:
 
 
 def stop(children: list[Child], grace_s: float = 10.0) -> None:
-    """Ends all children and every descendant: SIGTERM, then SIGKILL for what is left after grace_s."""
+    """Ends all children and every descendant: SIGTERM to the children, SIGKILL for whoever is left.
+
+    A child has grace_s to end by itself, its descendants a second more.
+    """
     for child in children:
         if child.exit_code is None:
             os.kill(child.pid, signal.SIGTERM)
-    for process in _survivors(children, grace_s):
+    _wait(lambda: all(child.exit_code is not None for child in children), grace_s)
+    sessions = {child.pid for child in children}
+    _wait(lambda: not _members(sessions), 1.0)
+    for process in _members(sessions):
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    _survivors(children, 5)
+    _wait(lambda: all(child.exit_code is not None for child in children) and not _members(sessions), 5.0)
 
 
-def _survivors(children: list[Child], timeout_s: float) -> list[psutil.Process]:
-    """Waits until no process of the children's sessions is left; those that are after timeout_s."""
-    sessions = {child.pid for child in children}
+def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while True:
-        for child in children:
-            _ = child.exit_code  # reaps it
-        left = _members(sessions)
-        if not left or time.monotonic() > deadline:
-            return left
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
