@@ -1,0 +1,220 @@
+"""The live console of a run: a panel on a terminal, one line per event anywhere else.
+
+Run by the launcher; reads status.json and metrics.jsonl and nothing else, imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from rich.console import Console as Terminal
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_megatron.config import Config
+from areal_megatron.observe.metrics import MetricsReader, read_status
+from areal_megatron.run import Run
+
+EVENTS_SHOWN = 6
+TREND_WIDTH = 32
+REDRAW_S = 0.5
+
+
+class Console:
+    """Shows one run; on a terminal it owns the lower part of the screen until `close`."""
+
+    def __init__(self, run: Run, config: Config, stream: TextIO | None = None):
+        self._run, self._config = run, config
+        self._reader = MetricsReader(run)
+        self._terminal = Terminal(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._live = None
+        if self._terminal.is_terminal:
+            self._live = Live(console=self._terminal, auto_refresh=False)
+            self._live.start()
+        self._drawn = float("-inf")
+        self._phase = ""
+        self._steps: list[dict[str, Any]] = []
+        self._evaluations: list[dict[str, Any]] = []
+        self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+
+    def refresh(self) -> None:
+        """Takes in what is new and shows it; call it as often as you like, it acts every REDRAW_S seconds."""
+        if time.monotonic() - self._drawn >= REDRAW_S:
+            self._drawn = time.monotonic()
+            self._update()
+
+    def close(self) -> None:
+        """Shows what came last, leaves it on the screen and gives the terminal back."""
+        self._update()
+        if self._live:
+            self._live.stop()
+
+    def summary(self) -> str:
+        """What the run reached, in a few lines."""
+        lines = [f"{len(self._steps)} of {self._config.updates} {self._unit} done in {self._run.folder}"]
+        if self._config.mode == "rl":
+            lines.append(f"held-out accuracy {self._held_out()}")
+        elif self._steps:
+            lines.append(f"loss {_number(self._steps[0].get('loss'), 3)} → {_number(self._steps[-1].get('loss'), 3)}")
+        return "\n".join(lines)
+
+    def _update(self) -> None:
+        status = read_status(self._run)
+        phase = status.get("phase", "starting")
+        if phase != self._phase:
+            self._phase = phase
+            self._note(phase)
+        for record in self._reader.new():
+            self._take(record)
+        if self._live:
+            self._live.update(self._panel(status), refresh=True)
+
+    @property
+    def _unit(self) -> str:
+        return "steps" if self._config.mode == "sft" else "updates"
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "eval":
+            self._evaluations.append(record)
+            self._note(f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
+                       f"{record.get('items', '?')} prompts")  # fmt: skip
+        elif record["kind"] in ("update", "sft"):
+            self._steps.append(record)
+            if not self._live:
+                self._print(_line(record, len(self._steps), self._config.updates))
+
+    def _note(self, event: str) -> None:
+        self._events.append(f"{time.strftime('%H:%M:%S')}  {event}")
+        if not self._live:
+            self._print(event)
+
+    def _print(self, line: str) -> None:
+        self._terminal.print(Text(f"{time.strftime('%H:%M:%S')}  {line}"))
+
+    def _panel(self, status: dict[str, Any]) -> Panel:
+        body = [self._progress(), Text()]
+        body.append(_facts(self._sft_facts() if self._config.mode == "sft" else self._rl_facts(status)))
+        if self._config.mode == "rl":
+            body += [Text(), _engine_table(status.get("engines", []), self._config.rollout.engines)]
+        body += [Text(), Text("\n".join(self._events), style="dim")]
+        elapsed = status.get("elapsed_s")
+        return Panel(Group(*body), title=f"[bold]{self._config.name}[/bold]  {self._phase}", title_align="left",
+                     subtitle=_duration(elapsed) if elapsed is not None else None, subtitle_align="right",
+                     border_style="cyan", width=min(100, self._terminal.width))  # fmt: skip
+
+    def _progress(self) -> Table:
+        done, total = len(self._steps), self._config.updates
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column()
+        row.add_column(ratio=1)
+        row.add_column(justify="right")
+        left = _seconds_left(self._steps, total)
+        row.add_row(self._unit,
+                    ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),
+                    f"{done} of {total}" + (f", {_duration(left)} left" if left else ""))  # fmt: skip
+        return row
+
+    def _rl_facts(self, status: dict[str, Any]) -> dict[str, str]:
+        last = self._steps[-1] if self._steps else {}
+        return {
+            "accuracy": f"{_percent(last.get('accuracy')):<6}  {_trend(self._steps, 'accuracy')}",
+            "held-out": self._held_out(),
+            "reward": f"{_number(last.get('reward_mean')):<6}  {_trend(self._steps, 'reward_mean')}",
+            "answers": f"{_number(last.get('response_tokens_mean'))} tokens mean, "
+                       f"{_number(last.get('response_tokens_max'), 0)} longest, "
+                       f"{_percent(last.get('truncated_share'))} cut",
+            "staleness": f"{_number(last.get('staleness_mean'))} mean, {_number(last.get('staleness_max'), 0)} max "
+                         f"(bound {self._config.rollout.max_staleness})",
+            "trained": f"{_number(last.get('effective_tokens_per_s'), 0)} tokens/s",
+            "idle": f"trainer {_percent(last.get('trainer_idle_share'))}, "
+                    f"engines {_percent(last.get('engine_idle_share'))}",
+            "waiting": f"{status.get('buffer_groups', 0)} groups in the buffer, "
+                       f"{status.get('running_groups', 0)} being answered",
+        }  # fmt: skip
+
+    def _held_out(self) -> str:
+        if not self._evaluations:
+            return "not measured yet"
+        first, last = self._evaluations[0], self._evaluations[-1]
+        accuracy = f"{_percent(first.get('accuracy'))} (version {first['version']})"
+        if last is first:
+            return accuracy
+        return f"{accuracy} → {_percent(last.get('accuracy'))} (version {last['version']})"
+
+    def _sft_facts(self) -> dict[str, str]:
+        last = self._steps[-1] if self._steps else {}
+        return {
+            "loss": f"{_number(last.get('loss'), 3):<6}  {_trend(self._steps, 'loss')}",
+            "trained": f"{_number(last.get('tokens_per_s'), 0)} tokens/s",
+            "learning rate": "–" if last.get("lr") is None else f"{last['lr']:.2e}",
+        }
+
+
+def _line(record: dict[str, Any], count: int, total: int) -> str:
+    if record["kind"] == "sft":
+        return (f"step {count}/{total}  loss {_number(record.get('loss'), 4)}  "
+                f"{_number(record.get('tokens_per_s'), 0)} tokens/s")  # fmt: skip
+    return (f"update {count}/{total}  reward {_number(record.get('reward_mean'))}  "
+            f"accuracy {_percent(record.get('accuracy'))}  staleness {_number(record.get('staleness_mean'))} "
+            f"(max {_number(record.get('staleness_max'), 0)})  "
+            f"{_number(record.get('effective_tokens_per_s'), 0)} tokens/s  "
+            f"idle trainer {_percent(record.get('trainer_idle_share'))} "
+            f"engines {_percent(record.get('engine_idle_share'))}")  # fmt: skip
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    for name, value in facts.items():
+        grid.add_row(name, value)
+    return grid
+
+
+def _engine_table(engines: list[dict[str, Any]], expected: int) -> Table | Text:
+    if not engines:
+        return Text(f"{expected} engine{'s' * (expected > 1)} starting", style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("engine", "state", "version", "requests", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("engine", "state") else "right")
+    for engine in engines:
+        table.add_row(engine["name"], engine.get("state", "–"), str(engine.get("version", "–")),
+                      str(engine.get("running", "–")), _number(engine.get("tokens_per_s"), 0))  # fmt: skip
+    return table
+
+
+def _seconds_left(steps: list[dict[str, Any]], total: int) -> float | None:
+    """From the pace of the last updates; None before the second and after the last."""
+    recent = steps[-10:]
+    if len(recent) < 2 or len(steps) >= total:
+        return None
+    return (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) * (total - len(steps))
+
+
+def _trend(records: list[dict[str, Any]], key: str) -> str:
+    values = [r[key] for r in records if r.get(key) is not None][-TREND_WIDTH:]
+    if len(values) < 2:
+        return ""
+    low, span = min(values), (max(values) - min(values)) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span)] for value in values)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f}%"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

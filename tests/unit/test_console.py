@@ -1,0 +1,111 @@
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from areal_megatron.config import Config
+from areal_megatron.observe.console import Console
+from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.run import Run
+
+UPDATE = {"reward_mean": -1.25, "accuracy": 0.37, "staleness_mean": 1.5, "staleness_max": 3,
+          "effective_tokens_per_s": 1234.5, "trainer_idle_share": 0.12, "engine_idle_share": 0.08}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers what was written to it."""
+
+    def isatty(self):
+        return True
+
+
+def shown(screen):
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+
+
+def test_without_a_terminal_one_line_an_update_and_a_phase(run):
+    out = io.StringIO()
+    console = Console(run, Config(name="demo", updates=40), out)
+    console.refresh()
+    write_status(run, {"phase": "training", "version": 0})
+    writer = MetricsWriter(run)
+    writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
+    writer.write("update", 1, UPDATE)
+    console.close()
+    console.close()
+    writer.close()
+    lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "starting",
+        "training",
+        "held-out accuracy 41% at version 0, 500 prompts",
+        "update 1/40  reward -1.25  accuracy 37%  staleness 1.50 (max 3)  1,234 tokens/s  idle trainer 12% engines 8%",
+    ]
+
+
+def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen = Screen()
+    config = Config(name="demo", updates=40)
+    config.rollout.max_staleness = 4
+    console = Console(run, config, screen)
+    writer = MetricsWriter(run)
+    writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
+    for version in range(10):
+        writer.write("update", version, UPDATE)
+    writer.close()
+    engine = {"name": "engine-0", "state": "serving", "version": 9, "running": 96, "tokens_per_s": 3210.4}
+    write_status(run, {"phase": "training", "version": 10, "updates": 40, "elapsed_s": 192, "engines": [engine],
+                       "buffer_groups": 4, "running_groups": 12, "last": UPDATE})  # fmt: skip
+    console.close()
+    text = shown(screen)
+    for part in ("demo  training", "10 of 40", "3 min 12 s", "37%", "41% (version 0)", "(bound 4)", "trainer 12%",
+                 "engines 8%", "4 groups in the buffer, 12 being answered", "held-out accuracy 41%"):  # fmt: skip
+        assert part in text, part
+    assert re.search(r"engine-0 +serving +9 +96 +3,210", text)
+
+
+def test_time_left_follows_the_pace_of_the_updates(run):
+    lines = [f'{{"time": {100 + 3 * n}, "kind": "update", "version": {n}}}\n' for n in range(4)]
+    run.metrics.write_text("".join(lines))
+    screen = Screen()
+    Console(run, Config(name="demo", updates=24), screen).close()
+    assert "4 of 24, 1 min 0 s left" in shown(screen)
+
+
+def test_sft_shows_the_loss_and_no_engine(run):
+    screen = Screen()
+    console = Console(run, Config(name="warm", mode="sft", updates=300), screen)
+    writer = MetricsWriter(run)
+    for step, loss in enumerate([2.5, 0.75], 1):
+        writer.write("sft", step, {"step": step, "loss": loss, "tokens_per_s": 9000.0, "lr": 1e-3})
+    writer.close()
+    console.close()
+    assert "0.750" in shown(screen) and "9,000 tokens/s" in shown(screen) and "engine" not in shown(screen)
+    assert "2 of 300 steps done" in console.summary() and "loss 2.500 → 0.750" in console.summary()
+
+
+def test_summary_tells_held_out_accuracy_before_and_after(run):
+    console = Console(run, Config(name="demo", updates=40), io.StringIO())
+    writer = MetricsWriter(run)
+    writer.write("eval", 0, {"accuracy": 0.412, "items": 500})
+    writer.write("eval", 40, {"accuracy": 0.934, "items": 500})
+    writer.close()
+    console.close()
+    assert "held-out accuracy 41% (version 0) → 93% (version 40)" in console.summary()
+
+
+def test_needs_neither_torch_nor_vllm():
+    code = "import sys, areal_megatron.observe.console; print([m for m in ('torch', 'vllm') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.strip() == "[]"
