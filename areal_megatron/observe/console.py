@@ -70,7 +70,7 @@ class Console:
         phase = status.get("phase", "starting")
         if phase != self._phase:
             self._phase = phase
-            self._note(phase)
+            self._note(time.time(), phase)
         for record in self._reader.new():
             self._take(record)
         if self._live:
@@ -83,20 +83,21 @@ class Console:
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
             self._evaluations.append(record)
-            self._note(f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
+            self._note(record["time"],
+                       f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
                        f"{record.get('items', '?')} prompts")  # fmt: skip
         elif record["kind"] in ("update", "sft"):
             self._steps.append(record)
             if not self._live:
-                self._print(_line(record, len(self._steps), self._config.updates))
+                self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
-    def _note(self, event: str) -> None:
-        self._events.append(f"{time.strftime('%H:%M:%S')}  {event}")
+    def _note(self, when: float, event: str) -> None:
+        self._events.append(_stamped(when, event))
         if not self._live:
-            self._print(event)
+            self._print(when, event)
 
-    def _print(self, line: str) -> None:
-        self._terminal.print(Text(f"{time.strftime('%H:%M:%S')}  {line}"))
+    def _print(self, when: float, line: str) -> None:
+        self._terminal.print(Text(_stamped(when, line)))
 
     def _panel(self, status: dict[str, Any]) -> Panel:
         body = [self._progress(), Text()]
@@ -155,6 +156,10 @@ class Console:
             "trained": f"{_number(last.get('tokens_per_s'), 0)} tokens/s",
             "learning rate": "–" if last.get("lr") is None else f"{last['lr']:.2e}",
         }
+
+
+def _stamped(when: float, text: str) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(when))}  {text}"
 
 
 def _line(record: dict[str, Any], count: int, total: int) -> str:
