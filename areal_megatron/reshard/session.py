@@ -1,0 +1,49 @@
+"""What the controller tells an engine about a link, as bodies of vLLM's weight transfer routes. No torch.
+
+One update of one engine:
+
+| route | body | effect |
+|---|---|---|
+| /init_weight_transfer_engine | init_body(…) | once per epoch: joins the link in the background, returns at once |
+| /start_weight_update | {} | receives the next version of this epoch into staging, in the background |
+| /pause?mode=keep&clear_cache=… | | only after the trainer reported the delivery |
+| /finish_weight_update | finish_body(version) | copies staging into the live parameters |
+| /resume | | |
+
+A link numbers its updates: the n-th /start_weight_update of an epoch receives the n-th `publish` that
+names this epoch on the trainer's side. After a failed or abandoned update post ABORT_BODY to
+/update_weights, then {} to /finish_weight_update (closes vLLM's session, changes no weight), and give the
+link a new epoch: its process group cannot be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from areal_megatron.config import Config
+from areal_megatron.reshard.megatron import MegatronSizes
+
+ABORT_BODY = {"update_info": {"action": "abort"}}
+
+
+def init_body(*, config: Config, engine: int, epoch: int, store: str, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins engine number `engine` to the trainers' store (host:port) in a new epoch of its link."""
+    return {
+        "init_info": {
+            "engine": engine,
+            "engines": config.rollout.engines,
+            "epoch": epoch,
+            "store": store,
+            "hf_config": dict(hf_config),
+            "sizes": asdict(MegatronSizes.of(config.trainer)),
+            "dtype": config.model.dtype,
+            "timeout_s": config.machine.timeout_s,
+        }
+    }
+
+
+def finish_body(version: int) -> dict[str, str]:
+    """Commits staging; tokens sampled from here on carry `version`."""
+    return {"weight_version": str(version)}
