@@ -1,0 +1,121 @@
+"""Reads the timelines of a run back: one trace to look at, and what the report computes from the spans.
+
+Times are seconds since the epoch. An interval list is sorted and disjoint, as `union` makes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.run import Run, write_atomically
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One recorded piece of work of one thread of one process."""
+
+    process: str
+    thread: str
+    name: str
+    start: float
+    end: float
+    args: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+def read_spans(run: Run) -> list[Span]:
+    """Every span of every process, by start time; a line torn by a killed process is left out."""
+    spans = []
+    for event in _events(run):
+        start = event["ts"] / 1e6
+        spans.append(Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6, event["args"]))
+    return sorted(spans, key=lambda span: span.start)
+
+
+def merge(run: Run) -> Path:
+    """Writes timeline.json, which chrome://tracing and ui.perfetto.dev open, and returns its path.
+
+    Chrome wants numbers for processes and threads; their names become metadata events.
+    """
+    events, processes, threads = [], {}, {}
+    for event in _events(run):
+        process, thread = event["pid"], event["tid"]
+        pid = processes.setdefault(process, len(processes) + 1)
+        tid = threads.setdefault((process, thread), len(threads) + 1)
+        events.append(event | {"pid": pid, "tid": tid})
+    for process, pid in processes.items():
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
+    for (process, thread), tid in threads.items():
+        name = {"name": "thread_name", "ph": "M", "pid": processes[process], "tid": tid, "args": {"name": thread}}
+        events.append(name)
+    path = run.folder / "timeline.json"
+    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path
+
+
+def union(intervals: list[Interval]) -> list[Interval]:
+    """The same time covered by disjoint intervals, in order."""
+    covered: list[Interval] = []
+    for start, end in sorted(intervals):
+        if covered and start <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(end, covered[-1][1]))
+        else:
+            covered.append((start, end))
+    return covered
+
+
+def overlap(intervals: list[Interval], start: float, end: float) -> float:
+    """Seconds of [start, end] that the disjoint intervals cover."""
+    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in intervals)
+
+
+def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
+    """Per bin between neighbouring edges, the share of time that these spans cover, averaged over processes."""
+    by_process: dict[str, list[Interval]] = {}
+    for span in spans:
+        by_process.setdefault(span.process, []).append((span.start, span.end))
+    covered = [union(intervals) for intervals in by_process.values()]
+    return [sum(overlap(intervals, a, b) for intervals in covered) / ((b - a) * max(1, len(covered)))
+            for a, b in itertools.pairwise(edges)]  # fmt: skip
+
+
+def speed_by_overlap(work: list[Span], other: list[Span]) -> tuple[float | None, float | None]:
+    """Tokens/s of `work` spans (args["tokens"]) that run wholly while their process has one of `other` open, and
+    of those that meet none of them; None without such a span. Spans that are partly disturbed count in neither.
+    """
+    open_spans: dict[str, list[Interval]] = {}
+    for span in other:
+        open_spans.setdefault(span.process, []).append((span.start, span.end))
+    disjoint = {process: union(intervals) for process, intervals in open_spans.items()}
+    tokens, seconds = [0.0, 0.0], [0.0, 0.0]
+    for span in work:
+        shared = overlap(disjoint.get(span.process, []), span.start, span.end)
+        if shared == 0.0 or shared >= span.duration * (1 - 1e-6):
+            kind = 0 if shared else 1
+            tokens[kind] += span.args["tokens"]
+            seconds[kind] += span.duration
+    disturbed, undisturbed = (t / s if s else None for t, s in zip(tokens, seconds, strict=True))
+    return disturbed, undisturbed
+
+
+def _events(run: Run) -> list[dict[str, Any]]:
+    events = []
+    for path in sorted((run.folder / "timeline").glob("*.jsonl")):
+        lines = path.read_text().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                continue
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                raise ValueError(f"{path}:{number}: not a JSON line; remove it to go on") from None
+    return events

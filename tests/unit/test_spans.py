@@ -1,0 +1,75 @@
+import itertools
+import json
+import random
+
+import pytest
+
+from areal_megatron.observe.spans import Span, busy_share, merge, overlap, read_spans, speed_by_overlap, union
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_spans_read_back_as_recorded(run):
+    timeline = Timeline(run.timeline("trainer-0"), "trainer-0")
+    timeline.event("train", 2_000_000_000, 3_500_000_000, version=7)
+    timeline.event("publish", 1_000_000_000, 1_250_000_000)
+    timeline.close()
+    with run.timeline("trainer-0").open("a") as file:
+        file.write('{"name": "torn')
+    publish, train = read_spans(run)
+    assert (train.process, train.thread, train.name, train.args) == ("trainer-0", "MainThread", "train", {"version": 7})
+    assert (train.start, train.end, train.duration) == pytest.approx((2.0, 3.5, 1.5))
+    assert (publish.name, publish.start, publish.end) == ("publish", 1.0, 1.25)
+
+
+def test_merged_trace_names_processes_and_threads(run):
+    for process in ("controller", "engine-0"):
+        timeline = Timeline(run.timeline(process), process)
+        with timeline.span("work", kind=process):
+            pass
+        timeline.close()
+    events = json.loads(merge(run).read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    work = [e for e in events if e["ph"] == "X"]
+    assert sorted(names.values()) == ["controller", "engine-0"]
+    assert len(work) == 2
+    for event in work:
+        assert names[event["pid"]] == event["args"]["kind"]
+        assert threads[event["pid"], event["tid"]] == "MainThread"
+
+
+def test_union_and_overlap_agree_with_counting_on_a_grid():
+    rng = random.Random(0)
+    for _ in range(200):
+        intervals = [(a, a + rng.randrange(1, 8)) for a in (rng.randrange(40) for _ in range(rng.randrange(6)))]
+        cells = {cell for a, b in intervals for cell in range(a, b)}
+        disjoint = union(intervals)
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(disjoint))
+        start, end = sorted(rng.sample(range(50), 2))
+        assert overlap(disjoint, start, end) == len(cells & set(range(start, end)))
+
+
+def test_busy_share_averages_over_processes_and_counts_nested_spans_once():
+    spans = [Span("a", "t", "outer", 0, 4), Span("a", "t", "inner", 1, 2), Span("b", "t", "outer", 3, 5)]
+    assert busy_share(spans, [0, 2, 4, 6]) == pytest.approx([0.5, 0.75, 0.25])
+    assert busy_share([], [0, 1]) == [0]
+
+
+def test_speed_while_weights_are_sent():
+    publish = [Span("a", "sender", "publish", 10, 20), Span("b", "sender", "publish", 0, 100)]
+    work = [
+        Span("a", "main", "micro", 0, 2, {"tokens": 200}),  # undisturbed: 100 tokens/s
+        Span("a", "main", "micro", 12, 14, {"tokens": 180}),  # disturbed: 90 tokens/s
+        Span("a", "main", "micro", 9, 11, {"tokens": 1}),  # half of it: counts in neither
+        Span("a", "main", "micro", 20, 22, {"tokens": 200}),  # starts when the publish ends
+    ]
+    assert speed_by_overlap(work, publish) == pytest.approx((90.0, 100.0))
+    assert speed_by_overlap(work[:1], publish) == (None, 100.0)
