@@ -1,0 +1,53 @@
+"""Whether the model of a config can be trained by the layout of that config, from its config.json alone.
+
+The launcher asks before anything starts; imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.reshard.architectures import Dimensions, architecture, read_config
+
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings whose frequencies depend neither on the sequence nor on a scale of the attention."""
+
+
+def check_model(config: Config) -> None:
+    """Raises ConfigError, naming the key and the numbers, if the model cannot be trained or does not fit."""
+    path = config.model.path
+    if not Path(path).is_dir():
+        raise ConfigError(f"model.path: there is no folder {path}")
+    hf = read_config(path)
+    model = architecture(hf)
+    _check_computation(hf, path)
+    _check_layout(config, model.dimensions)
+    if not list(Path(path).glob("*.safetensors")):
+        raise ConfigError(f"model.path: {path} holds no *.safetensors file")
+
+
+def _check_computation(hf: dict[str, Any], path: str) -> None:
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(f"model.path: {path}/config.json asks for rotary embeddings of type {rope_type!r}; "
+                          f"known are {', '.join(ROPE_TYPES)}")  # fmt: skip
+    if hf.get("use_sliding_window"):
+        raise ConfigError(f"model.path: {path}/config.json sets use_sliding_window, which the trainer does not have")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"model.path: {path}/config.json has hidden_act {hf['hidden_act']!r}; known is silu")
+
+
+def _check_layout(config: Config, model: Dimensions) -> None:
+    tp, pp = config.trainer.tp, config.trainer.pp
+    for key, count in (
+        ("num_attention_heads", model.heads),
+        ("num_key_value_heads", model.kv_heads),
+        ("intermediate_size", model.ffn),
+    ):
+        if count % tp:
+            raise ConfigError(f"trainer.tp: {tp} does not divide {key}={count} of {config.model.path}")
+    if model.layers % pp:
+        raise ConfigError(f"trainer.pp: {pp} does not divide num_hidden_layers={model.layers} of {config.model.path}")

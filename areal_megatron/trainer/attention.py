@@ -1,0 +1,164 @@
+"""Causal attention over packed sequences with grouped queries: the one `core_attention` of the trainer.
+
+Megatron's own DotProductAttention refuses packing. A micro-batch is one row of T tokens [T, 1, ...] in which
+whole sequences follow each other; `Packed` says where each begins. Without `Packed` the tokens are [s, b, ...],
+b sequences of the same length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Where the sequences of a micro-batch lie.
+
+    `qkv_format` stays None: with "thd" Megatron would rotate each sequence in a Python loop, while
+    `positions` give the rotation of all tokens at once.
+    """
+
+    lengths: tuple[int, ...] = ()
+    device: torch.device | str = "cpu"
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]: place of each token in its sequence."""
+        return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
+
+    @cached_property
+    def boundaries(self) -> torch.Tensor:
+        """int32 [sequences + 1]: first token of each sequence, then T."""
+        return torch.from_numpy(np.cumsum((0, *self.lengths), dtype=np.int32)).to(self.device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.lengths)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sequences in a few padded blocks [rows, width], each of sequences of similar length.
+
+    One long row would cost T² operations, a call a sequence costs too many calls, and one block would be
+    padded to the longest. In a block a row's padding comes last: causal attention keeps it from every real
+    token, so it may hold anything finite, and receives no gradient.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    taken: torch.Tensor
+    """int64 [Σ rows × width]: the token at each place of the blocks, one after the other."""
+    padding: torch.Tensor
+    """bool [Σ rows × width]"""
+    place: torch.Tensor
+    """int64 [T]: where each token lies in the blocks."""
+
+    WASTE = 1.5
+    """Longest over shortest sequence of a block; below SHORT tokens everything shares a block."""
+    SHORT = 32
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...]) -> Blocks:
+        sizes = np.asarray(lengths)
+        starts = np.cumsum(sizes) - sizes
+        order = np.argsort(-sizes, kind="stable")
+        shapes, taken, padding = [], [], []
+        first = 0
+        while first < len(order):
+            width = int(sizes[order[first]])
+            least = 0 if width <= cls.SHORT else width / cls.WASTE
+            stop = int(np.searchsorted(-sizes[order], -least, side="right"))
+            rows = order[first:stop]
+            column = np.arange(width)
+            real = column < sizes[rows, None]
+            taken.append(np.where(real, starts[rows, None] + column, starts[rows, None]).ravel())
+            padding.append(~real.ravel())
+            shapes.append((len(rows), width))
+            first = stop
+        taken, padding = np.concatenate(taken), np.concatenate(padding)
+        place = np.empty(sizes.sum(), dtype=np.int64)
+        place[taken[~padding]] = np.flatnonzero(~padding)
+        return cls(tuple(shapes), torch.from_numpy(taken), torch.from_numpy(padding), torch.from_numpy(place))
+
+
+class _ToBlocks(torch.autograd.Function):
+    """[T, ...] → [Σ rows × width, ...]. Backward picks instead of scattering: padding has no gradient."""
+
+    @staticmethod
+    def forward(ctx, tokens, blocks):
+        ctx.place = blocks.place
+        return tokens.index_select(0, blocks.taken)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_select(0, ctx.place), None
+
+
+class _FromBlocks(torch.autograd.Function):
+    """[Σ rows × width, ...] → [T, ...]"""
+
+    @staticmethod
+    def forward(ctx, padded, blocks):
+        ctx.blocks = blocks
+        return padded.index_select(0, blocks.place)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        padded = gradient.index_select(0, ctx.blocks.taken)
+        padded[ctx.blocks.padding] = 0
+        return padded, None
+
+
+class CoreAttention(MegatronModule):
+    """softmax(q·kᵀ/√d)·v, causal within each sequence; the tensor-parallel rank's own heads."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
+                 softmax_scale=None, cp_comm_type=None, pg_collection=None, **_):  # fmt: skip
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
+                packed_seq_params=None):  # fmt: skip
+        """[s, b, heads, d], [s, b, groups, d] twice → [s, b, heads × d]."""
+        if packed_seq_params is None:
+            out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        attend = _packed_varlen if query.is_cuda else _packed_blocks
+        out = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params, self.scale)
+        return out.flatten(1).unsqueeze(1)
+
+
+def _causal(query, key, value, scale):
+    """[b, heads, s, d] → the same"""
+    grouped = query.size(1) != key.size(1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def _packed_varlen(query, key, value, packed, scale):
+    """[T, heads, d] → the same"""
+    from torch.nn.attention.varlen import varlen_attn  # imports compiler machinery that a CPU does without
+
+    longest = max(packed.lengths)
+    return varlen_attn(query, key, value, packed.boundaries, packed.boundaries, longest, longest, scale=scale,
+                       window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1))  # fmt: skip
+
+
+def _packed_blocks(query, key, value, packed, scale):
+    """[T, heads, d] → the same"""
+    blocks = packed.blocks
+    if len(blocks.shapes) == 1 and blocks.shapes[0][0] == 1:
+        return _causal(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), scale)[0].transpose(0, 1)
+    sizes = [rows * width for rows, width in blocks.shapes]
+    parts = zip(*(_ToBlocks.apply(x, blocks).split(sizes) for x in (query, key, value)), strict=True)
+    outs = []
+    for (rows, width), part in zip(blocks.shapes, parts, strict=True):
+        out = _causal(*(x.unflatten(0, (rows, width)).transpose(1, 2) for x in part), scale)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return _FromBlocks.apply(torch.cat(outs), blocks)

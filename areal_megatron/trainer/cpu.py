@@ -1,0 +1,121 @@
+"""Lets megatron-core run on a machine without CUDA.
+
+megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the
+name `torch` inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in
+that forwards everything to torch except the few calls below. With a CUDA device nothing is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+MODULES = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer_param_scheduler",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.tensor_parallel",
+)
+"""What the trainer imports; whatever these import in their turn is adapted with them."""
+
+
+def adapt_megatron() -> None:
+    """Imports megatron-core, adapted if no CUDA device is visible. Call before anything else imports it."""
+    on_cpu = not torch.cuda.is_available()
+    # megatron-core 0.16.1 calls collectives by names that torch 2.13 has begun to rename
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(Transformer Engine|Apex)")  # neither is required
+        # Fused functions are compiled where they are defined; on a CPU that costs a C++ compiler and
+        # seconds at import, and gains nothing.
+        with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
+            for name in MODULES:
+                importlib.import_module(name)
+    if on_cpu:
+        stand_in = _Torch()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+                module.torch = stand_in
+        _use_cpu_generator()
+
+
+def parameters_typed_as_cuda() -> contextlib.AbstractContextManager:
+    """While it is open, CPU parameters call themselves torch.cuda.FloatTensor and so on.
+
+    The distributed optimizer sorts parameters by these names when it is built, and knows no others.
+    """
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    kind = torch.Tensor.type
+    return _replaced(torch.nn.Parameter, "type", lambda self: kind(self).replace("torch.", "torch.cuda.", 1))
+
+
+@contextlib.contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
+class _StandIn(ModuleType):
+    """A module that has what `original` has, unless a subclass says otherwise."""
+
+    def __init__(self, original: ModuleType):
+        super().__init__(original.__name__)
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._original, name)
+        setattr(self, name, value)
+        return value
+
+
+class _Cuda(_StandIn):
+    """torch.cuda of a machine whose only device is the CPU, and on which nothing is asynchronous."""
+
+    def __init__(self):
+        super().__init__(torch.cuda)
+        self.current_device = lambda: torch.device("cpu")
+        self.synchronize = lambda *_: None
+        self.empty_cache = lambda: None
+        self.manual_seed = torch.manual_seed
+        self.get_rng_state = lambda *_: torch.get_rng_state()
+
+
+class _Torch(_StandIn):
+    """torch whose factories make CPU tensors where they are asked for CUDA ones."""
+
+    def __init__(self):
+        super().__init__(torch)
+        self.cuda = _Cuda()
+        for name in ("empty", "zeros", "ones", "full", "tensor"):
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory):
+    def make(*args, **options):
+        if options.get("device") == "cuda":
+            options["device"] = "cpu"
+        return factory(*args, **options)
+
+    return make
+
+
+def _use_cpu_generator() -> None:
+    """Activation recomputation saves and restores the generator of the device, which is the CPU's here."""
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
