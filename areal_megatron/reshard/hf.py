@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_megatron.config import ConfigError
-from areal_megatron.reshard.layout import Layout
+from areal_megatron.reshard import megatron
+from areal_megatron.reshard.architectures import architecture, read_config
+from areal_megatron.reshard.layout import Layout, Piece, whole
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.plan import needs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 @torch.no_grad()
@@ -67,3 +77,123 @@ def _reader(path: Path) -> Iterator[Callable[[str], Any]]:
             return opened[name].get_slice(tensor)
 
         yield find
+
+
+def checkpoint_layout(hf_config: Mapping[str, Any]) -> Layout:
+    """The checkpoint's own layout: every canonical tensor whole, on one rank."""
+    tensors = architecture(hf_config).tensors
+    pieces = [
+        Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, shape in tensors.items()
+    ]
+    return Layout(tensors, tensors, tuple(pieces))
+
+
+@torch.no_grad()
+def export(
+    parameters: Mapping[str, Tensor],
+    *,
+    hf_config: Mapping[str, Any],
+    sizes: MegatronSizes,
+    rank: int,
+    source: str | Path,
+    path: str | Path,
+    group: dist.ProcessGroup | None = None,
+    shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Writes the trainer's weights as a Hugging Face folder; every trainer rank calls it, rank 0 writes.
+
+    Tensors travel one at a time to rank 0 over `group` (gloo, all trainer ranks; None: the default group),
+    so rank 0 holds at most one file of `shard_bytes` in memory. config.json, tokenizer and generation config
+    come from the folder `source`. The folder appears under `path` whole or not at all; an older one is
+    replaced. Raises LayoutError where the parameters are not the layout's.
+    """
+    source, path = Path(source), Path(path)
+    layouts = megatron.layouts(hf_config, sizes)
+    layouts[rank].check({name: parameter.shape for name, parameter in parameters.items()}, f"trainer rank {rank}")
+    gathered = _gather(parameters, layouts, checkpoint_layout(hf_config), rank, group)
+    if rank:
+        for _ in gathered:
+            pass
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_shards(partial, gathered, shard_bytes)
+    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+    _copy_description(source, partial, dtype)
+    _replace(partial, path)
+
+
+def _gather(
+    parameters: Mapping[str, Tensor],
+    sources: list[Layout],
+    checkpoint: Layout,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Canonical tensors one after another, whole, on rank 0; on the other ranks nothing, but they must iterate."""
+    dtype = next(iter(parameters.values())).dtype
+    for name, pieces in itertools.groupby(needs(sources, [checkpoint]), key=lambda need: need.receive.tensor):
+        tensor = torch.empty(checkpoint.tensors[name], dtype=dtype) if rank == 0 else None
+        for need in pieces:
+            holder, held = min(need.holders.items())
+            if rank == holder:
+                part = held.view(parameters[held.parameter]).to("cpu")
+                if rank:
+                    dist.send(part.contiguous(), 0, group=group)
+            elif tensor is not None:
+                part = torch.empty(need.receive.box.shape, dtype=dtype)
+                dist.recv(part, holder, group=group)
+            if tensor is not None:
+                need.receive.view(tensor).copy_(part)
+        if tensor is not None:
+            yield name, tensor
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Files of at most shard_bytes (or one tensor) and their index; one plain file where everything fits."""
+    files: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(shard, folder / f"{len(files)}.shard", metadata={"format": "pt"})
+        files.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        shard[name] = tensor
+        total += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        os.replace(folder / "0.shard", folder / SINGLE)
+        return
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        os.replace(folder / f"{number}.shard", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_description(source: Path, folder: Path, dtype: str) -> None:
+    """Everything of a model folder that is no weight, config.json with the dtype of the new weights."""
+    for file in source.iterdir():
+        weights = file.name.endswith(WEIGHT_SUFFIXES) or file.name.endswith(".index.json")
+        if file.is_file() and not weights:
+            shutil.copyfile(file, folder / file.name)
+    config = read_config(source)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _replace(new: Path, path: Path) -> None:
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(new, path)
+    shutil.rmtree(old, ignore_errors=True)

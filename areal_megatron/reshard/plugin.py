@@ -1,16 +1,17 @@
 """vLLM's general plugin: registers the weight transfer backend "areal" in every process of an engine.
 
-Loaded by every vLLM process of an environment with this package, so it imports nothing at module level.
+Every vLLM process of an environment with this package loads it, so it imports nothing heavy at module level.
 """
 
+from functools import cache
 
+
+@cache  # vLLM calls entry points more than once in a process
 def register() -> None:
-    """Entry point; vLLM may call it more than once in a process."""
+    """Entry point `vllm.general_plugins` of setup.py."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    if "areal" in WeightTransferEngineFactory._registry:
-        return
     WeightTransferEngineFactory.register_engine("areal", "areal_megatron.reshard.receive", "Receiver")
     if current_platform.is_cpu():
         _keep_linear_weights()

@@ -33,7 +33,6 @@ def init_body(*, config: Config, engine: int, epoch: int, store: str, hf_config:
     return {
         "init_info": {
             "engine": engine,
-            "engines": config.rollout.engines,
             "epoch": epoch,
             "store": store,
             "hf_config": dict(hf_config),
