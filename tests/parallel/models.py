@@ -29,7 +29,7 @@ def save_model(family: str, folder: Path, **sizes) -> Path:
     torch.manual_seed(7)
     model = make_model(make_config(**{**SIZES, **own, **sizes}))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,124 @@
+"""Log-probabilities and entropies of tokens, from hidden states, without ever holding the logits of all tokens.
+
+Each tensor-parallel rank computes the logits of its part of the vocabulary for a chunk of tokens at a time and
+sums up what the softmax needs over the ranks; the backward pass computes them again. Peak memory is about
+chunk × vocabulary / tp × 12 bytes whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How the output layer is divided, and how its logits become a distribution."""
+
+    size: int
+    """Tokens of the model; the columns that pad the output layer beyond it carry no probability."""
+    temperature: float
+    """Logits are divided by it: the engine samples from that distribution and reports its log-probabilities."""
+    chunk: int
+    """Tokens whose logits are alive at the same time."""
+    sequence_parallel: bool
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """log p(labels[i]) after the token at rows[i], and the entropy of that distribution: two float32 [N].
+
+    hidden: final hidden states of a micro-batch [T, 1, h] ([T / tp, 1, h] under sequence parallelism), of the
+    last pipeline stage; weight [padded vocabulary / tp, h]; rows, labels: int64 [N]. Both results are the same
+    on all tensor-parallel ranks; entropy has no gradient.
+    """
+    if vocabulary.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return _TokenLogprobs.apply(hidden.squeeze(1).index_select(0, rows), weight, labels, vocabulary, group)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, vocabulary, group):
+        shard = _Shard(weight, vocabulary, group)
+        logprobs, entropies, normalisers = torch.empty((3, len(labels)), dtype=torch.float32, device=hidden.device)
+        for chunk in _chunks(len(labels), vocabulary.chunk):
+            logits = shard.logits(hidden[chunk])
+            top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
+            logits -= top[:, None]
+            own, column = shard.columns(labels[chunk])
+            target = logits.gather(1, column[:, None])[:, 0].where(own, 0)
+            weights = logits.exp()
+            parts = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, logits), target])
+            total, weighted, target = shard.reduce(parts, dist.ReduceOp.SUM)
+            log_total = total.log()
+            logprobs[chunk] = target - log_total
+            entropies[chunk] = log_total - weighted / total
+            normalisers[chunk] = top + log_total
+        ctx.shard, ctx.chunk = shard, vocabulary.chunk
+        ctx.save_for_backward(hidden, weight, labels, normalisers)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        hidden, weight, labels, normalisers = ctx.saved_tensors
+        shard, held = ctx.shard, ctx.shard.rows
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for chunk in _chunks(len(labels), ctx.chunk):
+            # d log p(label) / d logits = onehot(label) − softmax
+            to_logits = (shard.logits(hidden[chunk]) - normalisers[chunk, None]).exp_()
+            to_logits *= -gradient[chunk, None]
+            own, column = shard.columns(labels[chunk])
+            to_logits.scatter_add_(1, column[:, None], (gradient[chunk] * own)[:, None])
+            to_logits = to_logits.div_(shard.temperature).to(hidden.dtype)
+            to_hidden[chunk] = to_logits @ weight[:held]
+            to_weight[:held] += to_logits.T @ hidden[chunk]
+        return to_hidden, to_weight.to(weight.dtype), None, None, None
+
+
+class _Shard:
+    """The columns of the logits that this tensor-parallel rank computes."""
+
+    def __init__(self, weight: Tensor, vocabulary: Vocabulary, group: dist.ProcessGroup):
+        self.group, self.temperature = group, vocabulary.temperature
+        self.start = weight.size(0) * group.rank()
+        real = min(max(vocabulary.size - self.start, 0), weight.size(0))
+        self.all_padding = real == 0
+        self.rows = max(real, 1)
+        self.weight = weight.detach()[: self.rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [n, rows]"""
+        logits = (hidden @ self.weight.T).float()
+        if self.all_padding:
+            return logits.fill_(torch.finfo(torch.float32).min)
+        return logits.div_(self.temperature)
+
+    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether this rank has the column of each label, and which (any one where it has not)."""
+        column = labels - self.start
+        own = (column >= 0) & (column < self.rows) & (not self.all_padding)
+        return own, column.clamp(0, self.rows - 1)
+
+    def reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
+        if self.group.size() > 1:
+            dist.all_reduce(values, operation, group=self.group)
+        return values
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
