@@ -1,0 +1,135 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import report
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config
+from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import Run
+
+
+class Page(HTMLParser):
+    """Collects the rows of all tables, the cards and the banner."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.cells, self.stack, self.text = {}, [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "tr":
+            self.cells = []
+        self.stack.append((tag, dict(attributes).get("class")))
+
+    def handle_endtag(self, tag):
+        while self.stack and self.stack.pop()[0] != tag:
+            pass
+        if tag == "tr" and len(self.cells) == 2:
+            self.rows[self.cells[0]] = self.cells[1]
+
+    def handle_data(self, data):
+        if self.stack and self.stack[-1][0] in ("td", "th"):
+            self.cells.append(data)
+        self.text.append(data)
+
+
+def make_run(tmp_path, updates, mode="rl"):
+    run = Run(tmp_path / "run")
+    run.create()
+    config = Config(name="run", mode=mode, updates=updates)
+    config.model.path, config.data.train = "model", "<train>.jsonl"
+    configuration.save(config, run.config)
+    return run
+
+
+def write_updates(run, count):
+    writer = MetricsWriter(run)
+    writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
+    for n in range(1, count + 1):
+        writer.write("update", n, {"reward_mean": n / 2, "accuracy": n / 10, "staleness_mean": 1.0, "staleness_max": n % 3,
+                                   "staleness_histogram": {"0": 3, "1": 5}, "trained_tokens": 1000 + n,
+                                   "effective_tokens_per_s": 100.0 * n, "publish_s": 0.5, "commit_s": 0.03,
+                                   "weights_bytes": 3_200_000, "logprob_diff_max": 1e-5 * n, "loss": None,
+                                   "reward_failures": 2, "groups_filtered": n})  # fmt: skip
+    writer.write("eval", count, {"accuracy": 0.93, "items": 500})
+    writer.close()
+
+
+def write_spans(run):
+    timeline = Timeline(run.timeline("trainer-0"), "trainer-0")
+    second = 1_000_000_000
+    timeline.event("publish", 100 * second, 110 * second)
+    timeline.event("micro", 101 * second, 103 * second, tokens=1900)
+    timeline.event("micro", 120 * second, 122 * second, tokens=2000)
+    timeline.close()
+
+
+def build(run):
+    out = run.folder / "report.html"
+    report.write_report(run, out)
+    return out.read_text()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("finished"), 4)
+    write_updates(run, 4)
+    write_spans(run)
+    write_status(run, {"phase": "done", "elapsed_s": 75})
+    return run, build(run)
+
+
+def test_final_figures_are_those_of_the_metrics(finished):
+    _, text = finished
+    rows = Page(text).rows
+    assert rows["duration"] == "1 min 15 s"
+    assert rows["held-out accuracy, version 0"] == "41.0%" and rows["held-out accuracy, version 4"] == "93.0%"
+    assert rows["effective tokens/s, median"] == "250"
+    assert rows["trained tokens"] == "4,010" and rows["groups filtered"] == "10" and rows["reward failures"] == "8"
+    assert rows["staleness, mean and largest"] == "1.00, 2"
+    assert rows["log-probability difference, largest"] == "4.0e-05"
+    assert rows["weights sent per update, MB"] == "3.2"
+    assert rows["trainer, per rank, during a publish"] == "950" and rows["share kept"] == "95%"
+    assert rows["data.train"] == "<train>.jsonl", "a value of the config must be escaped in the page"
+    assert "incomplete" not in text
+
+
+def test_page_needs_no_network_and_the_trace_lies_beside_it(finished):
+    run, text = finished
+    assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", text)
+    assert text.count("<svg") == text.count("</svg>") >= 12
+    events = json.loads((run.folder / "timeline.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["publish", "micro", "micro"]
+
+
+@pytest.mark.parametrize("updates", [0, 2])
+def test_run_that_died_says_so(tmp_path, updates):
+    run = make_run(tmp_path, 40)
+    if updates:
+        write_updates(run, updates)
+        with run.metrics.open("a") as file:
+            file.write('{"time": 1.0, "ki')
+    write_status(run, {"phase": "training", "elapsed_s": 20})
+    assert f"This run is incomplete: {updates} of 40 updates, phase “training”" in build(run)
+
+
+def test_sft_run_shows_its_loss(tmp_path):
+    run = make_run(tmp_path, 3, mode="sft")
+    writer = MetricsWriter(run)
+    for step, loss in enumerate([3.0, 1.5, 0.6], 1):
+        writer.write("sft", step, {"step": step, "loss": loss, "tokens_per_s": 9000.0 + step, "lr": 1e-3})
+    writer.close()
+    text = build(run)
+    rows = Page(text).rows
+    assert rows["loss, last 10 steps"] == "1.700" and rows["tokens/s, median"] == "9,002"
+    assert "3.00 → 0.600" in text and "Staleness" not in text and "incomplete" not in text
+
+
+def test_folder_that_is_no_run_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path)])
+    assert report.main() == 2
+    assert str(tmp_path) in capsys.readouterr().err
