@@ -32,15 +32,15 @@ MODULES = (
 def adapt_megatron() -> None:
     """Imports megatron-core, adapted if no CUDA device is visible. Call before anything else imports it."""
     on_cpu = not torch.cuda.is_available()
-    # megatron-core 0.16.1 calls collectives by names that torch 2.13 has begun to rename
+    # About parts that are not required (TransformerEngine, apex), about defaults of its own, and about
+    # collectives that torch 2.13 has begun to rename: nothing that a user could act upon.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(Transformer Engine|Apex)")  # neither is required
-        # Fused functions are compiled where they are defined; on a CPU that costs a C++ compiler and
-        # seconds at import, and gains nothing.
-        with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
-            for name in MODULES:
-                importlib.import_module(name)
+    # Fused functions are compiled where they are defined; on a CPU that costs a C++ compiler and seconds at
+    # import, and gains nothing.
+    with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
+        for name in MODULES:
+            importlib.import_module(name)
     if on_cpu:
         stand_in = _Torch()
         for name, module in list(sys.modules.items()):

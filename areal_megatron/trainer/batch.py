@@ -1,0 +1,104 @@
+"""Sequences as tensors: one packed row for each micro-batch, and what is trained in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.trainer.attention import Packed
+
+
+@dataclass
+class MicroBatch:
+    """N trained tokens in whole sequences of T tokens together; N may be 0."""
+
+    tokens: Tensor
+    """int64 [1, T]"""
+    packed: Packed
+    rows: Tensor
+    """int64 [N]: the token before each trained token, whose hidden state predicts it"""
+    labels: Tensor
+    """int64 [N]: the trained tokens"""
+
+
+@dataclass
+class Experience:
+    """A micro-batch of PPO. float32 [N] where nothing else is said."""
+
+    microbatch: MicroBatch
+    behaviour: Tensor
+    """Log-probabilities with which the tokens were sampled."""
+    advantages: Tensor
+    by_this_version: Tensor
+    """bool [N]: sampled by the version that is trained, all of its context computed by it too."""
+    proximal: Tensor | None
+    """Log-probabilities before this batch's first step; None where the current ones are the same."""
+
+
+def pack(
+    sequences: Sequence[np.ndarray], trained: Sequence[np.ndarray], multiple: int, device: torch.device
+) -> MicroBatch:
+    """Sequences (int32 [n]) in their order, with the places (from 1 to n − 1) of the tokens trained in each.
+
+    T is a multiple of `multiple`: tokens of a last, untrained sequence fill it up, so that sequence
+    parallelism can cut the row evenly and no sequence at all is a row as well.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    total = max(sum(lengths), 1)
+    filler = -(-total // multiple) * multiple - sum(lengths)
+    starts = np.cumsum([0, *lengths])
+    row = np.concatenate([*sequences, np.zeros(filler, dtype=np.int32)]).astype(np.int64)
+    places = [start + places for start, places in zip(starts, trained, strict=False)]
+    targets = np.concatenate([np.zeros(0, dtype=np.int64), *places])
+    move = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+    return MicroBatch(
+        tokens=move(row)[None],
+        packed=Packed(lengths=(*lengths, filler) if filler else tuple(lengths), device=device),
+        rows=move(targets - 1),
+        labels=move(row[targets]),
+    )
+
+
+def pack_trajectories(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float],
+    version: int,
+    kv_policy: str,
+    multiple: int,
+    device: torch.device,
+) -> Experience:
+    """Trajectories with their advantages as one micro-batch; `proximal` stays None."""
+    masks = [t.loss_mask.astype(bool) for t in trajectories]
+    own = [_by_version(t, version, kv_policy) for t in trajectories]
+
+    def trained(values: Sequence[np.ndarray], dtype: type) -> Tensor:
+        kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *kept]).astype(dtype)).to(device)
+
+    return Experience(
+        microbatch=pack(
+            [np.concatenate((t.prompt, t.response)) for t in trajectories],
+            [len(t.prompt) + np.flatnonzero(mask) for t, mask in zip(trajectories, masks, strict=True)],
+            multiple,
+            device,
+        ),
+        behaviour=trained([t.logprobs for t in trajectories], np.float32),
+        advantages=trained(
+            [np.full(len(t.response), a) for t, a in zip(trajectories, advantages, strict=True)], np.float32
+        ),
+        by_this_version=trained(own, np.bool_),
+        proximal=None,
+    )
+
+
+def _by_version(trajectory: Trajectory, version: int, kv_policy: str) -> np.ndarray:
+    """bool [R]. With `keep`, tokens after an update attend to keys and values of older versions."""
+    sampled = trajectory.versions == version
+    if kv_policy == "keep" and trajectory.admission_version != version:
+        return np.zeros_like(sampled)
+    return sampled

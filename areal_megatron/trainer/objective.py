@@ -1,0 +1,65 @@
+"""What a micro-batch adds to the loss and to the metrics, from its final hidden states.
+
+Everything is a sum over trained tokens: the gradient is divided by the trained tokens of all micro-batches and
+replicas at once, so that it does not depend on how sequences are packed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areal_megatron.config import PPO
+from areal_megatron.ppo import loss as ppo
+from areal_megatron.trainer.batch import Experience, MicroBatch
+from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
+from areal_megatron.trainer.model import Policy
+from areal_megatron.trainer.tally import Tally
+
+
+class Objective:
+    """The losses, on the last pipeline stage."""
+
+    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
+        self._policy, self._vocabulary, self._settings = policy, vocabulary, settings
+
+    def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability of each trained token and entropy of its distribution: float32 [N] each."""
+        return token_logprobs(hidden, self._policy.output_weight, microbatch.rows, microbatch.labels, self._vocabulary)
+
+    def sft(self, hidden: Tensor, microbatch: MicroBatch, tally: Tally) -> Tensor:
+        logprobs, _ = self.logprobs(hidden, microbatch)
+        loss = -logprobs.sum()
+        tally.add({"tokens": _count(logprobs), "loss": loss}, {})
+        return loss
+
+    def ppo(self, hidden: Tensor, experience: Experience, first: bool, tally: Tally) -> Tensor:
+        """`first`: no step has been taken since the batch began, so the current policy is the trained version."""
+        current, entropy = self.logprobs(hidden, experience.microbatch)
+        now, behaviour = current.detach(), experience.behaviour
+        proximal = now if experience.proximal is None else experience.proximal
+        trained_version = now if first else proximal
+        clip, cap = self._settings.clip, self._settings.behaviour_cap
+        loss = ppo.policy_loss(current, proximal, behaviour, experience.advantages, clip, cap).sum()
+        comparable = experience.by_this_version & (first or self._settings.objective == "decoupled")
+        difference = (trained_version - behaviour).abs()[comparable]
+        tally.add(
+            {
+                "tokens": _count(now),
+                "loss": loss,
+                "compared": _count(difference),
+                "difference": difference.sum(),
+                **ppo.sums(now, proximal, behaviour, experience.advantages, entropy, clip, cap),
+            },
+            {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
+        )
+        return loss
+
+
+def _count(values: Tensor) -> Tensor:
+    return torch.tensor(len(values))
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Of values that are not negative; 0 if there are none."""
+    return values.amax() if len(values) else values.new_zeros(())

@@ -1,0 +1,251 @@
+"""A trainer rank: the model, its optimizer, and one PPO update or supervised step (paper, Sections 4 and 5)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_megatron.config import Config
+from areal_megatron.data.packing import partition
+from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.model_check import check_model
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.ppo import advantage
+from areal_megatron.reshard import hf
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.reshard.megatron import layout
+from areal_megatron.run import Run
+from areal_megatron.trainer import parallel as process_groups
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.batch import Experience, pack, pack_trajectories
+from areal_megatron.trainer.logprobs import Vocabulary
+from areal_megatron.trainer.model import build_model, parallel_sizes
+from areal_megatron.trainer.objective import Objective
+from areal_megatron.trainer.optimizer import PolicyOptimizer
+from areal_megatron.trainer.tally import Tally
+
+COUNTS = ("tokens", "compared", "difference")
+MAXIMA = ("ratio_max", "logprob_diff_max")
+MEANS = ("loss", "clip_share", "capped_share", "ratio_mean", "kl", "entropy")
+"""Reported as means over trained tokens."""
+
+
+@dataclass
+class Steps:
+    """The optimizer steps of one batch."""
+
+    before: Callable[[], None] = lambda: None
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients before clipping, for the steps taken."""
+    skipped: int = 0
+
+    def before_first(self) -> None:
+        if not self.norms:
+            self.before()
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Outcome of a PPO update, the same on all ranks."""
+
+    version: int
+    """The version that was trained (i)."""
+    applied: bool
+    """False: every step was skipped because its gradient was not finite; the weights are as before."""
+    metrics: dict[str, float]
+    """Means over trained tokens, mean gradient norm and last learning rate of the steps taken, counts.
+    `logprob_diff_max` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens that
+    were sampled by the trained version."""
+
+
+class Trainer:
+    """One rank of the trainer pool, with the weights of model.path. A context manager.
+
+    Raises ConfigError for a model that does not fit the config, RunError if the ranks do not find each other.
+    """
+
+    def __init__(self, config: Config, run: Run, rank: int):
+        check_model(config)
+        self.config, self.run = config, run
+        self.timeline = Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}")
+        self.parallel = process_groups.initialise(config, run, rank)
+        self.device = self.parallel.device
+        self.sizes = parallel_sizes(config, self.device)
+        self.hf_config = read_config(config.model.path)
+        self._model = build_model(config, self.sizes, self.device)
+        hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
+        self._optimizer = PolicyOptimizer(config, self._model)
+        vocabulary = Vocabulary(
+            size=self.hf_config["vocab_size"],
+            temperature=config.rollout.temperature if config.mode == "rl" else 1.0,
+            chunk=config.trainer.logprob_chunk_tokens,
+            sequence_parallel=config.trainer.sequence_parallel,
+        )
+        self._objective = Objective(self._model.module, vocabulary, config.ppo)
+        self._row_multiple = config.trainer.tp if config.trainer.sequence_parallel else 1
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        process_groups.leave()
+        self.timeline.close()
+
+    @property
+    def rank(self) -> int:
+        return self.parallel.rank
+
+    @property
+    def replica(self) -> int:
+        """Data-parallel rank."""
+        return self.parallel.replica
+
+    @property
+    def is_leader(self) -> bool:
+        """First rank of its replica: the one that gets batches and writes the ledger."""
+        return self.parallel.is_leader
+
+    @property
+    def is_first(self) -> bool:
+        return self.parallel.rank == 0
+
+    @property
+    def share(self) -> Callable[[bytes | None], bytes]:
+        """The replica leader's bytes on all ranks of its replica; the others pass None."""
+        return self.parallel.share
+
+    @property
+    def share_all(self) -> Callable[[bytes | None], bytes]:
+        """Global rank 0's bytes on all ranks; the others pass None."""
+        return self.parallel.share_all
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters as `reshard.megatron.layout` names them; they change only in optimizer steps."""
+        return {name: parameter.data for name, parameter in self._model.module.named_parameters()}
+
+    def train_batch(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
+        """One PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
+
+        `before_step` is called right before parameters change for the first time.
+        """
+        start = time.monotonic()
+        minibatches = self._experience(part)
+        self._set_proximal(minibatches)
+        tally, steps = Tally(), Steps(before_step)
+        for minibatch in minibatches:
+            loss = partial(self._objective.ppo, first=not steps.norms, tally=tally)
+            self._step([(e.microbatch, partial(loss, experience=e)) for e in minibatch], steps)
+        self._record(part, applied=bool(steps.norms))
+        totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
+        metrics = {"ratio_max": totals["ratio_max"]}
+        if totals["compared"]:
+            metrics["logprob_diff_max"] = totals["logprob_diff_max"]
+            metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
+        return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, MEANS, steps, start))
+
+    def sft_step(self, examples: Sequence[tuple[np.ndarray, int]]) -> dict[str, float]:
+        """One supervised step on a batch that all ranks pass alike: (tokens int32 [n], length of the prompt) each.
+
+        The loss is the mean over the response tokens of the batch.
+        """
+        start = time.monotonic()
+        trainer = self.config.trainer
+        plan = partition([len(tokens) for tokens, _ in examples], trainer.dp, 1, trainer.microbatch_tokens, seed=0)
+        tally, steps, work = Tally(), Steps(), []
+        for members in plan[self.replica][0]:
+            chosen = [examples[i] for i in members]
+            microbatch = pack(
+                [tokens for tokens, _ in chosen],
+                [np.arange(prompt, len(tokens)) for tokens, prompt in chosen],
+                self._row_multiple,
+                self.device,
+            )
+            work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, tally=tally)))
+        self._step(work, steps)
+        totals = tally.totals(self.parallel, ("tokens", "loss"))
+        return self._metrics(totals, ("loss",), steps, start)
+
+    def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
+        self._optimizer.zero_grad()
+        with self.timeline.span("train", tokens=sum(microbatch.tokens.numel() for microbatch, _ in work)):
+            pipeline.forward_backward(self._model, work)
+            norm = self._optimizer.gradient_norm()
+        if math.isfinite(norm):
+            steps.before_first()
+            self._optimizer.step(norm)
+            steps.norms.append(norm)
+        else:
+            steps.skipped += 1
+
+    def _metrics(self, totals: dict[str, float], means: Sequence[str], steps: Steps, start: float) -> dict[str, float]:
+        seconds = time.monotonic() - start
+        return {
+            **{name: totals[name] / max(totals["tokens"], 1) for name in means},
+            **({"grad_norm": sum(steps.norms) / len(steps.norms)} if steps.norms else {}),
+            "lr": self._optimizer.lr,
+            "skipped_steps": steps.skipped,
+            "trained_tokens": totals["tokens"],
+            "step_s": seconds,
+            "tokens_per_s": totals["tokens"] / seconds,
+        }
+
+    def _experience(self, part: BatchPart) -> list[list[Experience]]:
+        advantages = self._advantages(part.trajectories)
+        return [
+            [
+                pack_trajectories(
+                    [part.trajectories[i] for i in members],
+                    [advantages[i] for i in members],
+                    part.version,
+                    self.config.rollout.kv_policy,
+                    self._row_multiple,
+                    self.device,
+                )
+                for members in minibatch
+            ]
+            for minibatch in part.minibatches
+        ]
+
+    def _advantages(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in trajectories])
+        moments = advantage.moments(rewards, trained, self.config.ppo.advantage_weighting)
+        return advantage.normalise(rewards, self.parallel.sum_over_replicas(moments)).tolist()
+
+    def _set_proximal(self, minibatches: list[list[Experience]]) -> None:
+        """The first mini-batch needs none: until its step the current policy is the proximal one."""
+        if self.config.ppo.objective == "naive":
+            for experience in (e for minibatch in minibatches for e in minibatch):
+                experience.proximal = experience.behaviour
+            return
+        later = [e for minibatch in minibatches[1:] for e in minibatch]
+        if later:
+            with self.timeline.span("proximal"):
+                work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
+                for experience, (logprobs, _) in zip(later, pipeline.forward(self._model, work), strict=False):
+                    experience.proximal = logprobs
+
+    def _record(self, part: BatchPart, applied: bool) -> None:
+        """Which trajectories this replica has trained, independent of what the controller says."""
+        if not self.is_leader:
+            return
+        line = {
+            "version": part.version,
+            "applied": applied,
+            "uids": [t.uid for t in part.trajectories],
+            "admission_versions": [t.admission_version for t in part.trajectories],
+            "tokens": sum(int(t.loss_mask.sum()) for t in part.trajectories),
+        }
+        with self.run.ledger(self.replica).open("a") as ledger:
+            ledger.write(json.dumps(line) + "\n")
+            ledger.flush()
+            os.fsync(ledger.fileno())

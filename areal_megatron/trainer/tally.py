@@ -1,0 +1,41 @@
+"""Sums and maxima over the trained tokens of a batch, wherever they were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from areal_megatron.trainer.parallel import Parallel
+
+
+@dataclass
+class Tally:
+    """Values stay on the device until the totals are asked for."""
+
+    sums: dict[str, list[Tensor]] = field(default_factory=dict)
+    maxima: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        for store, values in ((self.sums, sums), (self.maxima, maxima)):
+            for name, value in values.items():
+                store.setdefault(name, []).append(value.detach())
+
+    def totals(self, parallel: Parallel, sums: Sequence[str], maxima: Sequence[str] = ()) -> dict[str, float]:
+        """The named sums and maxima over all ranks, the same on each; 0 for what no rank has added.
+
+        Only the last stage adds anything, and its tensor-parallel ranks all the same.
+        """
+        counts = parallel.is_last_stage and parallel.tp_rank == 0
+        total = parallel.sum_over_ranks(_reduced(self.sums if counts else {}, sums, torch.sum))
+        largest = parallel.max_over_ranks(_reduced(self.maxima if counts else {}, maxima, torch.amax))
+        return dict(zip((*sums, *maxima), (*total.tolist(), *largest.tolist()), strict=True))
+
+
+def _reduced(values: dict[str, list[Tensor]], names: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """float64 [names], on the CPU"""
+    zero = torch.zeros(())
+    columns = [reduce(torch.stack(values.get(name, [zero])).double()).cpu() for name in names]
+    return torch.stack(columns) if columns else torch.zeros(0, dtype=torch.float64)
