@@ -149,10 +149,11 @@ def _rl_sections(data: Data) -> list[str]:
 
 def _publish_rows(data: Data) -> list[tuple[str, str]]:
     trainers = [span for span in data.spans if span.process.startswith("trainer-")]
-    work = [span for span in trainers if "tokens" in span.args]
-    disturbed, undisturbed = speed_by_overlap(work, [span for span in trainers if span.name == "publish"])
-    if disturbed is None or undisturbed is None:
+    work = [span for span in trainers if span.name == "train"]
+    speeds = speed_by_overlap(work, [span for span in trainers if span.name == "publish"])
+    if speeds is None:
         return [("trainer, per rank", "too few spans to tell")]
+    disturbed, undisturbed = speeds
     return [("trainer, per rank, during a publish", f"{disturbed:,.0f}"),
             ("otherwise", f"{undisturbed:,.0f}"),
             ("share kept", f"{100 * disturbed / undisturbed:.0f}%")]  # fmt: skip

@@ -88,23 +88,26 @@ def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
             for a, b in itertools.pairwise(edges)]  # fmt: skip
 
 
-def speed_by_overlap(work: list[Span], other: list[Span]) -> tuple[float | None, float | None]:
-    """Tokens/s of `work` spans (args["tokens"]) that run wholly while their process has one of `other` open, and
-    of those that meet none of them; None without such a span. Spans that are partly disturbed count in neither.
+def speed_by_overlap(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
+    """Tokens/s of `work` spans (args["tokens"]) while their process has one of `other` open, and while it has not.
+
+    Least squares over the spans of tokens = disturbed speed · seconds shared + undisturbed speed · the rest:
+    a span may be disturbed for a part of its time. None if the spans do not tell the two apart.
     """
     open_spans: dict[str, list[Interval]] = {}
     for span in other:
         open_spans.setdefault(span.process, []).append((span.start, span.end))
     disjoint = {process: union(intervals) for process, intervals in open_spans.items()}
-    tokens, seconds = [0.0, 0.0], [0.0, 0.0]
+    xx = xy = yy = xt = yt = 0.0
     for span in work:
         shared = overlap(disjoint.get(span.process, []), span.start, span.end)
-        if shared == 0.0 or shared >= span.duration * (1 - 1e-6):
-            kind = 0 if shared else 1
-            tokens[kind] += span.args["tokens"]
-            seconds[kind] += span.duration
-    disturbed, undisturbed = (t / s if s else None for t, s in zip(tokens, seconds, strict=True))
-    return disturbed, undisturbed
+        rest, tokens = span.duration - shared, span.args["tokens"]
+        xx, xy, yy = xx + shared * shared, xy + shared * rest, yy + rest * rest
+        xt, yt = xt + shared * tokens, yt + rest * tokens
+    determinant = xx * yy - xy * xy
+    if determinant <= 1e-6 * max(xx, yy) ** 2:
+        return None
+    return (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
 
 
 def _events(run: Run) -> list[dict[str, Any]]:

@@ -63,8 +63,8 @@ def write_spans(run):
     timeline = Timeline(run.timeline("trainer-0"), "trainer-0")
     second = 1_000_000_000
     timeline.event("publish", 100 * second, 110 * second)
-    timeline.event("micro", 101 * second, 103 * second, tokens=1900)
-    timeline.event("micro", 120 * second, 122 * second, tokens=2000)
+    timeline.event("train", 101 * second, 103 * second, tokens=1900)
+    timeline.event("train", 120 * second, 122 * second, tokens=2000)
     timeline.close()
 
 
@@ -103,7 +103,7 @@ def test_page_needs_no_network_and_the_trace_lies_beside_it(finished):
     assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", text)
     assert text.count("<svg") == text.count("</svg>") >= 12
     events = json.loads((run.folder / "timeline.json").read_text())["traceEvents"]
-    assert [e["name"] for e in events if e["ph"] == "X"] == ["publish", "micro", "micro"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["publish", "train", "train"]
 
 
 @pytest.mark.parametrize("updates", [0, 2])

@@ -64,12 +64,21 @@ def test_busy_share_averages_over_processes_and_counts_nested_spans_once():
 
 
 def test_speed_while_weights_are_sent():
-    publish = [Span("a", "sender", "publish", 10, 20), Span("b", "sender", "publish", 0, 100)]
-    work = [
-        Span("a", "main", "micro", 0, 2, {"tokens": 200}),  # undisturbed: 100 tokens/s
-        Span("a", "main", "micro", 12, 14, {"tokens": 180}),  # disturbed: 90 tokens/s
-        Span("a", "main", "micro", 9, 11, {"tokens": 1}),  # half of it: counts in neither
-        Span("a", "main", "micro", 20, 22, {"tokens": 200}),  # starts when the publish ends
-    ]
-    assert speed_by_overlap(work, publish) == pytest.approx((90.0, 100.0))
-    assert speed_by_overlap(work[:1], publish) == (None, 100.0)
+    rng = random.Random(1)
+    publish = [Span("a", "sender", "publish", 10 * k, 10 * k + 3) for k in range(20)]
+    elsewhere = [Span("b", "sender", "publish", 0, 1000)]  # another process's publish disturbs nobody here
+    work = []
+    for _ in range(50):
+        start = rng.uniform(0, 195)
+        end = start + rng.uniform(0.5, 4)
+        shared = sum(1 for i in range(1000) if (start + (end - start) * (i + 0.5) / 1000) % 10 < 3) / 1000
+        tokens = (end - start) * (90 * shared + 100 * (1 - shared))
+        work.append(Span("a", "main", "train", start, end, {"tokens": tokens}))
+    assert speed_by_overlap(work, publish + elsewhere) == pytest.approx((90, 100), rel=2e-3)
+
+
+def test_speed_is_unknown_without_both_kinds_of_time():
+    work = [Span("a", "main", "train", 0, 2, {"tokens": 200}), Span("a", "main", "train", 3, 6, {"tokens": 300})]
+    assert speed_by_overlap(work, []) is None
+    assert speed_by_overlap(work, [Span("a", "sender", "publish", 0, 10)]) is None
+    assert speed_by_overlap([], []) is None
