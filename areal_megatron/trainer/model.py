@@ -145,7 +145,6 @@ def transformer_config(
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -153,6 +152,7 @@ def transformer_config(
         pipeline_model_parallel_size=trainer.pp,
         sequence_parallel=trainer.sequence_parallel,
         variable_seq_lengths=trainer.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
         # gloo still reads the buffer of a pending send
         deallocate_pipeline_outputs=on_cuda,
         # the gradient is divided by the trained tokens of all replicas, not averaged over them
