@@ -1,0 +1,98 @@
+"""Text to token ids and back, from a model folder's tokenizer.json. Imports no torch, unlike transformers."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from areal_megatron.config import ConfigError
+
+
+class Tokenizer:
+    """Of one Hugging Face model folder. Raises ConfigError if the folder has no usable tokenizer or end token."""
+
+    def __init__(self, folder: str | Path):
+        self._folder = Path(folder)
+        file = self._folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"model.path: {file} is missing; save the tokenizer as a fast one (save_pretrained)")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises bare Exception for a broken file
+            raise ConfigError(f"model.path: {file} is no tokenizer: {e}") from None
+        self._settings = self._json("tokenizer_config.json")
+        self._template = self._chat_template()
+        self.stop_tokens = self._stop_tokens()
+        """Ids that end an answer, the tokenizer's own end token first."""
+
+    def prompts(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each prompt: as a chat's user message where the model has a chat template, else as it stands."""
+        if self._template is None:
+            return [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
+        return [e.ids for e in self._tokenizer.encode_batch(list(map(self._as_chat, texts)), add_special_tokens=False)]
+
+    def responses(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each response, the end token appended."""
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _as_chat(self, text: str) -> str:
+        special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        messages = [{"role": "user", "content": text}]
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **special)
+        except jinja2.TemplateError as e:
+            raise ConfigError(f"model.path: {self._folder}: the chat template refuses a plain prompt: {e}") from None
+
+    def _chat_template(self) -> jinja2.Template | None:
+        file = self._folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else self._settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+        if not source:
+            return None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as e:
+            raise ConfigError(f"model.path: {self._folder}: the chat template cannot be read: {e}") from None
+
+    def _stop_tokens(self) -> list[int]:
+        stops = [self._tokenizer.token_to_id(self._text(self._settings.get("eos_token")))]
+        for file in ("generation_config.json", "config.json"):
+            named = self._json(file).get("eos_token_id")
+            stops += named if isinstance(named, list) else [named]
+        known = list(dict.fromkeys(stop for stop in stops if stop is not None))
+        if not known:
+            raise ConfigError(f"model.path: {self._folder} names no end token (eos_token or eos_token_id)")
+        return known
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self._folder / name
+        try:
+            return json.loads(file.read_text()) if file.is_file() else {}
+        except ValueError as e:
+            raise ConfigError(f"model.path: {file} is not JSON: {e}") from None
+
+    @staticmethod
+    def _text(token: Any) -> str:
+        return token["content"] if isinstance(token, dict) else token or ""
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
