@@ -9,6 +9,7 @@ Processes are named `controller`, `engine-E` and `trainer-RANK`.
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import time
@@ -65,6 +66,15 @@ class Run:
                     raise RunError(f"{process} has not announced its endpoint in {path} within {timeout_s:.0f} s; "
                                    f"see {self.log(process)}") from None  # fmt: skip
             time.sleep(0.05)
+
+
+def from_command_line(program: str) -> tuple[Run, int]:
+    """The run and the index in its pool that a launcher gave this process as `--run FOLDER --index N`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Started by a launcher, see launch/.")
+    parser.add_argument("--run", required=True, help="run folder")
+    parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")
+    options = parser.parse_args()
+    return Run(options.run), options.index
 
 
 def write_atomically(path: Path, text: str) -> None:

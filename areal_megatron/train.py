@@ -6,11 +6,9 @@ they have, at most rollout.max_staleness versions behind, and the decoupled obje
 
 from __future__ import annotations
 
-import argparse
-
 from areal_megatron import config as configuration
 from areal_megatron.experience import Experience
-from areal_megatron.run import Run
+from areal_megatron.run import from_command_line
 from areal_megatron.trainer.step import Trainer
 from areal_megatron.weights import Weights
 
@@ -31,14 +29,10 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, batches: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m areal_megatron.train")
-    parser.add_argument("--run", required=True, help="run folder, made by a launcher")
-    parser.add_argument("--index", type=int, required=True, help="rank of this process in the trainer pool")
-    options = parser.parse_args()
-    run = Run(options.run)
+    run, rank = from_command_line("areal_megatron.train")
     config = configuration.load(run.config)
     with (
-        Trainer(config, run, options.index) as trainer,
+        Trainer(config, run, rank) as trainer,
         Experience(config, run, trainer) as experience,
         Weights(config, run, trainer, experience) as weights,
     ):

@@ -1,0 +1,85 @@
+"""Where a trainer rank's weights go: to every engine after each update, and to a Hugging Face folder at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from areal_megatron.config import Config
+from areal_megatron.experience import Experience
+from areal_megatron.reshard import hf
+from areal_megatron.reshard.publish import Publisher
+from areal_megatron.rollout.protocol import ControllerClient, ControllerError, Delivered
+from areal_megatron.run import Run
+from areal_megatron.trainer.parallel import STORE
+from areal_megatron.trainer.step import Trainer
+
+
+class Weights:
+    """Publishes versions and tells the controller what arrived, so that engines commit it."""
+
+    def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
+        self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
+        self._store = run.endpoint(STORE, config.machine.timeout_s)
+        host, _, port = self._store.rpartition(":")
+        self._reporting = threading.Lock()
+        self._controller = ControllerClient(
+            run.endpoint("controller"), run.token, f"trainer-{trainer.rank}-deliveries", config.machine.timeout_s
+        )
+        self._publisher = Publisher(
+            parameters=trainer.parameters,
+            hf_config=trainer.hf_config,
+            sizes=trainer.sizes,
+            rank=trainer.rank,
+            engine_tp=config.rollout.tp,
+            engines=config.rollout.engines,
+            dtype=config.model.dtype,
+            store_host=host,
+            store_port=int(port),
+            timeout_s=config.machine.timeout_s,
+            on_delivered=self._report,
+            timeline=trainer.timeline,
+        )
+
+    def publish(self, version: int) -> None:
+        """Starts sending `version` to the engines; returns at once."""
+        self._publisher.publish(version, self._experience.links(version, self._store))
+
+    def wait_until_read(self) -> None:
+        """Returns when parameters may change."""
+        self._publisher.wait_until_read()
+
+    def wait_until_delivered(self) -> None:
+        """Returns when every engine has what was published, or its link has failed."""
+        self._publisher.close()
+
+    def save_hf(self) -> None:
+        """Writes the model into the run folder; every rank calls it."""
+        save_hf(self._config, self._run, self._trainer)
+
+    def _report(self, engine: int, epoch: int, version: int, seconds: float, size: int, error: str) -> None:
+        """Called on the threads of the links."""
+        try:
+            with self._reporting:
+                self._controller.request(Delivered(engine, epoch, version, seconds, size, error))
+        except ControllerError as e:  # the main loop meets it too, and ends the run
+            logging.error("version %d for engine %d: %s", version, engine, e)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._controller.close()
+
+
+def save_hf(config: Config, run: Run, trainer: Trainer) -> None:
+    """Exports the trainer's weights to run.hf, with the tokenizer of model.path; every rank calls it."""
+    hf.export(
+        parameters=trainer.parameters(),
+        hf_config=trainer.hf_config,
+        sizes=trainer.sizes,
+        rank=trainer.rank,
+        source=config.model.path,
+        path=run.hf,
+        group=trainer.parallel.control,
+    )

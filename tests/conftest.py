@@ -1,0 +1,93 @@
+"""What tests of whole runs share: a tiny world, and runs started as a user starts them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """Folder with the demo's untrained model and data."""
+    folder = tmp_path_factory.mktemp("world")
+    subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder], check=True, timeout=120)
+    return folder
+
+
+class LocalRun:
+    """`python -m launch.local` as its own process; output in one file."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        self.folder = folder
+        self._output = folder.with_suffix(".out")
+        command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml",
+                   f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
+                                        stderr=subprocess.STDOUT)  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait(self, timeout_s: float = 400) -> int:
+        return self.process.wait(timeout_s)
+
+    def wait_for(self, condition, timeout_s: float = 240):
+        """The first true value of condition(); fails if the run ends before or nothing comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert self.process.poll() is None, f"the run ended early:\n{self.output}"
+            assert time.monotonic() < deadline, f"nothing within {timeout_s} s:\n{self.output}"
+            time.sleep(0.1)
+        return value
+
+    def pid(self, name: str) -> int:
+        """Of the child whose module and index make `name`, e.g. trainer-0."""
+        for child in psutil.Process(self.process.pid).children():
+            if _process_name(child.cmdline()) == name:
+                return child.pid
+        raise AssertionError(f"no process {name}")
+
+    def members(self) -> list[psutil.Process]:
+        """The launcher and every process below it."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+
+def _process_name(command: list[str]) -> str:
+    text = " ".join(command)
+    index = command[command.index("--index") + 1] if "--index" in command else ""
+    if "rollout.controller" in text:
+        return "controller"
+    return f"engine-{index}" if "rollout.engine" in text or "api_server" in text else f"trainer-{index}"
+
+
+@pytest.fixture
+def local_run(tmp_path):
+    """Starts runs; whatever a failed test leaves running is ended."""
+    runs = []
+
+    def start(name: str, *overrides: str) -> LocalRun:
+        runs.append(LocalRun(tmp_path / name, *overrides))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.wait(30)
+
+
+def left_over(processes: list[psutil.Process], timeout_s: float = 5) -> list[psutil.Process]:
+    """Those of the processes that are still alive after timeout_s."""
+    _, alive = psutil.wait_procs(processes, timeout_s)
+    return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")

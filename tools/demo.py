@@ -1,0 +1,72 @@
+"""From nothing to a model that adds: makes a tiny model, warms it up, trains it with asynchronous PPO.
+
+    python tools/demo.py [--seed 1] [--out runs/demo-1] [key=value …]
+
+Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides reach the
+PPO run only, e.g. rollout.max_staleness=0. Exit code 0 if everything ran, otherwise that of the step that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the PPO run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-N")
+    options = parser.parse_args()
+    out = (options.out or _unused(ROOT / "runs")).absolute()
+    if out.exists():
+        print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
+        return 2
+    world, seed = out / "world", f"seed={options.seed}"
+    started = time.monotonic()
+    try:
+        _run("making a tiny model, its tokenizer and data", "tools/make_arithmetic.py", world, "--seed", options.seed)
+        _run("supervised warm start", "-m", "launch.local", "configs/tiny_sft.yaml", f"runs_dir={out}", "name=sft", seed,
+             f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}")  # fmt: skip
+        _run("asynchronous PPO", "-m", "launch.local", "configs/tiny_cpu.yaml", f"runs_dir={out}", "name=rl", seed,
+             f"model.path={out / 'sft' / 'hf'}", f"data.train={world / 'train.jsonl'}",
+             f"data.eval={world / 'heldout.jsonl'}", *options.overrides)  # fmt: skip
+        _run("report", "tools/report.py", out / "rl")
+    except subprocess.CalledProcessError as failed:
+        return failed.returncode
+    except KeyboardInterrupt:
+        return 130
+    before, after = accuracy(out / "rl")
+    print(f"\nheld-out accuracy, sampled at temperature 1: {before:.3f} before, {after:.3f} after PPO")
+    print(f"took {(time.monotonic() - started) / 60:.1f} minutes; report: {out / 'rl' / 'report.html'}")
+    return 0
+
+
+def accuracy(run: Path) -> tuple[float, float]:
+    """Held-out accuracy of the first and the last evaluation of a run."""
+    evaluations = [line["accuracy"] for line in read_metrics(Run(run)) if line["kind"] == "eval"]
+    return evaluations[0], evaluations[-1]
+
+
+def _run(title: str, *arguments: object) -> None:
+    print(f"── {title}", flush=True)
+    subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, check=True, env=dict(os.environ, PYTHONPATH=str(ROOT))
+    )
+
+
+def _unused(folder: Path) -> Path:
+    return next(path for n in range(1, 10**6) if not (path := folder / f"demo-{n}").exists())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
