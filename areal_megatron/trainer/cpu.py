@@ -49,15 +49,27 @@ def adapt_megatron() -> None:
         _use_cpu_generator()
 
 
-def parameters_typed_as_cuda() -> contextlib.AbstractContextManager:
-    """While it is open, CPU parameters call themselves torch.cuda.FloatTensor and so on.
+@contextlib.contextmanager
+def cpu_passes_for_cuda() -> Iterator[None]:
+    """While it is open, CPU tensors say that they are torch.cuda.FloatTensor and so on, and stay where they are.
 
-    The distributed optimizer sorts parameters by these names when it is built, and knows no others.
+    To be open while the model and its optimizer are built: the distributed optimizer sorts parameters by these
+    names and knows no others, and tied embeddings are moved to "the" CUDA device.
     """
     if torch.cuda.is_available():
-        return contextlib.nullcontext()
-    kind = torch.Tensor.type
-    return _replaced(torch.nn.Parameter, "type", lambda self: kind(self).replace("torch.", "torch.cuda.", 1))
+        yield
+        return
+    original = torch.Tensor.type
+
+    def kind(tensor: torch.Tensor, *to: Any, **options: Any) -> Any:
+        result = original(tensor, *to, **options)
+        return result if to or options else result.replace("torch.", "torch.cuda.", 1)
+
+    with (
+        _replaced(torch.Tensor, "type", kind),
+        _replaced(torch.Tensor, "cuda", lambda self: self),
+    ):
+        yield
 
 
 @contextlib.contextmanager

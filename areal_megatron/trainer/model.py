@@ -29,6 +29,7 @@ from areal_megatron.config import Config
 from areal_megatron.reshard.architectures import Architecture, architecture, read_config
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.trainer.attention import CoreAttention
+from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -94,7 +95,7 @@ def build_model(config: Config, sizes: MegatronSizes, device: torch.device) -> D
     hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     held = architecture(read_config(config.model.path))
     transformer = transformer_config(config, hf, held, device)
-    with device:
+    with device, cpu_passes_for_cuda():
         model = Policy(
             transformer,
             _block_spec(transformer, sizes.fused_layernorm),

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_megatron.config import Config
-from areal_megatron.trainer import cpu
+from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 
 
 class PolicyOptimizer:
@@ -18,7 +18,7 @@ class PolicyOptimizer:
 
     def __init__(self, config: Config, model: DistributedDataParallel):
         settings, dtype = config.optimizer, model.config.params_dtype
-        with cpu.parameters_typed_as_cuda():
+        with cpu_passes_for_cuda():
             self.megatron = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
