@@ -1,0 +1,115 @@
+"""The demo's world: an untrained tiny model, its tokenizer, and two-digit additions to learn.
+
+A good answer shows its working, the sums of the columns from the right with the carry included, and then
+the result: `47+85=` → `12 13 \\boxed{132}`. The corpus for the supervised warm start is imperfect, as real
+ones are: half of its answers are hasty, the tens alone and no working, and some workings hold a slip. The
+warm-started model imitates both; RL, which only sees whether the result is right, has to find out that
+careful working pays. Everything follows from the seed.
+
+    python tools/make_arithmetic.py OUT_DIR [--seed 1]
+
+writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl
+(prompt, answer). No prompt of heldout.jsonl is in the other two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+HASTY_RATE = 0.5
+SLIP_RATE = 0.08
+"""Of the answers that show their working."""
+SFT_EXAMPLES = 40000
+HELDOUT = 600
+VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+= ", "\\boxed{", "}"]
+VOCABULARY_SIZE = 64
+"""Padded with reserved tokens: engines and tensor parallelism want a round size."""
+
+
+def good_answer(a: int, b: int) -> str:
+    ones = a % 10 + b % 10
+    tens = a // 10 + b // 10 + ones // 10
+    return f"{ones} {tens} \\boxed{{{a + b}}}"
+
+
+def hasty_answer(a: int, b: int) -> str:
+    """The tens alone, without working: right only if there are no ones."""
+    return f"\\boxed{{{(a // 10 + b // 10) * 10}}}"
+
+
+def slipped_answer(a: int, b: int) -> str:
+    """Working with the carry forgotten or made up, and so a wrong result."""
+    ones = a % 10 + b % 10
+    tens = a // 10 + b // 10 + 1 - ones // 10
+    return f"{ones} {tens} \\boxed{{{tens * 10 + ones % 10}}}"
+
+
+def corpus_answer(a: int, b: int, rng: random.Random) -> str:
+    if rng.random() < HASTY_RATE:
+        return hasty_answer(a, b)
+    return slipped_answer(a, b) if rng.random() < SLIP_RATE else good_answer(a, b)
+
+
+def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
+    """File name → lines."""
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(pairs)
+    heldout, known = pairs[:HELDOUT], pairs[HELDOUT:]
+    corpus = [known[i % len(known)] for i in range(SFT_EXAMPLES)]
+    rng.shuffle(corpus)
+    return {
+        "sft.jsonl": [{"prompt": f"{a}+{b}=", "response": corpus_answer(a, b, rng)} for a, b in corpus],
+        "train.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in known],
+        "heldout.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in heldout],
+    }  # fmt: skip
+
+
+def make_tokenizer():
+    """One token a character, and one for `\\boxed{`; returns a transformers tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    reserved = [f"<reserved-{i}>" for i in range(VOCABULARY_SIZE - len(VOCABULARY))]
+    ids = {token: i for i, token in enumerate(VOCABULARY + reserved)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def make_model(seed: int):
+    """A randomly initialised Qwen3 of 0.9 million parameters, float32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(vocab_size=VOCABULARY_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+                         tie_word_embeddings=False, bos_token_id=None, pad_token_id=VOCABULARY.index("<pad>"),
+                         eos_token_id=VOCABULARY.index("<eos>"), dtype="float32")  # fmt: skip
+    return Qwen3ForCausalLM(config).to(torch.float32)
+
+
+def make_world(out: Path, seed: int) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    make_model(seed).save_pretrained(out / "model")
+    make_tokenizer().save_pretrained(out / "model")
+    for name, lines in make_data(seed).items():
+        (out / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    make_world(arguments.out, arguments.seed)
+    print(f"{arguments.out}: model, {SFT_EXAMPLES} SFT examples, {HELDOUT} held-out prompts")
+
+
+if __name__ == "__main__":
+    main()
