@@ -1,0 +1,228 @@
+"""The trainers' side of weight updates: sends this rank's boxes to every engine while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard import megatron
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, link_plan
+from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, bind, pack
+
+OnDelivered = Callable[[int, int, int, float, int, str], None]
+"""(engine, epoch, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
+
+
+class Publisher:
+    """Sends the live parameters of one trainer rank; every trainer rank has one and calls it alike.
+
+    `parameters` returns this rank's settled parameters by Megatron's names; their storage is read in place,
+    so no step may change them between `publish` and the return of `wait_until_read`. `engine_tp` ranks in
+    each of `engines` engines hold `dtype`. `on_delivered` is called on global rank 0 alone, once for each
+    version and link. Raises ConfigError or LayoutError at once where model, sizes and parameters disagree.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Callable[[], Mapping[str, Tensor]],
+        hf_config: Mapping[str, Any],
+        sizes: MegatronSizes,
+        rank: int,
+        engine_tp: int,
+        engines: int,
+        dtype: str,
+        store_host: str,
+        store_port: int,
+        timeout_s: float,
+        on_delivered: OnDelivered | None,
+        timeline: Timeline,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ):
+        held = parameters()
+        megatron.layout(hf_config, sizes, rank).check({n: p.shape for n, p in held.items()}, f"trainer rank {rank}")
+        self.parameters, self.rank, self.trainers, self.engine_tp = parameters, rank, sizes.ranks, engine_tp
+        self.dtype, self.device = getattr(torch, dtype), next(iter(held.values())).device
+        self.store, self.timeout_s, self.timeline = f"{store_host}:{store_port}", timeout_s, timeline
+        self.on_delivered = on_delivered if rank == 0 else None
+        self._plans = [link_plan(hf_config, sizes, engine_tp, engine, bucket_elements) for engine in range(engines)]
+        self._outlets: dict[int, Outlet] = {}
+        self._updates: list[Update] = []
+
+    def publish(self, version: int, links: Sequence[tuple[int, int]]) -> None:
+        """Starts sending `version` to each (engine, epoch) in the background; returns at once."""
+        self._updates = [update for update in self._updates if update.thread.is_alive()]
+        parameters = self.parameters()
+        for engine, epoch in links:
+            outlet = self._outlets.get(engine)
+            if outlet is None or outlet.epoch != epoch:
+                self._cut_off(outlet)
+                outlet = self._outlets[engine] = Outlet(self, self._plans[engine], engine, epoch)
+            self._updates.append(Update(outlet, version, parameters))
+
+    def wait_until_read(self) -> None:
+        """Returns when the live parameters are no longer being read: from here on a step may change them.
+
+        A link that is not done by its timeout is cut off and fails; it never holds the trainer longer.
+        """
+        for update in self._updates:
+            if not update.read.wait(update.deadline.left.total_seconds()):
+                update.cut_off()
+
+    def _cut_off(self, outlet: Outlet | None) -> None:
+        for update in self._updates:
+            if update.outlet is outlet:
+                update.cut_off()
+
+    def close(self) -> None:
+        """Waits for the updates in flight, at most their timeout."""
+        for update in self._updates:
+            update.thread.join(update.deadline.left.total_seconds() + 1)
+        self._outlets.clear()
+
+
+class Outlet:
+    """This rank's end of the link to one engine in one epoch, kept from update to update."""
+
+    def __init__(self, publisher: Publisher, plan: Plan, engine: int, epoch: int):
+        self.publisher, self.plan, self.engine, self.epoch = publisher, plan, engine, epoch
+        self.buckets = plan.sent_by(publisher.rank)
+        self.updates = 0
+        self.busy = threading.Lock()
+        self._link: Link | None = None
+        self._broken = ""
+        self._buffers: list[Tensor] = []
+        self._copies: list[Copies] = []
+        self._bound_to: list[int] = []
+
+    def link(self) -> Link:
+        """Raises LinkError if an earlier update of this epoch failed."""
+        p = self.publisher
+        if self._broken:
+            raise LinkError(f"engine {self.engine} needs a new epoch after {self.epoch}, which failed: {self._broken}")
+        if self._link is None:
+            self._link = Link(engine=self.engine, epoch=self.epoch, rank=p.rank, trainers=p.trainers,
+                              engine_tp=p.engine_tp, store=p.store, device=p.device, timeout_s=p.timeout_s)  # fmt: skip
+        return self._link
+
+    def break_link(self, update: int, reason: str) -> None:
+        """Tells the others and closes this rank's connections; this epoch cannot be used again."""
+        if self._broken:
+            return
+        self._broken = reason
+        link, self._link = self._link, None
+        if link is not None:
+            link.say_failed(update, reason)
+
+    def messages(self, parameters: Mapping[str, Tensor]) -> list[tuple[Bucket, Tensor, Copies]]:
+        """Buckets with the buffer that each is packed into and the copies that pack it.
+
+        Indexed once; again only where the parameters moved to other storage. Two buffers take turns.
+        """
+        p = self.publisher
+        storage = [parameter.data_ptr() for parameter in parameters.values()]
+        if storage != self._bound_to:
+            largest = max((bucket.elements for bucket in self.buckets), default=0)
+            self._buffers = [torch.empty(largest, dtype=p.dtype, device=p.device) for _ in range(2)]
+            self._copies = [
+                bind((transfer.send for transfer in bucket.transfers), parameters, self._buffers[i % 2])
+                for i, bucket in enumerate(self.buckets)
+            ]
+            self._bound_to = storage
+        return [
+            (bucket, self._buffers[i % 2][: bucket.elements], copies)
+            for i, (bucket, copies) in enumerate(zip(self.buckets, self._copies, strict=True))
+        ]
+
+
+class Update:
+    """One version on its way to one engine."""
+
+    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor]):
+        self.outlet, self.version, self.parameters = outlet, version, parameters
+        self.deadline = Deadline(outlet.publisher.timeout_s)
+        self.read = threading.Event()
+        """Set when no live parameter is read any more."""
+        outlet.updates += 1
+        self._number = outlet.updates
+        self._reading = threading.Lock()
+        self._cut_off = False
+        device = outlet.publisher.device
+        self._settled = torch.get_device_module(device).Event() if device.type != "cpu" else None
+        if self._settled:
+            self._settled.record()
+        self.thread = threading.Thread(target=self._run, name=f"publish-{outlet.engine}", daemon=True)
+        self.thread.start()
+
+    def cut_off(self) -> None:
+        """Reads no parameter from here on; what has not been read by now fails."""
+        with self._reading:
+            self._cut_off = True
+            self.read.set()
+
+    def _run(self) -> None:
+        outlet, publisher, start = self.outlet, self.outlet.publisher, time.monotonic()
+        received, error = 0, ""
+        with outlet.busy:  # the last instructions of the update before may still run
+            try:
+                self._send()
+                if publisher.on_delivered:
+                    received = self._wait_received()
+            except Exception as e:  # a thread's traceback would be lost
+                error = str(e) if isinstance(e, LinkError) else f"trainer rank {publisher.rank}: {e!r}"
+                outlet.break_link(self._number, error)
+            finally:
+                self.read.set()
+        if publisher.on_delivered:
+            seconds = time.monotonic() - start
+            publisher.on_delivered(outlet.engine, outlet.epoch, self.version, seconds, received, error)
+
+    def _send(self) -> None:
+        outlet, publisher, n, link = self.outlet, self.outlet.publisher, self._number, self.outlet.link()
+        if not outlet.buckets:
+            return
+        ready = [f"ready/{n}/{rank}" for rank in range(publisher.engine_tp)]
+        for rank, digest in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
+            if digest != outlet.plan.digest:
+                raise LinkError(f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
+                                "the same release, with the same model and sizes?")  # fmt: skip
+        link.say(f"sending/{n}/{publisher.rank}", "")
+        size = sum(bucket.elements for bucket in outlet.buckets) * publisher.dtype.itemsize
+        span = publisher.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
+        with span, link.stream():
+            if self._settled:
+                self._settled.wait()
+            self._send_buckets(link)
+
+    def _send_buckets(self, link: Link) -> None:
+        sent = []
+        for number, (bucket, flat, copies) in enumerate(self.outlet.messages(self.parameters)):
+            if number >= 2:
+                sent[number - 2].wait(self.deadline)
+            with self._reading:
+                self._stop()
+                pack(copies)
+                link.settle()
+            sent.append(link.send(flat, self.outlet.publisher.trainers + bucket.destination, bucket))
+        self.read.set()
+        for message in sent[-2:]:
+            message.wait(self.deadline)
+        link.settle()
+
+    def _stop(self) -> None:
+        if self._cut_off:
+            raise LinkError(f"engine {self.outlet.engine}, epoch {self.outlet.epoch}: version {self.version} was not "
+                            f"read within {self.deadline.timeout_s:.0f} s and given up for the next step")  # fmt: skip
+
+    def _wait_received(self) -> int:
+        """Bytes that the engine received, once all its ranks have them."""
+        n, link = self._number, self.outlet.link()
+        keys = [f"received/{n}/{rank}" for rank in range(self.outlet.publisher.engine_tp)]
+        return sum(map(int, link.wait(keys, self.deadline, update=n, stop=lambda: None)))

@@ -1,0 +1,196 @@
+"""One link: the trainer ranks and the ranks of one engine, for one epoch.
+
+Bytes travel over a process group of the link's own (gloo between CPUs, NCCL between GPUs), words over keys
+of the trainers' TCPStore under the link's own prefix:
+
+| key | set by | value |
+|---|---|---|
+| ready/N/R | engine rank R | digest of the plan it follows; it waits for update N |
+| sending/N/S | trainer rank S | its first message of update N is on its way |
+| received/N/R | engine rank R | bytes received; staging holds the update |
+| failed/N | the first rank of either side that failed | why |
+
+N counts the updates of an epoch from 1. A group in which anything failed is never used again: gloo's pairs
+are unusable after a timeout, so the controller gives the link a new epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_megatron.reshard.plan import Bucket
+
+POLL_S = 0.005
+
+
+class LinkError(RuntimeError):
+    """A link cannot deliver an update; names engine, epoch, rank and what it waited for."""
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left(self) -> timedelta:
+        """Never zero: gloo takes a zero timeout for none."""
+        return timedelta(seconds=max(self._end - time.monotonic(), 0.001))
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+def connect(store: str, timeout_s: float) -> dist.TCPStore:
+    """A connection to the store at host:port. Raises LinkError."""
+    host, _, port = store.rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    except (RuntimeError, ValueError) as e:
+        raise LinkError(f"cannot reach the trainers' store at {store}: {_first_line(e)}") from None
+
+
+class Link:
+    """One rank's end of a link. Trainer ranks come first, then the engine's: its rank R is trainers + R.
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, *, engine: int, epoch: int, rank: int, trainers: int, engine_tp: int, store: str,
+                 device: torch.device, timeout_s: float):  # fmt: skip
+        self.name = f"link to engine {engine}, epoch {epoch}"
+        self.device = device
+        prefix = f"link/{engine}/{epoch}"
+        # A store's connection serves one call at a time, and gloo waits inside its own.
+        self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
+        pairs = dist.PrefixStore(f"{prefix}/pairs", connect(store, timeout_s))
+        self._group = _process_group(pairs, rank, trainers + engine_tp, device, timeout_s)
+        self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
+
+    def stream(self) -> contextlib.AbstractContextManager:
+        """Copies and messages of a link run on its own stream, beside the training or generating one."""
+        return torch.get_device_module(self.device).stream(self._stream) if self._stream else contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """Returns when everything issued on the link's stream is done."""
+        if self._stream:
+            self._stream.synchronize()
+
+    def say(self, key: str, text: str) -> None:
+        try:
+            self._keys.set(key, text)
+        except RuntimeError as e:
+            raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None
+
+    def say_failed(self, update: int, reason: str) -> None:
+        """The first reason stays; without a store nobody is left to hear it."""
+        with contextlib.suppress(RuntimeError):
+            self._keys.compare_set(f"failed/{update}", "", reason)
+
+    def wait(self, keys: Sequence[str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
+        """The values of `keys`, once all are set.
+
+        Raises LinkError at the deadline (naming the missing keys) and when a rank of the link reported that
+        `update` failed; calls `stop` again and again meanwhile, which may raise.
+        """
+        missing, failed = list(keys), f"failed/{update}"
+        try:
+            while True:
+                missing = [key for key in missing if not self._keys.check([key])]
+                if not missing:
+                    return [self._keys.get(key).decode() for key in keys]
+                stop()
+                if self._keys.check([failed]):
+                    raise LinkError(self._keys.get(failed).decode())
+                if deadline.passed:
+                    raise LinkError(f"{self.name}: no {' or '.join(missing)} within {deadline.timeout_s:.0f} s")
+                time.sleep(POLL_S)
+        except dist.DistError as e:
+            raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None
+
+    def send(self, flat: Tensor, peer: int, bucket: Bucket) -> Message:
+        return Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))
+
+    def receive(self, flat: Tensor, peer: int, bucket: Bucket) -> Message:
+        return Message(self, f"receive {_describe(bucket)}", lambda: self._group.recv([flat], peer, bucket.number))
+
+
+class Message:
+    """A message that has been issued."""
+
+    def __init__(self, link: Link, what: str, issue: Callable[[], dist.Work]):
+        self._what = f"{link.name}: {what}"
+        try:
+            self._work = issue()
+        except RuntimeError as e:
+            raise LinkError(f"{self._what}: {_first_line(e)}") from None
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when the buffer may be used again. Raises LinkError, after which the link is unusable."""
+        try:
+            self._work.wait(deadline.left)
+        except RuntimeError as e:
+            raise LinkError(f"{self._what}: {_first_line(e)}") from None
+
+
+Copies = tuple[list[Tensor], list[Tensor]]
+"""Views into parameters, and views of the same shapes into a message."""
+
+
+def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Copies:
+    """Views of `pieces` in their parameters, and of the places in `flat` where they lie one after another."""
+    held, packed, offset = [], [], 0
+    for piece in pieces:
+        held.append(piece.view(parameters[piece.parameter]))
+        packed.append(flat[offset : offset + piece.box.size].view(piece.box.shape))
+        offset += piece.box.size
+    return held, packed
+
+
+@torch.no_grad()
+def pack(copies: Copies) -> None:
+    """Parameters → message, cast to the message's dtype."""
+    held, packed = copies
+    torch._foreach_copy_(packed, held)
+
+
+@torch.no_grad()
+def unpack(copies: Copies) -> None:
+    """Message → parameters."""
+    held, packed = copies
+    torch._foreach_copy_(held, packed)
+
+
+def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float):
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._threads = 2
+        # Lazy: only pairs that talk connect, and making the group waits for nobody.
+        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _describe(bucket: Bucket) -> str:
+    return (
+        f"bucket {bucket.number} ({bucket.transfers[0].send.tensor} …) of trainer rank {bucket.source} "
+        f"for engine rank {bucket.destination}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

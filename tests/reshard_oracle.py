@@ -1,0 +1,100 @@
+"""What each rank must hold, written down by hand with chunk and cat from the checkpoint's whole tensors.
+
+Shares no code with areal_megatron.reshard: a wrong table there cannot be wrong here in the same way.
+Megatron: megatron-core 0.16 (attention.py, mlp.py, layers.py); vLLM: 0.32 (linear.py, vocab_parallel_embedding.py).
+"""
+
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "vocab_size": 203, "max_position_embeddings": 512}  # fmt: skip
+MODELS = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "llama-tied": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": False}),
+    "qwen2-tied": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
+    "qwen3-tied": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM,
+                   {"tie_word_embeddings": True, "head_dim": 32}),
+}  # fmt: skip
+
+
+def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, torch.Tensor]:
+    """Has transformers write a random model into `folder`; returns the tensors of the file."""
+    make_config, make_model, own = MODELS[name]
+    torch.manual_seed(seed)
+    model = make_model(make_config(**{**SIZES, **own, **sizes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms start as ones and biases as zeros: make every element its own
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def megatron_parameters(tensors, config, *, tp, pp, tp_rank, stage, fused_layernorm=False, multiple=128):
+    """GPTModel.named_parameters() of one rank."""
+    held, per_stage = {}, config["num_hidden_layers"] // pp
+    groups = config["num_key_value_heads"]
+
+    def vocabulary_part(tensor):
+        padded = -(-len(tensor) // (multiple * tp)) * multiple * tp
+        return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])]).chunk(tp)[tp_rank]
+
+    if stage == 0:
+        held["embedding.word_embeddings.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
+    for number in range(per_stage):
+        own, hf = f"decoder.layers.{number}.", f"model.layers.{stage * per_stage + number}."
+        first = "self_attention.linear_qkv.layer_norm_weight" if fused_layernorm else "input_layernorm.weight"
+        second = "mlp.linear_fc1.layer_norm_weight" if fused_layernorm else "pre_mlp_layernorm.weight"
+        held[own + first] = tensors[hf + "input_layernorm.weight"]
+        held[own + second] = tensors[hf + "post_attention_layernorm.weight"]
+        for kind in ("weight", "bias"):
+            if f"{hf}self_attn.q_proj.{kind}" in tensors:
+                by_group = [tensors[f"{hf}self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv"]
+                fused = torch.cat([part for group in zip(*by_group, strict=True) for part in group])
+                held[f"{own}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[tp_rank]
+        for x in "qk":
+            if f"{hf}self_attn.{x}_norm.weight" in tensors:
+                held[f"{own}self_attention.{x}_layernorm.weight"] = tensors[f"{hf}self_attn.{x}_norm.weight"]
+        held[own + "self_attention.linear_proj.weight"] = tensors[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
+        gate, up = (tensors[f"{hf}mlp.{x}_proj.weight"].chunk(tp)[tp_rank] for x in ("gate", "up"))
+        held[own + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
+        held[own + "mlp.linear_fc2.weight"] = tensors[hf + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
+    if stage == pp - 1:
+        held["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
+        if not config["tie_word_embeddings"]:
+            held["output_layer.weight"] = vocabulary_part(tensors["lm_head.weight"])
+        elif pp > 1:
+            held["output_layer.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
+    return held
+
+
+def vllm_parameters(tensors, config, *, tp, rank):
+    """model.named_parameters() of one worker of an engine; the vocabulary's padding is zero."""
+    held = {}
+    replicas = max(tp // config["num_key_value_heads"], 1)
+
+    def vocabulary_part(tensor):
+        padded = -(-len(tensor) // 64) * 64
+        return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])]).chunk(tp)[rank]
+
+    for name, tensor in tensors.items():
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            held[name] = vocabulary_part(tensor)
+        elif "o_proj" in name or "down_proj" in name:
+            held[name] = tensor.chunk(tp, 1)[rank]
+        elif "q_proj" in name:
+            key, value = (tensors[name.replace("q_proj", x)] for x in ("k_proj", "v_proj"))
+            heads = [tensor.chunk(tp)[rank], *(x.chunk(tp // replicas)[rank // replicas] for x in (key, value))]
+            held[name.replace("q_proj", "qkv_proj")] = torch.cat(heads)
+        elif "gate_proj" in name:
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            held[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor.chunk(tp)[rank], up.chunk(tp)[rank]])
+        elif "norm" in name:
+            held[name] = tensor
+    return held

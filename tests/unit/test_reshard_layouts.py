@@ -1,0 +1,210 @@
+"""Layouts, loading and plans, without processes, against tests/reshard_oracle.py."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from reshard_oracle import MODELS, SIZES, megatron_parameters, vllm_parameters, write_model
+
+from areal_megatron.config import ConfigError
+from areal_megatron.reshard import hf, megatron, plan, vllm
+from areal_megatron.reshard.architectures import architecture, read_config
+from areal_megatron.reshard.layout import STACKED, Box, Layout, LayoutError, Piece, whole
+from areal_megatron.reshard.megatron import Coordinates, MegatronSizes
+from areal_megatron.reshard.transport import bind, pack, unpack
+
+TRAINERS = [MegatronSizes(), MegatronSizes(tp=2), MegatronSizes(tp=4), MegatronSizes(pp=2), MegatronSizes(dp=2),
+            MegatronSizes(tp=2, pp=2), MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=8)]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    tensors = write_model(request.param, folder)
+    return folder, read_config(folder), tensors
+
+
+def oracle(tensors, config, sizes, rank):
+    at = sizes.coordinates(rank)
+    return megatron_parameters(tensors, config, tp=sizes.tp, pp=sizes.pp, tp_rank=at.tp, stage=at.pp,
+                               fused_layernorm=sizes.fused_layernorm)  # fmt: skip
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def empty(layout: Layout, dtype=torch.float32):
+    return {name: torch.full(shape, math.nan, dtype=dtype) for name, shape in layout.parameters.items()}
+
+
+@pytest.mark.parametrize("sizes", [*TRAINERS, MegatronSizes(tp=2, pp=2, fused_layernorm=True)], ids=str)
+def test_checkpoint_loads_into_megatron_ranks(model, sizes):
+    folder, config, tensors = model
+    for rank in range(sizes.ranks):
+        layout = megatron.layout(config, sizes, rank)
+        parameters = empty(layout)
+        hf.load(parameters, layout, folder)
+        assert_equal(parameters, oracle(tensors, config, sizes, rank))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_checkpoint_loads_into_engine_ranks(model, tp):
+    folder, config, tensors = model
+    for rank in range(tp):
+        layout = vllm.layout(config, tp, rank)
+        parameters = empty(layout)
+        hf.load(parameters, layout, folder)
+        assert_equal(parameters, vllm_parameters(tensors, config, tp=tp, rank=rank))
+
+
+def execute(transfers_plan: plan.Plan, sources, engine, dtype):
+    """Runs a plan in this process; returns the elements that each engine rank received."""
+    received = [0] * len(engine)
+    for bucket in transfers_plan.buckets:
+        flat = torch.empty(bucket.elements, dtype=dtype)
+        pack(bind((t.send for t in bucket.transfers), sources[bucket.source], flat))
+        unpack(bind((t.receive for t in bucket.transfers), engine[bucket.destination], flat))
+        received[bucket.destination] += bucket.elements
+    return received
+
+
+def slice_elements(parameters, rank):
+    """Elements of an engine rank's parameters that the checkpoint has, so without rows that pad the vocabulary."""
+    total = 0
+    for name, tensor in parameters.items():
+        rows = len(tensor)
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = min(max(SIZES["vocab_size"] - rank * rows, 0), rows)
+        total += rows * tensor[0].numel()
+    return total
+
+
+@pytest.mark.parametrize("engine_tp", [1, 2, 8])
+@pytest.mark.parametrize("sizes", TRAINERS, ids=str)
+def test_plan_delivers_each_engine_rank_exactly_its_slice(model, sizes, engine_tp, monkeypatch):
+    monkeypatch.setattr(plan, "_SMALLEST_CUT", 512)
+    _, config, tensors = model
+    sources = [oracle(tensors, config, sizes, rank) for rank in range(sizes.ranks)]
+    for number in range(2):
+        link = plan.link_plan(config, sizes, engine_tp, number, bucket_elements=3000)
+        expected = [vllm_parameters(tensors, config, tp=engine_tp, rank=rank) for rank in range(engine_tp)]
+        engine = [{name: torch.zeros_like(tensor) for name, tensor in rank.items()} for rank in expected]
+        received = execute(link, sources, engine, torch.float32)
+        for rank in range(engine_tp):
+            assert_equal(engine[rank], expected[rank])
+            assert received[rank] == slice_elements(expected[rank], rank)
+        assert max(bucket.elements for bucket in link.buckets) <= 3000
+
+
+def test_plan_casts_to_the_engines_dtype(model):
+    _, config, tensors = model
+    sizes = MegatronSizes(tp=2)
+    sources = [oracle(tensors, config, sizes, rank) for rank in range(2)]
+    expected = vllm_parameters(tensors, config, tp=1, rank=0)
+    engine = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
+    execute(plan.link_plan(config, sizes, 1, 0), sources, [engine], torch.bfloat16)
+    assert_equal(engine, {name: tensor.bfloat16() for name, tensor in expected.items()})
+
+
+QWEN3_06B = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+             "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+             "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [MegatronSizes(dp=2), MegatronSizes(tp=2, dp=2), MegatronSizes(pp=2, dp=2),
+                                   MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=4, dp=4)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("engine_tp", [1, 2])
+def test_senders_carry_the_same_load(sizes, engine_tp):
+    load = [0] * sizes.ranks
+    for engine in range(2):
+        for bucket in plan.link_plan(QWEN3_06B, sizes, engine_tp, engine).buckets:
+            load[bucket.source] += bucket.elements
+    assert max(load) / (sum(load) / len(load)) <= 1.05
+
+
+def test_all_processes_derive_the_same_plan():
+    here = plan.link_plan(QWEN3_06B, MegatronSizes(tp=2, dp=2), 2, 1).digest
+    code = (
+        "import json, sys\n"
+        "from areal_megatron.reshard import plan\n"
+        "from areal_megatron.reshard.megatron import MegatronSizes\n"
+        "config = json.loads(sys.argv[1])\n"
+        "print(plan.link_plan(config, MegatronSizes(tp=2, dp=2, fused_layernorm=True), 2, 1).digest)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    there = subprocess.run([sys.executable, "-c", code, json.dumps(QWEN3_06B)], check=True, capture_output=True,
+                           text=True, env={"PYTHONHASHSEED": "7"})  # fmt: skip
+    assert there.stdout.strip() == here
+
+
+def test_ranks_are_numbered_as_megatron_numbers_them():
+    sizes = MegatronSizes(tp=2, pp=3, dp=2, cp=2)
+    assert sizes.ranks == 24
+    assert sizes.coordinates(0) == Coordinates(tp=0, cp=0, dp=0, pp=0)
+    assert sizes.coordinates(1) == Coordinates(tp=1, cp=0, dp=0, pp=0)
+    assert sizes.coordinates(2) == Coordinates(tp=0, cp=1, dp=0, pp=0)
+    assert sizes.coordinates(4) == Coordinates(tp=0, cp=0, dp=1, pp=0)
+    assert sizes.coordinates(23) == Coordinates(tp=1, cp=1, dp=1, pp=2)
+
+
+def test_transposed_and_stacked_parameters_are_pieces():
+    canonical = torch.arange(12.0).reshape(3, 4)
+    stack = torch.zeros(2, 4, 3)
+    piece = Piece("experts", Box((1, 0, 0), (2, 4, 3)), "w", whole((3, 4)), (STACKED, 1, 0))
+    piece.view(stack).copy_(canonical)
+    assert torch.equal(stack[1], canonical.T) and not stack[0].any()
+    part = Box((1, 2), (3, 3))
+    assert torch.equal(piece.narrow(part).view(stack), canonical[1:3, 2:3])
+
+
+def test_sources_that_do_not_tile_the_model_are_refused():
+    config = dict(QWEN3_06B, num_hidden_layers=1)
+    half = megatron.layout(config, MegatronSizes(tp=2), 0)
+    with pytest.raises(LayoutError, match=r"embed_tokens.weight of shape \[151936, 1024\]"):
+        plan.needs([half], [vllm.layout(config, 1, 0)])
+
+
+@pytest.mark.parametrize(("change", "sizes", "message"), [
+    ({"architectures": ["MambaForCausalLM"]}, {}, "config.json names 'MambaForCausalLM', which has no table"),
+    ({"hidden_size": None}, {}, "needs a positive integer hidden_size"),
+    ({"num_attention_heads": 15}, {}, "no multiple of num_key_value_heads=8"),
+    ({"attention_bias": True}, {}, "sets attention_bias"),
+    ({}, {"pp": 3}, "trainer.pp: 3 does not divide num_hidden_layers=28"),
+    ({}, {"tp": 3}, "trainer.tp: 3 does not divide num_attention_heads=16"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 6}, {"tp": 4}, "neither a divisor nor a multiple"),
+])  # fmt: skip
+def test_models_and_sizes_that_cannot_work_are_refused(change, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        megatron.layouts(QWEN3_06B | change, MegatronSizes(**sizes))
+
+
+def test_wrong_shapes_are_named(tmp_path):
+    write_model("qwen2", tmp_path)
+    config = read_config(tmp_path)
+    layout = megatron.layout(config, MegatronSizes(), 0)
+    parameters = empty(layout)
+    parameters["decoder.final_layernorm.weight"] = torch.zeros(7)
+    with pytest.raises(LayoutError, match=r"decoder.final_layernorm.weight has shape \[7\], expected \[64\]"):
+        hf.load(parameters, layout, tmp_path)
+    other = megatron.layout(config | {"vocab_size": 300}, MegatronSizes(), 0)
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight has shape \[203, 64\], config.json asks for \[300, 64\]"
+    ):
+        hf.load(empty(other), other, tmp_path)
+    deeper = megatron.layout(config | {"num_hidden_layers": 5}, MegatronSizes(), 0)
+    with pytest.raises(ConfigError, match=r"has no tensor model\.layers\.4"):
+        hf.load(empty(deeper), deeper, tmp_path)
+    with pytest.raises(ConfigError, match=r"no readable .* model\.safetensors"):
+        hf.load(empty(layout), layout, tmp_path / "nowhere")
+
+
+def test_canonical_tensors_are_the_checkpoints(model):
+    _, config, tensors = model
+    assert architecture(config).tensors == {name: tuple(tensors[name].shape) for name in architecture(config).tensors}
+    assert architecture(config).tensors.keys() == tensors.keys()
