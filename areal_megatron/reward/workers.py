@@ -1,0 +1,120 @@
+"""Rewards off the event loop: worker processes that are killed when they take too long, and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from areal_megatron.config import ConfigError, Reward
+from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
+
+log = logging.getLogger(__name__)
+_START_TIMEOUT_S = 120
+_decode_ready = msgspec.msgpack.Decoder(Ready).decode
+_decode_scored = msgspec.msgpack.Decoder(Scored).decode
+
+
+class RewardWorkers:
+    """`reward.workers` processes. Callers wait for a free one, so no more is queued than there are callers."""
+
+    def __init__(self, config: Reward):
+        self._config = config
+        self._free: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._workers: set[_Worker] = set()
+        self.failures = 0
+        """Scores that raised, took too long or were no number."""
+
+    async def start(self) -> None:
+        """Raises ConfigError if the reward function cannot be loaded."""
+        for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._config.workers))):
+            self._free.put_nowait(worker)
+
+    async def score(self, answers: Sequence[Answer]) -> list[float]:
+        """One score for each answer, in order; a failed one is 0.0 (wrong) and counted in `failures`."""
+        worker = await self._free.get()
+        scores = []
+        try:
+            for answer in answers:
+                scored = await self._score_one(worker, answer)
+                if worker.dead:
+                    worker = await self._replace(worker)
+                if scored.problem:
+                    self.failures += 1
+                    if self.failures <= 10 or self.failures % 1000 == 0:
+                        log.warning("reward failure %d: %s", self.failures, scored.problem)
+                scores.append(scored.score)
+        except asyncio.CancelledError:
+            await worker.kill()  # it still owes a score that nobody will read
+            raise
+        finally:
+            self._free.put_nowait(worker)
+        return scores
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    async def _score_one(self, worker: _Worker, answer: Answer) -> Scored:
+        limit = self._config.timeout_s
+        try:
+            return await asyncio.wait_for(worker.score(answer), limit)
+        except TimeoutError:
+            await worker.kill()
+            return Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s")
+        except (asyncio.IncompleteReadError, OSError):
+            await worker.kill()
+            return Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+
+    async def _replace(self, worker: _Worker) -> _Worker:
+        self._workers.discard(worker)
+        return await self._new_worker()
+
+    async def _new_worker(self) -> _Worker:
+        worker = await _Worker.start(self._config.function)
+        self._workers.add(worker)
+        return worker
+
+
+class _Worker:
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
+        self.dead = False
+
+    @classmethod
+    async def start(cls, function: str) -> _Worker:
+        pipe = asyncio.subprocess.PIPE
+        command = [sys.executable, "-m", "areal_megatron.reward.worker", function]
+        worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
+        try:
+            ready = _decode_ready(await asyncio.wait_for(worker._read(), _START_TIMEOUT_S))
+        except (TimeoutError, asyncio.IncompleteReadError):
+            await worker.kill()
+            raise ConfigError(f"reward.function: {function} did not load within {_START_TIMEOUT_S} s; "
+                              "its output is above") from None  # fmt: skip
+        if ready.problem:
+            await worker.kill()
+            raise ConfigError(ready.problem)
+        return worker
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    async def score(self, answer: Answer) -> Scored:
+        frame = msgspec.msgpack.encode(answer)
+        self._process.stdin.write(HEADER.pack(len(frame)) + frame)
+        return _decode_scored(await self._read())
+
+    async def kill(self) -> None:
+        self.dead = True
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def _read(self) -> bytes:
+        stream = self._process.stdout
+        (length,) = HEADER.unpack(await stream.readexactly(HEADER.size))
+        return await stream.readexactly(length)
