@@ -24,6 +24,8 @@ def check_model(config: Config) -> None:
     model = architecture(hf)
     _check_computation(hf, path)
     _check_layout(config, model.dimensions)
+    if config.mode == "rl":
+        _check_engine(config, hf, model.dimensions)
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
 
@@ -51,3 +53,13 @@ def _check_layout(config: Config, model: Dimensions) -> None:
             raise ConfigError(f"trainer.tp: {tp} does not divide {key}={count} of {config.model.path}")
     if model.layers % pp:
         raise ConfigError(f"trainer.pp: {pp} does not divide num_hidden_layers={model.layers} of {config.model.path}")
+
+
+def _check_engine(config: Config, hf: dict[str, Any], model: Dimensions) -> None:
+    tp, longest = config.rollout.tp, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
+        raise ConfigError(f"rollout.tp: {tp} does not divide num_attention_heads={model.heads} and "
+                          f"num_key_value_heads={model.kv_heads} of {config.model.path}")  # fmt: skip
+    if longest > (limit := hf.get("max_position_embeddings", longest)):
+        raise ConfigError(f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
+                          f"may reach {longest} tokens, {config.model.path} has max_position_embeddings={limit}")  # fmt: skip

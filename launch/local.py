@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     parser.add_argument("--dry-run", action="store_true", help="print which process gets which slots; start nothing")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = configuration.load(options.config, options.overrides)
         config.machine.device = _device(config)

@@ -1,0 +1,54 @@
+"""Processes that die in the middle, and Ctrl-C: the run ends at once, says why and leaves nothing behind."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from tests.conftest import left_over
+from tests.e2e.test_run import small
+
+
+def running(local_run, world, name):
+    """A run that has trained, and all its processes."""
+    started = local_run(name, *small(world, updates=100000, eval_items=1))
+    run = Run(started.folder)
+    started.wait_for(lambda: run.metrics.exists() and any(x["kind"] == "update" for x in read_metrics(run)))
+    return started, started.members()
+
+
+@pytest.mark.parametrize("victim", ["trainer-0", "engine-0", "controller"])
+def test_a_process_that_is_killed_ends_the_run(local_run, world, victim):
+    started, members = running(local_run, world, f"kill-{victim}")
+    os.kill(started.pid(victim), signal.SIGKILL)
+    killed = time.monotonic()
+    assert started.wait(60) == 1
+    assert time.monotonic() - killed < 20
+    last = started.output.splitlines()[-1]
+    assert f"{victim} was killed by SIGKILL" in last
+    assert str(Run(started.folder).log(victim)) in last
+    assert not left_over(members)
+
+
+def test_interrupt_ends_everything(local_run, world):
+    started, members = running(local_run, world, "interrupt")
+    started.process.send_signal(signal.SIGINT)
+    assert started.wait(30) == 130
+    assert "interrupted" in started.output
+    assert not left_over(members)
+
+
+def test_a_launcher_that_is_killed_takes_its_run_along(local_run, world):
+    started, members = running(local_run, world, "kill-launcher")
+    started.process.kill()
+    assert not left_over(members, timeout_s=20)
+
+
+def test_an_engine_that_cannot_start_shows_why(local_run, world):
+    started = local_run("no-cache", *small(world, **{"rollout.kv_cache_gb": 1e-6}))
+    assert started.wait(120) == 1
+    assert "engine-0 ended with exit code" in started.output.splitlines()[-1]
+    assert "cache" in started.output

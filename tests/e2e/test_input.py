@@ -1,0 +1,85 @@
+"""Wrong input: one line that says what is wrong, exit code 2, and nothing has been started."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from launch import local
+from tests.conftest import ROOT
+
+
+def launch(world, tmp_path, *overrides):
+    return local.main([str(ROOT / "configs/tiny_cpu.yaml"), f"runs_dir={tmp_path}", "name=x", f"model.path={world / 'model'}",
+                       f"data.train={world / 'train.jsonl'}", f"data.eval={world / 'heldout.jsonl'}", *overrides])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.engine=2"], ["rollout.engine", "did you mean 'rollout.engines'"]),
+        (["rollout.engines=5", "machine.slots=4"], ["need 6 slots", "there are 4"]),
+        (["trainer.tp=3", "machine.slots=8"], ["trainer.tp", "num_attention_heads=4"]),
+        (["trainer.pp=3", "machine.slots=8"], ["trainer.pp", "num_hidden_layers=4"]),
+        (["rollout.tp=3", "machine.slots=8"], ["rollout.tp", "num_attention_heads=4"]),
+        (["model.path=nowhere"], ["model.path", "nowhere"]),
+        (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["reward.function=no.such:thing"], ["reward.function", "no.such"]),
+        (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
+        (["data.max_prompt_tokens=2"], ["train.jsonl", "data.max_prompt_tokens is 2"]),
+    ],
+)
+def test_wrong_values(world, tmp_path, capsys, overrides, words):
+    assert launch(world, tmp_path, *overrides) == 2
+    _expect_one_line(capsys.readouterr().err, words)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["data.jsonl", "empty"]),
+        ('{"prompt": "1+1=", "answer": "2"}\nnot json\n', ["data.jsonl:2", "not JSON"]),
+        ('{"prompt": "1+1="}\n', ["data.jsonl:1", "'answer'"]),
+    ],
+)
+def test_wrong_data(world, tmp_path, capsys, text, words):
+    (tmp_path / "data.jsonl").write_text(text)
+    assert launch(world, tmp_path, f"data.train={tmp_path / 'data.jsonl'}") == 2
+    _expect_one_line(capsys.readouterr().err, words)
+
+
+def test_unknown_architecture(world, tmp_path, capsys):
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"architectures": ["GPT2LMHeadModel"]}))
+    assert launch(world, tmp_path, f"model.path={model}") == 2
+    _expect_one_line(capsys.readouterr().err, ["GPT2LMHeadModel", "Qwen3ForCausalLM"])
+
+
+def test_a_run_that_exists_is_not_overwritten(world, tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    assert launch(world, tmp_path) == 2
+    _expect_one_line(capsys.readouterr().err, ["exists", "name="])
+
+
+def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):
+    overrides = ["--dry-run", "machine.slots=6", "trainer.tp=2", "rollout.engines=2", "rollout.tp=2"]
+    assert launch(world, tmp_path, *overrides) == 0
+    table = capsys.readouterr().out
+    assert [name in table for name in ("trainer-0", "trainer-1", "engine-0", "engine-1", "controller")] == [True] * 5
+    assert "localhost:4 localhost:5" in table
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_launcher_needs_neither_torch_nor_vllm():
+    code = "import launch.local, sys; print(*{'torch', 'vllm', 'megatron', 'transformers'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == ""
+
+
+def _expect_one_line(message: str, words: list[str]) -> None:
+    assert message.startswith("error: ") and message.count("\n") == 1, message
+    for word in words:
+        assert word in message

@@ -1,0 +1,82 @@
+"""Whole runs: real Megatron trainers, real vLLM engines, started as a user starts them."""
+
+import json
+import stat
+from collections import Counter
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from tests.conftest import left_over
+
+
+def small(world, **changes):
+    """Overrides for a run of a few updates on the untrained model; its answers differ wildly in length."""
+    keys = {
+        "model.path": world / "model",
+        "data.train": world / "train.jsonl",
+        "data.eval": world / "heldout.jsonl",
+        "eval_items": 32,
+        "updates": 6,
+        "batch_size": 32,
+        "rollout.group_size": 4,
+        "rollout.max_running": 32,
+        # Random answers are never right: this reward differs within groups and says nothing else.
+        "reward.function": "tests.e2e.rewards:short",
+        **changes,
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def ledger(run: Run):
+    return [json.loads(line) for file in (run.folder / "ledger").iterdir() for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
+    started = local_run(f"eta-{eta}", *small(world, **{
+        "rollout.max_staleness": eta, "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse",
+    }))  # fmt: skip
+    assert started.wait() == 0, started.output
+    run = Run(started.folder)
+    lines = ledger(run)
+    assert [line["version"] for line in lines] == list(range(6))
+    staleness = [line["version"] - admitted for line in lines for admitted in line["admission_versions"]]
+    assert min(staleness) >= 0 and max(staleness) <= eta
+    assert Counter(uid for line in lines for uid in line["uids"]).most_common(1)[0][1] == 1
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert max(u["staleness_max"] for u in updates) == max(staleness)
+    assert updates[-1]["groups_filtered"] > 0
+
+
+def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
+    """tp 2 in both pools: every seam of the update path is between several ranks."""
+    started = local_run("tp2", *small(world, **{
+        "trainer.tp": 2, "trainer.sequence_parallel": True, "rollout.tp": 2, "machine.slots": 4, "rollout.max_staleness": 1,
+    }))  # fmt: skip
+    run = Run(started.folder)
+    started.wait_for(lambda: run.metrics.exists() and len(read_metrics(run)) > 1)
+    members = started.members()
+    assert len(members) > 5
+    assert started.wait() == 0, started.output
+    assert not left_over(members)
+
+    lines = read_metrics(run)
+    updates = [line for line in lines if line["kind"] == "update"]
+    assert len(updates) == 6
+    compared = [u["logprob_diff_max"] for u in updates if "logprob_diff_max" in u]
+    assert compared and max(compared) < 1e-4  # vLLM and Megatron agree on tokens of the trained version
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    assert [e["version"] for e in evaluations] == [0, 6]
+    assert all(e["items"] == 32 for e in evaluations)
+
+    assert stat.S_IMODE((run.folder / "secret").stat().st_mode) == 0o600
+    assert list((run.folder / "tensorboard").iterdir())
+    for process in ("controller", "trainer-0", "trainer-1"):
+        assert run.timeline(process).read_text()
+    before = AutoModelForCausalLM.from_pretrained(world / "model").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(run.hf).state_dict()
+    assert before.keys() == after.keys()
+    assert any((after[name] != before[name]).any() for name in before)
