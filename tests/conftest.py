@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_megatron.run import Run
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,24 +50,19 @@ class LocalRun:
         return value
 
     def pid(self, name: str) -> int:
-        """Of the child whose module and index make `name`, e.g. trainer-0."""
-        for child in psutil.Process(self.process.pid).children():
-            if _process_name(child.cmdline()) == name:
-                return child.pid
-        raise AssertionError(f"no process {name}")
+        """Of the controller, a trainer rank or an engine, which runs as vLLM's server on its port."""
+        role, _, index = name.partition("-")
+        sign = {
+            "controller": lambda command: "areal_megatron.rollout.controller" in command,
+            "trainer": lambda command: "areal_megatron.train" in command and command[-1] == index,
+            "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
+        }[role]
+        return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(p.cmdline()))
 
     def members(self) -> list[psutil.Process]:
         """The launcher and every process below it."""
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
-
-
-def _process_name(command: list[str]) -> str:
-    text = " ".join(command)
-    index = command[command.index("--index") + 1] if "--index" in command else ""
-    if "rollout.controller" in text:
-        return "controller"
-    return f"engine-{index}" if "rollout.engine" in text or "api_server" in text else f"trainer-{index}"
 
 
 @pytest.fixture
