@@ -20,6 +20,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
 from areal_megatron.observe.console import Console
+from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
 from launch.pools import Placement, Process, Slot, allocate
 from launch.processes import Child, stop
@@ -40,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         placement = allocate(config, _slots(config))
         check_model(config)
         check_data(config)
+        if config.mode == "rl":
+            load_function(config.reward.function)
         run = Run(config.run_dir)
         if not options.dry_run and run.folder.exists():
             raise ConfigError(f"{config.run_dir} exists: choose another name=… or remove it")
