@@ -88,8 +88,13 @@ class Console:
                        f"{record.get('items', '?')} prompts")  # fmt: skip
         elif record["kind"] in ("update", "sft"):
             self._steps.append(record)
-            if not self._live:
+            if not self._live and (record["kind"] == "update" or self._is_twentieth()):
                 self._print(record["time"], _line(record, len(self._steps), self._config.updates))
+
+    def _is_twentieth(self) -> bool:
+        """Supervised steps are short and many: a log wants some of them."""
+        count, total = len(self._steps), self._config.updates
+        return count == 1 or count * 20 // total > (count - 1) * 20 // total
 
     def _note(self, when: float, event: str) -> None:
         self._events.append(_stamped(when, event))

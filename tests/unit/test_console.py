@@ -95,6 +95,18 @@ def test_sft_shows_the_loss_and_no_engine(run):
     assert "2 of 300 steps done" in console.summary() and "loss 2.500 → 0.750" in console.summary()
 
 
+def test_without_a_terminal_a_twentieth_of_the_sft_steps(run):
+    out = io.StringIO()
+    console = Console(run, Config(name="warm", mode="sft", updates=400), out)
+    writer = MetricsWriter(run)
+    for step in range(1, 401):
+        writer.write("sft", step, {"step": step, "loss": 1.0})
+    writer.close()
+    console.close()
+    shown_steps = [int(n) for n in re.findall(r"step (\d+)/400", out.getvalue())]
+    assert shown_steps == [1, *range(20, 401, 20)]
+
+
 def test_summary_tells_held_out_accuracy_before_and_after(run):
     console = Console(run, Config(name="demo", updates=40), io.StringIO())
     writer = MetricsWriter(run)
