@@ -292,11 +292,12 @@ def _utilisation(data: Data) -> str:
 def _page(data: Data, sections: list[str]) -> str:
     name = html.escape(data.config.name)
     what = "supervised fine-tuning" if data.config.mode == "sft" else "asynchronous PPO"
+    unit = "steps" if data.config.mode == "sft" else "updates"
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.steps[0]["time"])) if data.steps else "no step yet"
     return "\n".join([
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{name} · areal_megatron</title>",
         f"<meta name=viewport content='width=device-width, initial-scale=1'><style>{STYLE}</style></head><body><main>",
-        f"<h1>{name}</h1><p>{what}, {len(data.steps)} of {data.config.updates} updates, {started}</p>",
+        f"<h1>{name}</h1><p>{what}, {len(data.steps)} of {data.config.updates} {unit}, {started}</p>",
         _banner(data), _cards(data), *sections,
         "<h2>Figures and configuration</h2><div class=tables>",
         _table(["final figures", ""], _final_rows(data)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,22 +45,41 @@ def read_spans(run: Run) -> list[Span]:
 def merge(run: Run) -> Path:
     """Writes timeline.json, which chrome://tracing and ui.perfetto.dev open, and returns its path.
 
-    Chrome wants numbers for processes and threads; their names become metadata events.
+    Chrome wants numbers for processes and threads; their names become metadata events. Spans of one thread that
+    overlap, as concurrent requests do, go to lanes of their own.
     """
-    events, processes, threads = [], {}, {}
-    for event in _events(run):
-        process, thread = event["pid"], event["tid"]
-        pid = processes.setdefault(process, len(processes) + 1)
-        tid = threads.setdefault((process, thread), len(threads) + 1)
-        events.append(event | {"pid": pid, "tid": tid})
+    processes: dict[str, int] = {}
+    lanes: dict[tuple[str, str, int], int] = {}
+    events = []
+    for span, lane in _in_lanes(read_spans(run)):
+        pid = processes.setdefault(span.process, len(processes) + 1)
+        tid = lanes.setdefault((span.process, span.thread, lane), len(lanes) + 1)
+        events.append({"name": span.name, "ph": "X", "ts": span.start * 1e6, "dur": span.duration * 1e6, "pid": pid,
+                       "tid": tid, "args": span.args})  # fmt: skip
     for process, pid in processes.items():
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
-    for (process, thread), tid in threads.items():
-        name = {"name": "thread_name", "ph": "M", "pid": processes[process], "tid": tid, "args": {"name": thread}}
-        events.append(name)
+    for (process, thread, lane), tid in lanes.items():
+        name = thread if lane == 0 else f"{thread} ({lane + 1})"
+        events.append({"name": "thread_name", "ph": "M", "pid": processes[process], "tid": tid, "args": {"name": name}})
     path = run.folder / "timeline.json"
     write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path
+
+
+def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, int]]:
+    """Each span with the first lane of its thread where it follows the others or nests in one of another name."""
+    open_spans: dict[tuple[str, str], list[list[Span]]] = {}
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        lanes = open_spans.setdefault((span.process, span.thread), [])
+        for lane in lanes:
+            lane[:] = [earlier for earlier in lane if earlier.end > span.start]
+        fits = (number for number, lane in enumerate(lanes)
+                if all(outer.end >= span.end and outer.name != span.name for outer in lane))  # fmt: skip
+        number = next(fits, len(lanes))
+        if number == len(lanes):
+            lanes.append([])
+        lanes[number].append(span)
+        yield span, number
 
 
 def union(intervals: list[Interval]) -> list[Interval]:

@@ -46,6 +46,28 @@ def test_merged_trace_names_processes_and_threads(run):
         assert threads[event["pid"], event["tid"]] == "MainThread"
 
 
+def test_overlapping_requests_of_one_thread_get_lanes_of_their_own(run):
+    timeline = Timeline(run.timeline("engine-0"), "engine-0")
+    rng = random.Random(2)
+    for k in range(60):
+        start = rng.randrange(10**9)
+        timeline.event(rng.choice(["generate", "commit"]), start, start + rng.randrange(1, 2 * 10**8), number=k)
+    timeline.event("generate", 0, 4 * 10**9, number=60)
+    timeline.close()
+    trace = json.loads(merge(run).read_text())["traceEvents"]
+    events = [e for e in trace if e["ph"] == "X"]
+    assert sorted(e["args"]["number"] for e in events) == list(range(61))
+    for lane in {e["tid"] for e in events}:
+        for a, b in itertools.combinations([e for e in events if e["tid"] == lane], 2):
+            if a["ts"] > b["ts"]:
+                a, b = b, a
+            apart = a["ts"] + a["dur"] <= b["ts"] + 1
+            nested = a["name"] != b["name"] and b["ts"] + b["dur"] <= a["ts"] + a["dur"] + 1
+            assert apart or nested
+    names = [e["args"]["name"] for e in trace if e["name"] == "thread_name"]
+    assert "MainThread" in names and "MainThread (2)" in names
+
+
 def test_union_and_overlap_agree_with_counting_on_a_grid():
     rng = random.Random(0)
     for _ in range(200):
