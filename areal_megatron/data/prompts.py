@@ -34,12 +34,18 @@ class Example:
     prompt_length: int
 
 
-def read_prompts(path: str | Path, tokenizer: Tokenizer, max_new_tokens: int) -> list[Prompt]:
-    """One prompt a line: {"prompt": text, "answer": text or number, "response_tokens": optional forced length}.
+def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of data.train or data.eval, as `key` says, those beyond data.max_prompt_tokens among them.
 
-    Prompts of any length are returned. Raises ConfigError that names file and line for an unreadable or empty
-    file, a line that is no JSON object, a missing field, a wrong type, or a forced length above `max_new_tokens`.
+    A line is {"prompt": text, "answer": text or number, "response_tokens": optional forced length}. Raises
+    ConfigError that names file and line for an unreadable or empty file, a line that is no JSON object, a missing
+    field, a wrong type, a forced length above rollout.max_new_tokens, or if no prompt fits.
     """
+    path, limit, max_new_tokens = (
+        getattr(config.data, key),
+        config.data.max_prompt_tokens,
+        config.rollout.max_new_tokens,
+    )
     rows = []
     for line, where, row in _rows(path):
         answer = _field(row, "answer", (str, int, float), where)
@@ -49,6 +55,8 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer, max_new_tokens: int) ->
                               f"rollout.max_new_tokens={max_new_tokens}")  # fmt: skip
         rows.append((line, _field(row, "prompt", (str,), where), str(answer), length))
     tokens = tokenizer.prompts([text for _, text, _, _ in rows])
+    if (shortest := min(map(len, tokens))) > limit:
+        raise ConfigError(f"{path}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
     return [Prompt(line, text, answer, ids, length)
             for (line, text, answer, length), ids in zip(rows, tokens, strict=True)]  # fmt: skip
 
@@ -69,13 +77,9 @@ def check_data(config: Config) -> None:
     if config.mode == "sft":
         read_examples(config.data.train, tokenizer)
         return
-    for key in ("train", "eval"):
-        path, limit = getattr(config.data, key), config.data.max_prompt_tokens
-        if key == "eval" and not path:
-            continue
-        shortest = min(len(prompt.tokens) for prompt in read_prompts(path, tokenizer, config.rollout.max_new_tokens))
-        if shortest > limit:
-            raise ConfigError(f"{path}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
+    read_prompts(config, "train", tokenizer)
+    if config.data.eval:
+        read_prompts(config, "eval", tokenizer)
 
 
 class Cursor:

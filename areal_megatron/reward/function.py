@@ -13,7 +13,7 @@ from areal_megatron.config import ConfigError
 
 RewardFunction = Callable[[str, str, str], float]
 """f(prompt, response, answer) → score: 1 is correct, 0 is wrong, anything finite between and beyond counts
-in proportion: reward = incorrect + score · (correct − incorrect)."""
+in proportion: reward = (1 − score) · incorrect + score · correct."""
 
 BUILT_IN = {"math": "areal_megatron.reward.math:score"}
 

@@ -36,6 +36,8 @@ class RewardWorkers:
     async def score(self, answers: Sequence[Answer]) -> list[float]:
         """One score for each answer, in order; a failed one is 0.0 (wrong) and counted in `failures`."""
         worker = await self._free.get()
+        if worker.dead:
+            worker = await self._replace(worker)
         scores = []
         try:
             for answer in answers:

@@ -43,7 +43,7 @@ class Schedule:
     """Groups in flight and finished, engines with their versions, and the version that trains next."""
 
     def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, updates: int):
-        """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` ends admission."""
+        """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` batches train in all."""
         if batch_size % group_size:
             raise ValueError(f"group_size={group_size} does not divide batch_size={batch_size}")
         self.groups_per_batch = batch_size // group_size
@@ -148,9 +148,19 @@ class Schedule:
         self.version += 1
 
     def not_applied(self, reason: str) -> None:
-        """Every optimizer step of the batch was skipped: its groups leave N_r and the version stays."""
+        """Every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
+
+        The run does not make up for it: it reaches one version less.
+        """
         for group in self._take_training():
             self.skip_prompt(group.epoch, group.prompt_id, reason)
+        self.updates -= 1
+
+    def end(self, reason: str) -> None:
+        """Whatever is still in flight will not be trained."""
+        for group in [*self._in_flight(), *self.training]:
+            self.skip_prompt(group.epoch, group.prompt_id, reason)
+        self.running, self.finished, self.training = {}, {}, []
 
     def _counted(self) -> int:
         """N_r / n: every admitted group that was not filtered, failed or left untrained."""

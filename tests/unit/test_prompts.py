@@ -84,7 +84,7 @@ def test_reading_prompts_imports_no_torch(folder):
 
 def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
     path = write(tmp_path, {"prompt": "a", "answer": 5}, "", {"prompt": "b", "answer": "x", "response_tokens": 7})
-    first, second = read_prompts(path, Tokenizer(folder), max_new_tokens=8)
+    first, second = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
     assert (first.id, first.text, first.answer, first.response_tokens) == (0, "a", "5", None)
     assert (second.id, second.text, second.answer, second.response_tokens) == (2, "b", "x", 7)
     assert second.tokens == reference(folder)("b").input_ids
@@ -119,13 +119,19 @@ GOOD = {"prompt": "a", "answer": "1"}
 ])  # fmt: skip
 def test_bad_lines_are_named(folder, tmp_path, rows, problem):
     with pytest.raises(ConfigError, match=r"data.jsonl") as error:
-        read_prompts(write(tmp_path, *rows), Tokenizer(folder), max_new_tokens=8)
+        read_prompts(config(folder, train=write(tmp_path, *rows)), "train", Tokenizer(folder))
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def config(folder, **data):
-    return Config(name="x", updates=1, model=Model(path=str(folder)), data=Data(**data), rollout=Rollout())
+    return Config(
+        name="x",
+        updates=1,
+        model=Model(path=str(folder)),
+        data=Data(**{key: str(value) if key != "max_prompt_tokens" else value for key, value in data.items()}),
+        rollout=Rollout(max_new_tokens=8),
+    )
 
 
 def test_check_data_names_missing_files_and_prompts_that_never_fit(folder, tmp_path):

@@ -96,6 +96,7 @@ class World:
     def end_training(self):
         if self.rng.random() < 0.1:
             self.schedule.not_applied("non-finite gradients")
+            self.updates -= 1
             how = "skipped: non-finite gradients"
         else:
             self.schedule.applied()
@@ -164,6 +165,10 @@ class World:
         for _ in range(steps):
             self.step()
         self.assert_alive()
+        self.assert_books_agree()
+        for group in self.running + self.finished + self.training:
+            self.end((group.epoch, group.prompt_id), "skipped: the run ended")
+        self.schedule.end("the run ended")
         self.assert_books_agree()
         return self.version
 

@@ -1,0 +1,135 @@
+"""Forms the batch that the trainers ask for, splits it over their replicas and keeps the account of each update."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_megatron.config import Config
+from areal_megatron.data.packing import split
+from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.rollout.generation import Generation
+from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, Refused, Trained
+from areal_megatron.rollout.schedule import Schedule
+
+
+class Stopwatch:
+    """Sums the time between `start` and `stop`; starting twice changes nothing."""
+
+    def __init__(self):
+        self._total, self._since = 0.0, None
+
+    def start(self) -> None:
+        self._since = self._since or time.monotonic()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._total += time.monotonic() - self._since
+            self._since = None
+
+    def take(self) -> float:
+        total, self._total = self._total, 0.0
+        return total
+
+
+class Batches:
+    """One batch at a time: asked for, formed, handed to every replica, trained."""
+
+    def __init__(self, config: Config, schedule: Schedule, generation: Generation):
+        self._config, self._schedule, self._generation = config, schedule, generation
+        self._number = 0
+        self._parts: list[BatchPart] | None = None
+        self._account: dict[str, Any] = {}
+        self._formed = asyncio.Event()
+        self._asked = False
+        self._trainer_waits, self._straggler = Stopwatch(), Stopwatch()
+        self._last_trained = time.monotonic()
+
+    async def next(self, request: NextBatch) -> Part | NotYet | Refused:
+        """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
+        if request.number != self._number or request.version != self._schedule.version:
+            return Refused(f"batch {request.number} of version {request.version} is not next: "
+                           f"that is batch {self._number} of version {self._schedule.version}")  # fmt: skip
+        if not 0 <= request.replica < self._config.trainer.dp:
+            return Refused(f"there is no replica {request.replica}, trainer.dp is {self._config.trainer.dp}")
+        self._asked = True
+        self.try_form()
+        try:
+            await asyncio.wait_for(self._formed.wait(), min(5.0, self._config.machine.timeout_s / 4))
+        except TimeoutError:
+            return NotYet()
+        if self._parts is None:
+            return Refused(f"batch {request.number} was trained before replica {request.replica} had its part")
+        return Part(self._parts[request.replica])
+
+    def try_form(self) -> None:
+        """Forms the batch if trainers wait for it and the schedule allows it."""
+        if self._parts is not None or not self._asked:
+            return
+        self._trainer_waits.start()
+        groups = self._schedule.form_batch()
+        if groups is None:
+            if self._schedule.stragglers():
+                self._straggler.start()
+            return
+        self._trainer_waits.stop()
+        self._straggler.stop()
+        config, version = self._config, self._schedule.version
+        trajectories = [trajectory for group in groups for trajectory in self._generation.take(group)]
+        self._parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + self._number,
+                            minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens)  # fmt: skip
+        self._account = describe(trajectories, version, config.reward.correct)
+        self._formed.set()
+
+    def trained(self, message: Trained) -> dict[str, Any] | Refused:
+        """Moves the schedule on; the numbers of the update, the trainer's own among them."""
+        if self._parts is None or message.number != self._number or message.version != self._schedule.version:
+            return Refused(f"batch {message.number} of version {message.version} is not in training: "
+                           f"that is batch {self._number} of version {self._schedule.version}")  # fmt: skip
+        if message.applied:
+            self._schedule.applied()
+        else:
+            self._schedule.not_applied("non-finite gradients")
+        now = time.monotonic()
+        elapsed, self._last_trained = now - self._last_trained, now
+        wait = self._trainer_waits.take()
+        account = self._account | {
+            "effective_tokens_per_s": self._account["trained_tokens"] / elapsed if message.applied else 0.0,
+            "straggler_wait_s": self._straggler.take(),
+            "trainer_wait_s": wait,
+            "trainer_idle_share": min(1.0, wait / elapsed),
+            "update_s": elapsed,
+        }
+        self._number += 1
+        self._parts, self._asked = None, False
+        self._formed = asyncio.Event()
+        return account | message.metrics
+
+    def begin(self) -> None:
+        """Generation starts now: waiting and tokens per second count from here."""
+        self._last_trained = time.monotonic()
+        self._trainer_waits = Stopwatch()
+
+
+def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -> dict[str, Any]:
+    """Numbers of one batch: rewards, lengths in tokens, staleness in versions."""
+    lengths = np.array([len(t.response) for t in trajectories])
+    rewards = np.array([t.reward for t in trajectories])
+    staleness = Counter(version - t.admission_version for t in trajectories)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "accuracy": float(np.mean(rewards >= correct)),
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": int(lengths.max()),
+        "truncated_share": float(np.mean([t.truncated for t in trajectories])),
+        "staleness_mean": sum(k * count for k, count in staleness.items()) / len(trajectories),
+        "staleness_max": max(staleness),
+        "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
+        "versions_per_answer_mean": float(np.mean([len(np.unique(t.versions)) for t in trajectories])),
+        "trained_tokens": int(sum(int(t.loss_mask.sum()) for t in trajectories)),
+    }

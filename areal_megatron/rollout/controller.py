@@ -1,0 +1,246 @@
+"""The controller of a run: `python -m areal_megatron.rollout.controller --run RUN_DIR`.
+
+One asyncio process without torch. It samples from the engines under the schedule, scores the answers, serves
+batches to the trainers, drives the weight updates and evaluates. It ends with code 0 after the trainers' Bye and
+the last evaluation, with code 1 and one line that names the process if anything fails, with code 2 for wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.config import Config, ConfigError, load
+from areal_megatron.data.prompts import read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.rollout import fleet
+from areal_megatron.rollout.batches import Batches
+from areal_megatron.rollout.client import EngineError
+from areal_megatron.rollout.evaluation import Evaluation
+from areal_megatron.rollout.fleet import Engine
+from areal_megatron.rollout.generation import Generation
+from areal_megatron.rollout.links import EngineLink
+from areal_megatron.rollout.protocol import (
+    Bye,
+    Delivered,
+    Links,
+    NextBatch,
+    Ok,
+    Publish,
+    Refused,
+    Reply,
+    Request,
+    Trained,
+)
+from areal_megatron.rollout.schedule import Schedule
+from areal_megatron.rollout.scoring import Scorer
+from areal_megatron.rollout.service import Service
+from areal_megatron.run import Run, RunError
+
+log = logging.getLogger(__name__)
+_STATUS_S = 0.5
+_SHARE_OF_CONCURRENT_EVALUATION = 0.25
+PROCESS = "controller"
+
+
+class Controller:
+    """Wires schedule, engines, rewards, batches and links together and lives through the phases of a run."""
+
+    def __init__(self, config: Config, run: Run):
+        self.config, self.run = config, run
+        tokenizer = Tokenizer(config.model.path)
+        prompts = read_prompts(config, "train", tokenizer)
+        held_out = read_prompts(config, "eval", tokenizer) if config.data.eval else []
+        self.hf_config = read_config(config.model.path)
+        self.schedule = Schedule(batch_size=config.batch_size, group_size=config.rollout.group_size,
+                                 max_staleness=config.rollout.max_staleness, updates=config.updates)  # fmt: skip
+        self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
+        self.metrics = MetricsWriter(run)
+        self.rewards = RewardWorkers(config.reward)
+        scorer = Scorer(config.reward, tokenizer, self.rewards)
+        self.engines: list[Engine] = []
+        self.links: list[EngineLink] = []
+        self.generation = Generation(config, self.schedule, self.engines, prompts, tokenizer.stop_tokens, scorer,
+                                     self.timeline, on_finished=lambda: self.batches.try_form())  # fmt: skip
+        self.batches = Batches(config, self.schedule, self.generation)
+        self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline)
+        self.service = Service(config.machine.host, run.token, self._handle)
+        self.phase = "starting engines"
+        self._connected = asyncio.Event()
+        self._bye = asyncio.Event()
+        self._last_update: dict[str, Any] = {}
+        self._last_update_at = self._started_at = time.monotonic()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def live(self) -> None:
+        """From the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""
+        await self.rewards.start()
+        self.run.announce(PROCESS, self.service.endpoint)
+        async with asyncio.TaskGroup() as self._tasks:
+            background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
+            await self._connect()
+            for engine, link in zip(self.engines, self.links, strict=True):
+                background.append(self._tasks.create_task(engine.watch(self.config.machine.timeout_s)))
+                background.append(self._tasks.create_task(link.run()))
+            self.phase = "evaluating"
+            await self._evaluate(0)
+            self.phase = "training"
+            self.batches.begin()
+            generating = self._tasks.create_task(self.generation.run())
+            await self._bye.wait()
+            generating.cancel()
+            self.schedule.end("the run ended")
+            await asyncio.gather(*(link.settled() for link in self.links))
+            self.phase = "final evaluation"
+            await self._evaluate(self.schedule.version)
+            self.phase = "done"
+            self._write_status()
+            for task in background:
+                task.cancel()
+
+    async def close(self) -> None:
+        self.service.close()
+        await self.rewards.close()
+        for engine in self.engines:
+            await engine.client.close()
+        self.metrics.close()
+
+    async def _connect(self) -> None:
+        """Waits until every engine serves."""
+        timeout_s = self.config.machine.timeout_s
+        deadline = time.monotonic() + timeout_s
+        indices = range(self.config.rollout.engines)
+        for index in indices:
+            await asyncio.to_thread(self.run.endpoint, f"engine-{index}", max(0.0, deadline - time.monotonic()))
+        engines = [fleet.connect(self.config, self.run, index) for index in indices]
+        self.engines += engines
+        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
+        for engine in engines:
+            self.schedule.add_engine(engine.index, engine.version)
+            self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed))
+        self._connected.set()
+
+    async def _handle(self, message: Request) -> Reply:
+        match message:
+            case NextBatch():
+                return await self.batches.next(message)
+            case Trained():
+                return self._trained(message)
+            case Publish():
+                await self._connected.wait()
+                return Links([link.publish(message) for link in self.links])
+            case Delivered():
+                if not 0 <= message.engine < len(self.links):
+                    return Refused(f"there is no engine {message.engine}")
+                self.links[message.engine].delivered(message)
+                return Ok()
+            case Bye():
+                self._bye.set()
+                return Ok()
+        return Refused(f"{type(message).__name__} is not for the controller")
+
+    def _trained(self, message: Trained) -> Reply:
+        account = self.batches.trained(message)
+        if isinstance(account, Refused):
+            return account
+        now = time.monotonic()
+        elapsed, self._last_update_at = now - self._last_update_at, now
+        idle = [engine.take_idle_s() for engine in self.engines]
+        last = [link.last for link in self.links if link.last]
+        account |= {key: max(update[key] for update in last) for key in ("publish_s", "commit_s") if last}
+        account |= {"weights_bytes": sum(update["weights_bytes"] for update in last)} if last else {}
+        account |= {
+            "engine_idle_share": min(1.0, sum(idle) / len(idle) / elapsed),
+            "engine_lag_max": max(self.schedule.version - engine.version for engine in self.engines),
+            "groups_filtered": self.schedule.counts["filtered"],
+            "groups_skipped": self.schedule.counts["skipped"],
+            "prompts_too_long": self.generation.prompts_too_long,
+            "reward_failures": self.rewards.failures,
+            "link_failures": sum(link.failures for link in self.links),
+        }
+        self._last_update = account
+        self.metrics.write("update", self.schedule.version, account)
+        self.generation.wake()
+        return Ok()
+
+    def _committed(self, engine: int, version: int) -> None:
+        self.schedule.committed(engine, version)
+        self.generation.wake()
+        every = self.config.eval_every
+        newest = all(e.version >= version for e in self.engines)
+        if every and version and version % every == 0 and version < self.schedule.updates and newest:
+            self._tasks.create_task(self._evaluate(version, _SHARE_OF_CONCURRENT_EVALUATION))
+
+    async def _evaluate(self, version: int, share: float = 1.0) -> None:
+        values = await self.evaluation.run(version, share)
+        if values is not None:
+            self.metrics.write("eval", version, values)
+
+    async def _keep_status(self) -> None:
+        while True:
+            self._write_status()
+            await asyncio.sleep(_STATUS_S)
+
+    def _write_status(self) -> None:
+        write_status(self.run, {
+            "phase": self.phase,
+            "version": self.schedule.version,
+            "updates": self.config.updates,
+            "elapsed_s": time.monotonic() - self._started_at,
+            "engines": [engine.status() for engine in self.engines],
+            "buffer_groups": len(self.schedule.finished),
+            "running_groups": len(self.schedule.running),
+            "last": self._last_update,
+        })  # fmt: skip
+
+
+async def control(config: Config, run: Run) -> None:
+    """Lives until the run is over or SIGTERM asks for an end; then raises CancelledError."""
+    controller = Controller(config, run)
+    life = asyncio.create_task(controller.live())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
+    try:
+        await life
+    finally:
+        await controller.close()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description="The controller of a run.")
+    arguments.add_argument("--run", required=True, type=Path)
+    options = arguments.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run = Run(options.run)
+    try:
+        asyncio.run(control(load(run.config), run))
+    except asyncio.CancelledError:
+        print(f"{PROCESS}: stopped by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except BaseException as e:
+        cause = first_cause(e)
+        if not isinstance(cause, ConfigError | EngineError | RunError):
+            raise
+        print(f"error: {cause}", file=sys.stderr)
+        return 2 if isinstance(cause, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

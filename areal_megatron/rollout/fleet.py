@@ -1,0 +1,82 @@
+"""The engines of a run as the controller sees them: what each is doing, which version it has, how idle it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from areal_megatron.config import Config
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.rollout.client import EngineClient, EngineError
+from areal_megatron.run import Run
+
+_POLL_S = 2.0
+
+
+class Engine:
+    """One engine. `version` is what the controller has seen it commit; the engine itself is never behind that."""
+
+    def __init__(self, index: int, client: EngineClient, timeline: Timeline):
+        self.index, self.name, self.client, self.timeline = index, client.name, client, timeline
+        self.version = 0
+        self.state = "starting"
+        self.running = 0
+        """Trajectories on it, training and evaluation."""
+        self.tokens_per_s = 0.0
+        self._idle_since: float | None = time.monotonic()
+        self._idle_s = 0.0
+
+    @contextmanager
+    def occupied(self, trajectories: int) -> Iterator[None]:
+        """Counts `trajectories` as running here."""
+        if self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+        self.running += trajectories
+        try:
+            yield
+        finally:
+            self.running -= trajectories
+            if not self.running:
+                self._idle_since = time.monotonic()
+
+    def take_idle_s(self) -> float:
+        """Seconds without a running request since the last call."""
+        now = time.monotonic()
+        idle, self._idle_s = self._idle_s, 0.0
+        if self._idle_since is not None:
+            idle += now - self._idle_since
+            self._idle_since = now
+        return idle
+
+    def status(self) -> dict[str, object]:
+        return {"name": self.name, "state": self.state, "version": self.version, "running": self.running,
+                "tokens_per_s": round(self.tokens_per_s, 1)}  # fmt: skip
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        await self.client.wait_until_healthy(timeout_s)
+        self.state = "ready"
+
+    async def watch(self, timeout_s: float) -> None:
+        """Polls the engine's own counters for ever. Raises EngineError if it dies or samples nothing for timeout_s."""
+        tokens, seen, progress = 0, time.monotonic(), time.monotonic()
+        while True:
+            load = await self.client.load()
+            now = time.monotonic()
+            self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
+            if load.generated_tokens != tokens or not load.running + load.waiting:
+                progress = now
+            elif now - progress > timeout_s:
+                raise EngineError(f"{self.name} holds {load.running + load.waiting} requests but has sampled "
+                                  f"nothing for {timeout_s:.0f} s")  # fmt: skip
+            tokens, seen = load.generated_tokens, now
+            await asyncio.sleep(_POLL_S)
+
+
+def connect(config: Config, run: Run, index: int) -> Engine:
+    """The engine that has announced itself as `engine-INDEX`. Raises RunError if it has not."""
+    name = f"engine-{index}"
+    client = EngineClient(name, run.endpoint(name), run.token, config.machine.timeout_s)
+    return Engine(index, client, Timeline(run.timeline(name), name))

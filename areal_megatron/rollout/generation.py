@@ -1,0 +1,124 @@
+"""Keeps the engines busy with prompts, as the schedule allows, and turns answers into scored trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from areal_megatron.config import Config, Rollout
+from areal_megatron.data.prompts import Cursor, Prompt
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.rollout.client import Completion
+from areal_megatron.rollout.fleet import Engine
+from areal_megatron.rollout.schedule import Group, Schedule
+from areal_megatron.rollout.scoring import Score, Scorer
+from areal_megatron.rollout.workflows import single_turn
+
+
+class Generation:
+    """Owns the cursor, the requests in flight and the trajectories of finished groups."""
+
+    def __init__(self, config: Config, schedule: Schedule, engines: list[Engine], prompts: list[Prompt],
+                 stop_tokens: list[int], scorer: Scorer, timeline: Timeline, on_finished: Callable[[], None]):  # fmt: skip
+        self._config, self._schedule, self._engines = config, schedule, engines
+        self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
+        self._on_finished = on_finished
+        self._cursor = Cursor(len(prompts), config.seed)
+        self._wake = asyncio.Event()
+        self._trajectories: dict[int, list[Trajectory]] = {}
+        self.prompts_too_long = 0
+
+    async def run(self) -> None:
+        """Admits groups for ever. Raises EngineError when a request fails for the last time."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                self._wake.clear()
+                while (engine := self._free_engine()) is not None:
+                    epoch, prompt = self._draw()
+                    group = self._schedule.admit(engine.index, epoch, prompt.id)
+                    groups.create_task(self._run_group(engine, group, prompt))
+                await self._wake.wait()
+
+    def wake(self) -> None:
+        """Something changed that may allow another admission."""
+        self._wake.set()
+
+    def take(self, group: Group) -> list[Trajectory]:
+        """The trajectories of a group that trains now."""
+        return self._trajectories.pop(group.number)
+
+    def _free_engine(self) -> Engine | None:
+        """The least loaded engine that may take a group, by Eq. 3 and by rollout.max_running."""
+        room = self._config.rollout.max_running - self._config.rollout.group_size
+        free = [e for e in self._engines if e.running <= room and self._schedule.may_admit(e.index)]
+        return min(free, key=lambda e: e.running, default=None)
+
+    def _draw(self) -> tuple[int, Prompt]:
+        """Next prompt that fits; those that do not are skipped and counted."""
+        while True:
+            epoch, position = self._cursor.next()
+            prompt = self._prompts[position]
+            if len(prompt.tokens) <= self._config.data.max_prompt_tokens:
+                return epoch, prompt
+            self._schedule.skip_prompt(epoch, prompt.id, "longer than data.max_prompt_tokens")
+            self.prompts_too_long += 1
+
+    async def _run_group(self, engine: Engine, group: Group, prompt: Prompt) -> None:
+        rollout = self._config.rollout
+        n = rollout.group_size
+        with engine.occupied(n):
+            start = time.time_ns()
+            completions = await single_turn.sample(
+                engine.client,
+                prompt,
+                n=n,
+                rollout=rollout,
+                stop_tokens=self._stop_tokens,
+                request_id=f"group-{group.number}",
+                cache_salt=cache_salt(rollout, engine.version),
+            )
+            tokens = sum(len(c.tokens) for c in completions)
+            engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
+        self.wake()
+        with self._timeline.span("reward", prompt=prompt.id):
+            scores = await self._scorer.score(prompt, completions)
+        if self._is_useless(scores):
+            self._schedule.filter(group)
+        else:
+            self._trajectories[group.number] = _trajectories(group, prompt, completions, scores)
+            self._schedule.finish(group)
+        self.wake()
+        self._on_finished()
+
+    def _is_useless(self, scores: list[Score]) -> bool:
+        uniform = len({score.reward for score in scores}) == 1
+        return not any(s.trained for s in scores) or (uniform and self._config.rollout.filter_uniform_groups)
+
+
+def cache_salt(rollout: Rollout, version: int) -> str | None:
+    """With KV kept over updates, only requests of one version share prefix blocks; `recompute` drops the blocks."""
+    return f"v{version}" if rollout.kv_policy == "keep" else None
+
+
+def _trajectories(group: Group, prompt: Prompt, completions: list[Completion], scores: list[Score]) -> list[Trajectory]:
+    n = len(completions)
+    return [
+        Trajectory(
+            uid=group.number * n + k,
+            epoch=group.epoch,
+            prompt_id=group.prompt_id,
+            admission_version=group.admission_version,
+            prompt=np.array(prompt.tokens, np.int32),
+            response=completion.tokens,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            loss_mask=np.full(len(completion.tokens), score.trained, np.uint8),
+            reward=score.reward,
+            truncated=score.truncated,
+        )
+        for k, (completion, score) in enumerate(zip(completions, scores, strict=True))
+    ]

@@ -1,0 +1,122 @@
+"""Weight updates as the controller drives them: one link per engine, each on its own, in the background.
+
+The trainers publish a version; each engine receives it into staging while it generates, and once the trainers
+report the delivery it commits under a short pause. A failed link costs a new epoch at the next version and
+leaves its engine behind; the others do not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_megatron.config import Config
+from areal_megatron.reshard.session import init_body
+from areal_megatron.rollout.client import EngineError
+from areal_megatron.rollout.fleet import Engine
+from areal_megatron.rollout.protocol import Delivered, Link, Publish
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Update:
+    version: int
+    epoch: int
+    store: str
+    opens_epoch: bool
+    delivered: asyncio.Future[Delivered] = field(default_factory=asyncio.Future)
+
+
+class EngineLink:
+    """The updates of one engine, one after the other."""
+
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], engine: Engine, on_committed: Callable[[int, int], None]):  # fmt: skip
+        self._config, self._hf_config, self._engine = config, hf_config, engine
+        self._on_committed = on_committed
+        self._updates: asyncio.Queue[_Update] = asyncio.Queue()
+        self._pending: dict[tuple[int, int], _Update] = {}
+        self._epoch = 0
+        self._usable = False
+        self.failures = 0
+        self.last: dict[str, float] = {}
+        """Of the last commit: publish_s, commit_s (how long the engine stood still) and weights_bytes."""
+
+    def publish(self, message: Publish) -> Link:
+        opens_epoch = not self._usable
+        if opens_epoch:
+            self._epoch += 1
+            self._usable = True
+        update = _Update(message.version, self._epoch, message.store, opens_epoch)
+        self._pending[update.epoch, update.version] = update
+        self._updates.put_nowait(update)
+        return Link(self._engine.index, self._epoch)
+
+    def delivered(self, message: Delivered) -> None:
+        update = self._pending.pop((message.epoch, message.version), None)
+        if update is not None and not update.delivered.done():
+            update.delivered.set_result(message)
+
+    async def run(self) -> None:
+        """Works through the published versions for ever."""
+        while True:
+            update = await self._updates.get()
+            try:
+                if update.epoch == self._epoch and self._usable:
+                    await self._carry_out(update)
+            except EngineError as e:
+                self._fail(update, str(e))
+            finally:
+                self._updates.task_done()
+
+    async def settled(self) -> None:
+        """Returns when every published version was committed or has failed."""
+        await self._updates.join()
+
+    async def _carry_out(self, update: _Update) -> None:
+        client, config = self._engine.client, self._config
+        if update.opens_epoch:
+            await client.join_link(init_body(config=config, engine=self._engine.index, epoch=update.epoch,
+                                             store=update.store, hf_config=self._hf_config))  # fmt: skip
+        await client.start_update()
+        try:
+            # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
+            delivered = await asyncio.wait_for(update.delivered, 2 * config.machine.timeout_s)
+        except TimeoutError:
+            raise EngineError(f"the trainers did not report the delivery of version {update.version} to "
+                              f"{self._engine.name} within {2 * config.machine.timeout_s:.0f} s") from None  # fmt: skip
+        if delivered.error:
+            await client.abandon_update()
+            self._fail(update, delivered.error)
+            return
+        start = time.time_ns()
+        await self._commit(update.version)
+        end = time.time_ns()
+        self._engine.timeline.event("commit", start, end, version=update.version)
+        self.last = {"publish_s": delivered.seconds, "commit_s": (end - start) / 1e9, "weights_bytes": delivered.bytes}
+        self._engine.version = update.version
+        self._on_committed(self._engine.index, update.version)
+
+    async def _commit(self, version: int) -> None:
+        client = self._engine.client
+        self._engine.state = "committing"
+        await client.pause(clear_cache=self._config.rollout.kv_policy == "recompute")
+        try:
+            await client.finish_update(version)
+        except EngineError:
+            await client.abandon_update()
+            raise
+        finally:
+            await client.resume()
+            self._engine.state = "ready"
+
+    def _fail(self, update: _Update, reason: str) -> None:
+        self.failures += 1
+        if update.epoch == self._epoch:
+            self._usable = False
+        log.error("%s stays at version %d: version %d did not arrive in epoch %d: %s", self._engine.name,
+                  self._engine.version, update.version, update.epoch, reason)  # fmt: skip
