@@ -7,27 +7,28 @@ Megatron: megatron-core 0.16 (attention.py, mlp.py, layers.py); vLLM: 0.32 (line
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
          "num_key_value_heads": 4, "vocab_size": 203, "max_position_embeddings": 512}  # fmt: skip
 MODELS = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": False}),
-    "llama-tied": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": False}),
-    "qwen2-tied": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
-    "qwen3-tied": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM,
-                   {"tie_word_embeddings": True, "head_dim": 32}),
-}  # fmt: skip
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+}
 
 
 def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, torch.Tensor]:
     """Has transformers write a random model into `folder`; returns the tensors of the file."""
-    make_config, make_model, own = MODELS[name]
+    import transformers  # seconds of import that the ranks of a link, which use this file too, need not pay
+
+    family, own = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **sizes})
     torch.manual_seed(seed)
-    model = make_model(make_config(**{**SIZES, **own, **sizes}))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start as ones and biases as zeros: make every element its own

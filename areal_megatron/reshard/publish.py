@@ -73,7 +73,8 @@ class Publisher:
         A link that is not done by its timeout is cut off and fails; it never holds the trainer longer.
         """
         for update in self._updates:
-            if not update.read.wait(update.deadline.left.total_seconds()):
+            # One second more, in which the link's own thread says whom it waited for.
+            if not update.read.wait(update.deadline.left.total_seconds() + 1):
                 update.cut_off()
 
     def _cut_off(self, outlet: Outlet | None) -> None:
@@ -188,7 +189,7 @@ class Update:
         outlet, publisher, n, link = self.outlet, self.outlet.publisher, self._number, self.outlet.link()
         if not outlet.buckets:
             return
-        ready = [f"ready/{n}/{rank}" for rank in range(publisher.engine_tp)]
+        ready = {f"ready/{n}/{r}": f"engine rank {r} to start update {n}" for r in range(publisher.engine_tp)}
         for rank, digest in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
             if digest != outlet.plan.digest:
                 raise LinkError(f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
@@ -224,5 +225,6 @@ class Update:
     def _wait_received(self) -> int:
         """Bytes that the engine received, once all its ranks have them."""
         n, link = self._number, self.outlet.link()
-        keys = [f"received/{n}/{rank}" for rank in range(self.outlet.publisher.engine_tp)]
+        tp = self.outlet.publisher.engine_tp
+        keys = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in range(tp)}
         return sum(map(int, link.wait(keys, self.deadline, update=n, stop=lambda: None)))

@@ -157,7 +157,8 @@ class Incoming:
         link.say(f"ready/{n}/{inlet.shard.rank}", inlet.digest)
         senders = sorted({bucket.source for bucket in inlet.buckets})
         # A posted gloo receive ends only with its message or its timeout: post none before its sender is there.
-        link.wait([f"sending/{n}/{source}" for source in senders], self._deadline, update=n, stop=self._stop)
+        begun = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
+        link.wait(begun, self._deadline, update=n, stop=self._stop)
         with link.stream():
             messages = [link.receive(inlet.place(bucket), bucket.source, bucket) for bucket in inlet.buckets]
             for message in messages:

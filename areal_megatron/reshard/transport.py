@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -97,10 +97,10 @@ class Link:
         with contextlib.suppress(RuntimeError):
             self._keys.compare_set(f"failed/{update}", "", reason)
 
-    def wait(self, keys: Sequence[str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
-        """The values of `keys`, once all are set.
+    def wait(self, keys: Mapping[str, str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
+        """The values of `keys` (key → who has to do what), once all are set.
 
-        Raises LinkError at the deadline (naming the missing keys) and when a rank of the link reported that
+        Raises LinkError at the deadline (naming who did not) and when a rank of the link reported that
         `update` failed; calls `stop` again and again meanwhile, which may raise.
         """
         missing, failed = list(keys), f"failed/{update}"
@@ -113,7 +113,8 @@ class Link:
                 if self._keys.check([failed]):
                     raise LinkError(self._keys.get(failed).decode())
                 if deadline.passed:
-                    raise LinkError(f"{self.name}: no {' or '.join(missing)} within {deadline.timeout_s:.0f} s")
+                    raise LinkError(f"{self.name}: waited {deadline.timeout_s:.0f} s in vain for "
+                                    f"{', '.join(keys[key] for key in missing)}")  # fmt: skip
                 time.sleep(POLL_S)
         except dist.DistError as e:
             raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None

@@ -1,0 +1,236 @@
+"""Weight updates between real processes over gloo: Megatron shards at TP2×PP2 to two engines of two ranks."""
+
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from reshard_oracle import vllm_parameters, write_model
+
+from areal_megatron.reshard.architectures import read_config
+
+TESTS = Path(__file__).parent.parent
+SIZES = {"tp": 2, "pp": 2}
+ENGINE_TP = 2
+TIMEOUT_S = 5.0
+
+
+class Rank:
+    """A process of link_rank.py."""
+
+    def __init__(self, setup):
+        self.name = f"{setup['role']} {setup.get('engine', '')}/{setup['rank']}"
+        self.process = subprocess.Popen(
+            [sys.executable, TESTS / "parallel" / "link_rank.py", json.dumps(setup)], text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        )  # fmt: skip
+
+        self._lines, self._kept = queue.SimpleQueue(), []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def tell(self, **command):
+        self.process.stdin.write(json.dumps(command) + "\n")
+
+    def hear(self, key="", timeout_s=60):
+        """The next event that has `key`; events without it are kept for later."""
+        deadline, kept = time.monotonic() + timeout_s, self._kept
+        while True:
+            for event in kept:
+                if not key or key in event:
+                    kept.remove(event)
+                    return event
+            try:
+                event = self._lines.get(timeout=deadline - time.monotonic())
+            except (queue.Empty, ValueError):
+                pytest.fail(f"{self.name} said nothing about {key!r} within {timeout_s} s, but {kept}")
+            assert event is not None, f"{self.name} ended with code {self.process.wait()}"
+            kept.append(event)
+
+    def ask(self, **command):
+        self.tell(**command)
+        return self.hear()
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class World:
+    """Trainers, engines and the store between them. Trainer rank 0 tells what was delivered."""
+
+    def __init__(self, folder, dtype="bfloat16", timeout_s=TIMEOUT_S):
+        self.folders = [folder / "a", folder / "b"]
+        self.tensors = [write_model("qwen3", path, seed) for seed, path in enumerate(self.folders)]
+        self.hf_config = read_config(self.folders[0])
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        self.dtype = dtype
+        self.setup = {"hf_config": self.hf_config, "sizes": SIZES, "engine_tp": ENGINE_TP, "engines": 2, "dtype": dtype,
+                      "store": f"127.0.0.1:{self.store.port}", "timeout_s": timeout_s, "bucket_elements": 4000,
+                      "folder": str(self.folders[0]), "timeline": str(folder / "timeline.jsonl")}  # fmt: skip
+        self.trainers = [Rank(self.setup | {"role": "trainer", "rank": rank}) for rank in range(4)]
+        self.engines = [self._start(engine) for engine in range(2)]
+        self._wait_up(self.trainers + self.engines[0] + self.engines[1])
+        self.epochs = [0, 0]
+
+    def _start(self, engine):
+        return [Rank(self.setup | {"role": "engine", "engine": engine, "rank": rank}) for rank in range(ENGINE_TP)]
+
+    def _wait_up(self, ranks):
+        for rank in ranks:
+            assert rank.hear(timeout_s=120) == {"up": True}
+
+    def restart(self, engine):
+        for rank in self.engines[engine]:
+            rank.end()
+        self.engines[engine] = self._start(engine)
+        self._wait_up(self.engines[engine])
+
+    def join(self, engine):
+        self.epochs[engine] += 1
+        for rank in self.engines[engine]:
+            assert rank.ask(join=self.epochs[engine]) == {"ok": True}
+
+    def start(self, engine, faults=("", "")):
+        for rank, fault in zip(self.engines[engine], faults, strict=True):
+            assert rank.ask(start=fault) == {"ok": True}
+
+    def publish(self, version, engines):
+        for trainer in self.trainers:
+            links = [(engine, self.epochs[engine]) for engine in engines]
+            trainer.tell(publish=version, folder=str(self.folders[version % 2]), links=links)
+        for trainer in self.trainers:
+            assert trainer.hear("published") == {"published": version}
+
+    def overwrite(self):
+        for trainer in self.trainers:
+            trainer.tell(overwrite=True)
+
+    def deliveries(self, number):
+        """What trainer 0 was told, by engine, once every trainer has overwritten its parameters."""
+        for trainer in self.trainers:
+            trainer.hear("overwritten")
+        return sorted((self.trainers[0].hear("error") for _ in range(number)), key=lambda event: event["engine"])
+
+    def assert_committed(self, engine, version):
+        for rank, process in enumerate(self.engines[engine]):
+            held = vllm_parameters(self.tensors[version % 2], self.hf_config, tp=ENGINE_TP, rank=rank)
+            data = {name: t.to(getattr(torch, self.dtype)).contiguous().view(torch.uint8) for name, t in held.items()}
+            expected = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in data.items()}
+            assert process.ask(commit=True) == {"fingerprint": expected}
+
+    def slice_bytes(self):
+        """Of one engine: everything but the padding of the vocabulary, norms on both ranks."""
+        whole = sum(t.numel() for t in self.tensors[0].values())
+        norms = sum(t.numel() for t in self.tensors[0].values() if t.dim() == 1)
+        return (whole + norms * (ENGINE_TP - 1)) * getattr(torch, self.dtype).itemsize
+
+    def close(self):
+        for rank in [*self.trainers, *self.engines[0], *self.engines[1]]:
+            rank.end()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("link"))
+    yield world
+    world.close()
+
+
+def delivered(world, engine, version):
+    return {"engine": engine, "epoch": world.epochs[engine], "version": version, "bytes": world.slice_bytes(),
+            "error": ""}  # fmt: skip
+
+
+def test_updates_arrive_exactly_and_reuse_their_buffers(world):
+    for engine in (0, 1):
+        world.join(engine)
+    buffers = []
+    for version in (1, 2, 3):
+        for engine in (0, 1):
+            world.start(engine)
+        world.publish(version, [0, 1])
+        world.overwrite()  # at once: what the engines get must be the version as it was published
+        assert world.deliveries(2) == [delivered(world, engine, version) for engine in (0, 1)]
+        for engine in (0, 1):
+            world.assert_committed(engine, version)
+        buffers.append([trainer.ask(buffers=True) for trainer in world.trainers])
+    assert buffers[0] == buffers[1] == buffers[2]
+
+
+def test_engine_that_dies_in_a_transfer_costs_its_link_only(world):
+    for engine in (0, 1):
+        world.join(engine)
+    world.start(0)
+    world.start(1, faults=("", "die"))
+    world.publish(4, [0, 1])
+    world.overwrite()
+    good, bad = world.deliveries(2)
+    assert good == delivered(world, 0, 4)
+    assert bad["version"] == 4 and "engine 1" in bad["error"]
+    world.assert_committed(0, 4)
+
+    world.publish(5, [1])  # the controller has not given it a new epoch
+    assert "engine 1 needs a new epoch" in world.trainers[0].hear("error")["error"]
+    world.restart(1)
+    world.join(1)
+    for engine in (0, 1):
+        world.start(engine)
+    world.publish(6, [0, 1])
+    world.overwrite()
+    assert world.deliveries(2) == [delivered(world, engine, 6) for engine in (0, 1)]
+    for engine in (0, 1):
+        world.assert_committed(engine, 6)
+
+
+def test_silent_engine_does_not_hold_the_trainers_beyond_the_timeout(world):
+    world.join(0)
+    world.join(1)
+    world.start(0)
+    world.start(1, faults=("hang", ""))
+    world.publish(7, [0, 1])
+    begin = time.monotonic()
+    world.overwrite()
+    good, bad = world.deliveries(2)
+    assert time.monotonic() - begin < 5 * TIMEOUT_S
+    assert good == delivered(world, 0, 7)
+    assert bad["bytes"] == 0 and "engine 1, epoch" in bad["error"]
+    world.assert_committed(0, 7)
+    world.restart(1)
+
+
+def test_abandoned_update_leaves_the_weights_and_the_next_epoch_alone(world):
+    world.join(0)
+    world.start(0)
+    for rank in world.engines[0]:
+        assert rank.ask(abort=True) == {"ok": True}
+        assert "cannot be committed" in rank.ask(commit=True)["error"]
+    world.join(0)
+    world.start(0)
+    world.publish(8, [0])
+    world.overwrite()
+    assert world.deliveries(1) == [delivered(world, 0, 8)]
+    world.assert_committed(0, 8)
+
+
+def test_update_that_was_never_started_fails_by_name(world):
+    world.join(0)
+    world.publish(9, [0])
+    world.overwrite()
+    (event,) = world.deliveries(1)
+    assert event["error"] == (f"link to engine 0, epoch {world.epochs[0]}: waited 5 s in vain for engine rank 0 to start "
+                              "update 1, engine rank 1 to start update 1")  # fmt: skip
