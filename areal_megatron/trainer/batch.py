@@ -27,7 +27,7 @@ class MicroBatch:
 
 
 @dataclass
-class Experience:
+class PPOMicroBatch:
     """A micro-batch of PPO. float32 [N] where nothing else is said."""
 
     microbatch: MicroBatch
@@ -71,7 +71,7 @@ def pack_trajectories(
     kv_policy: str,
     multiple: int,
     device: torch.device,
-) -> Experience:
+) -> PPOMicroBatch:
     """Trajectories with their advantages as one micro-batch; `proximal` stays None."""
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     own = [_by_version(t, version, kv_policy) for t in trajectories]
@@ -80,7 +80,7 @@ def pack_trajectories(
         kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *kept]).astype(dtype)).to(device)
 
-    return Experience(
+    return PPOMicroBatch(
         microbatch=pack(
             [np.concatenate((t.prompt, t.response)) for t in trajectories],
             [len(t.prompt) + np.flatnonzero(mask) for t, mask in zip(trajectories, masks, strict=True)],

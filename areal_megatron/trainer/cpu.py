@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -131,3 +132,4 @@ def _use_cpu_generator() -> None:
     random = sys.modules["megatron.core.tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU's generator is in use

@@ -6,42 +6,49 @@ replicas at once, so that it does not depend on how sequences are packed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from areal_megatron.config import PPO
 from areal_megatron.ppo import loss as ppo
-from areal_megatron.trainer.batch import Experience, MicroBatch
+from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
 from areal_megatron.trainer.tally import Tally
 
 
 class Objective:
-    """The losses, on the last pipeline stage."""
+    """The losses, on the last pipeline stage. `vocabulary` has the temperature that answers are sampled with."""
 
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
-        self._policy, self._vocabulary, self._settings = policy, vocabulary, settings
+        self._policy, self._settings = policy, settings
+        self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability of each trained token and entropy of its distribution: float32 [N] each."""
-        return token_logprobs(hidden, self._policy.output_weight, microbatch.rows, microbatch.labels, self._vocabulary)
+        """Of the distribution that answers are sampled from: log-probability of each trained token and its
+        distribution's entropy, float32 [N] each."""
+        return self._logprobs(hidden, microbatch, self._sampled)
+
+    def _logprobs(self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, self._policy.output_weight, microbatch.rows, microbatch.labels, vocabulary)
 
     def sft(self, hidden: Tensor, microbatch: MicroBatch, tally: Tally) -> Tensor:
-        logprobs, _ = self.logprobs(hidden, microbatch)
+        logprobs, _ = self._logprobs(hidden, microbatch, self._written)
         loss = -logprobs.sum()
         tally.add({"tokens": _count(logprobs), "loss": loss}, {})
         return loss
 
-    def ppo(self, hidden: Tensor, experience: Experience, first: bool, tally: Tally) -> Tensor:
+    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, first: bool, tally: Tally) -> Tensor:
         """`first`: no step has been taken since the batch began, so the current policy is the trained version."""
-        current, entropy = self.logprobs(hidden, experience.microbatch)
-        now, behaviour = current.detach(), experience.behaviour
-        proximal = now if experience.proximal is None else experience.proximal
+        current, entropy = self.logprobs(hidden, sampled.microbatch)
+        now, behaviour = current.detach(), sampled.behaviour
+        proximal = now if sampled.proximal is None else sampled.proximal
         trained_version = now if first else proximal
         clip, cap = self._settings.clip, self._settings.behaviour_cap
-        loss = ppo.policy_loss(current, proximal, behaviour, experience.advantages, clip, cap).sum()
-        comparable = experience.by_this_version & (first or self._settings.objective == "decoupled")
+        loss = ppo.policy_loss(current, proximal, behaviour, sampled.advantages, clip, cap).sum()
+        comparable = sampled.by_this_version & (first or self._settings.objective == "decoupled")
         difference = (trained_version - behaviour).abs()[comparable]
         tally.add(
             {
@@ -49,7 +56,7 @@ class Objective:
                 "loss": loss,
                 "compared": _count(difference),
                 "difference": difference.sum(),
-                **ppo.sums(now, proximal, behaviour, experience.advantages, entropy, clip, cap),
+                **ppo.sums(now, proximal, behaviour, sampled.advantages, entropy, clip, cap),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
         )

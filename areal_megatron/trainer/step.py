@@ -26,7 +26,7 @@ from areal_megatron.reshard.megatron import layout
 from areal_megatron.run import Run
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer import pipeline
-from areal_megatron.trainer.batch import Experience, pack, pack_trajectories
+from areal_megatron.trainer.batch import PPOMicroBatch, pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary
 from areal_megatron.trainer.model import build_model, parallel_sizes
 from areal_megatron.trainer.objective import Objective
@@ -86,7 +86,7 @@ class Trainer:
         self._optimizer = PolicyOptimizer(config, self._model)
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
-            temperature=config.rollout.temperature if config.mode == "rl" else 1.0,
+            temperature=config.rollout.temperature,
             chunk=config.trainer.logprob_chunk_tokens,
             sequence_parallel=config.trainer.sequence_parallel,
         )
@@ -138,12 +138,12 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
-        minibatches = self._experience(part)
+        minibatches = self._microbatches(part)
         self._set_proximal(minibatches)
         tally, steps = Tally(), Steps(before_step)
         for minibatch in minibatches:
             loss = partial(self._objective.ppo, first=not steps.norms, tally=tally)
-            self._step([(e.microbatch, partial(loss, experience=e)) for e in minibatch], steps)
+            self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
         self._record(part, applied=bool(steps.norms))
         totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
         metrics = {"ratio_max": totals["ratio_max"]}
@@ -198,7 +198,7 @@ class Trainer:
             "tokens_per_s": totals["tokens"] / seconds,
         }
 
-    def _experience(self, part: BatchPart) -> list[list[Experience]]:
+    def _microbatches(self, part: BatchPart) -> list[list[PPOMicroBatch]]:
         advantages = self._advantages(part.trajectories)
         return [
             [
@@ -221,18 +221,18 @@ class Trainer:
         moments = advantage.moments(rewards, trained, self.config.ppo.advantage_weighting)
         return advantage.normalise(rewards, self.parallel.sum_over_replicas(moments)).tolist()
 
-    def _set_proximal(self, minibatches: list[list[Experience]]) -> None:
+    def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
         """The first mini-batch needs none: until its step the current policy is the proximal one."""
         if self.config.ppo.objective == "naive":
-            for experience in (e for minibatch in minibatches for e in minibatch):
-                experience.proximal = experience.behaviour
+            for sampled in (e for minibatch in minibatches for e in minibatch):
+                sampled.proximal = sampled.behaviour
             return
         later = [e for minibatch in minibatches[1:] for e in minibatch]
         if later:
             with self.timeline.span("proximal"):
                 work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
-                for experience, (logprobs, _) in zip(later, pipeline.forward(self._model, work), strict=False):
-                    experience.proximal = logprobs
+                for sampled, (logprobs, _) in zip(later, pipeline.forward(self._model, work), strict=False):
+                    sampled.proximal = logprobs
 
     def _record(self, part: BatchPart, applied: bool) -> None:
         """Which trajectories this replica has trained, independent of what the controller says."""

@@ -1,0 +1,317 @@
+"""What trainer ranks check about themselves; tests start them (conftest.on_ranks)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import training_oracle as oracle
+from tiny_models import FAMILIES, load_oracle
+
+from areal_megatron.config import PPO, Config, Data, Machine, Model, Optimizer, Rollout
+from areal_megatron.config import Trainer as TrainerSettings
+from areal_megatron.data.packing import partition, split
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.reshard.megatron import layout
+from areal_megatron.run import Run
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.batch import pack, pack_trajectories
+from areal_megatron.trainer.parallel import parallel_state
+from areal_megatron.trainer.step import Trainer
+from areal_megatron.trainer.tally import Tally
+
+VOCABULARY = 250
+
+
+def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
+    sections = {"optimizer": Optimizer(lr=1e-3, warmup_fraction=0.0, weight_decay=0.1),
+                "ppo": PPO(minibatches=2), "rollout": Rollout(group_size=4, temperature=0.7), **sections}  # fmt: skip
+    return Config(
+        name="test",
+        updates=50,
+        batch_size=12,
+        model=Model(path=str(folder / family), dtype=sections.pop("dtype", "float32")),
+        data=Data(train=""),
+        machine=Machine(timeout_s=60),
+        trainer=TrainerSettings(**{"microbatch_tokens": 128, "logprob_chunk_tokens": 50, **layout}),
+        **sections,
+    )
+
+
+@contextmanager
+def open_trainer(folder: Path, rank: int, config: Config, name: str):
+    """A trainer in the run folder `name`, which the test has made."""
+    with Trainer(config, Run(folder / name), rank) as trainer:
+        yield trainer
+
+
+def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajectory]:
+    """Random answers of very different lengths; some tokens and one whole answer are masked."""
+    random = np.random.default_rng(seed)
+    trajectories = []
+    for uid in range(count):
+        length = int(random.integers(1, 12)) if uid else 100
+        mask = np.ones(length, np.uint8)
+        mask[: length // 4] = 0
+        trajectories.append(
+            Trajectory(
+                uid=uid,
+                epoch=0,
+                prompt_id=uid,
+                admission_version=version - uid % 2,
+                prompt=random.integers(0, VOCABULARY, int(random.integers(1, 9)), dtype=np.int32),
+                response=random.integers(0, VOCABULARY, length, dtype=np.int32),
+                logprobs=random.normal(-6, 1, length).astype(np.float32),
+                versions=np.full(length, version - uid % 2, np.int32),
+                loss_mask=mask * (uid != 1),
+                reward=float(random.choice([-5.0, 5.0])),
+                truncated=False,
+            )
+        )
+    return trajectories
+
+
+def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :VOCABULARY]
+
+
+def gather_sequence(hidden: torch.Tensor, config: Config) -> torch.Tensor:
+    if not config.trainer.sequence_parallel:
+        return hidden
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(hidden) for _ in range(group.size())]
+    dist.all_gather(parts, hidden.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def whole_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Gradients of this rank's parameters, the shards of all data-parallel ranks put together."""
+    group = parallel_state.get_data_parallel_group()
+    for buffer in trainer._model.buffers:
+        own = buffer.grad_data.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(buffer.grad_data, own, group=group)
+    return {name: parameter.main_grad for name, parameter in trainer._model.module.named_parameters()}
+
+
+def pieces(trainer: Trainer, held: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
+    """(name, ours, theirs) for each piece of a canonical tensor that this rank holds."""
+    for piece in layout(trainer.hf_config, trainer.sizes, trainer.rank).pieces:
+        yield piece.tensor, piece.view(held[piece.parameter]).float(), expected[piece.tensor][piece.box.slices]
+
+
+def assert_parameters(trainer: Trainer, reference: torch.nn.Module, atol: float) -> None:
+    for name, ours, theirs in pieces(trainer, trainer.parameters(), reference.state_dict()):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_gradient(trainer: Trainer, reference: torch.nn.Module) -> None:
+    """Within 1e-6 of the norm of the whole gradient."""
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, ours, theirs in pieces(trainer, whole_gradients(trainer), expected):
+        assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"
+
+
+def check_layout(folder: Path, rank: int, trainer: dict) -> None:
+    """Everything that must not depend on the parallel layout, for each family of models."""
+    for family in FAMILIES:
+        with open_trainer(folder, rank, make_config(folder, family, trainer), f"run-{family}") as subject:
+            reference = load_oracle(folder / family)
+            check_logits(subject, reference)
+            check_logprobs(subject, reference)
+            check_gradient(subject, reference)
+            check_training(subject, reference)
+            check_sharing(subject)
+
+
+def check_logits(subject: Trainer, reference: torch.nn.Module) -> None:
+    """Packed rows (many sequences, one sequence) and an unpacked batch give the logits of Hugging Face."""
+    random = np.random.default_rng(1)
+    rows = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
+    rows = [[random.integers(0, VOCABULARY, n, dtype=np.int32) for n in lengths] for lengths in rows]
+    batches = [pack(row, [np.arange(0)] * len(row), subject._row_multiple, subject.device) for row in rows]
+    weight = subject._objective._policy.output_weight if subject.parallel.is_last_stage else None
+
+    def logits(hidden):
+        return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T)
+
+    for row, found in zip(rows, pipeline.forward(subject._model, [(b, logits) for b in batches]), strict=False):
+        expected = torch.cat([reference(torch.from_numpy(s)[None].long()).logits[0] for s in row])
+        torch.testing.assert_close(found[: len(expected)], expected, atol=1e-4, rtol=0)
+    if subject.config.trainer.pp == 1:
+        tokens = torch.from_numpy(random.integers(0, VOCABULARY, (3, 24)))
+        hidden = gather_sequence(subject._model(tokens, None, None), subject.config)
+        found = gather_vocabulary(hidden.detach() @ weight.T).transpose(0, 1)
+        torch.testing.assert_close(found, reference(tokens).logits, atol=1e-4, rtol=0)
+
+
+def check_logprobs(subject: Trainer, reference: torch.nn.Module) -> None:
+    trajectories, temperature = make_trajectories(7, version=0), subject.config.rollout.temperature
+    batch = pack_trajectories(trajectories, [0.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
+    work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
+    for logprobs, entropy in pipeline.forward(subject._model, work):
+        with torch.no_grad():
+            expected = [oracle.response_logprobs(reference, t, temperature)[t.loss_mask == 1] for t in trajectories]
+            spread = [oracle.distributions(reference, np.concatenate((t.prompt, t.response)), temperature)
+                      [len(t.prompt) - 1 :][t.loss_mask == 1] for t in trajectories]  # fmt: skip
+        torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, -(torch.cat(spread).exp() * torch.cat(spread)).sum(-1), atol=1e-5, rtol=0)
+
+
+def check_gradient(subject: Trainer, reference: torch.nn.Module) -> None:
+    """The gradient of one mini-batch, whatever the packing, is that of the plain formula."""
+    config, replicas = subject.config, subject.config.trainer.dp
+    trajectories = make_trajectories(9, version=0, seed=2)
+    values = oracle.advantages(trajectories, "token")
+    random = np.random.default_rng(3)
+    proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
+                 for t in trajectories]  # fmt: skip
+    reference.zero_grad()
+    oracle.ppo_loss(reference, trajectories, values, proximals, config).backward()
+    for cap in (40, 400):
+        [mine] = partition([t.length for t in trajectories], replicas, 1, cap, seed=cap)[subject.replica]
+        subject._optimizer.zero_grad()
+        work = []
+        for members in [*mine, []]:  # an empty micro-batch changes nothing
+            chosen = [trajectories[i] for i in members]
+            batch = pack_trajectories(chosen, [values[i] for i in members], 0, "recompute",
+                                      subject._row_multiple, subject.device)  # fmt: skip
+            kept = [proximals[i][trajectories[i].loss_mask == 1] for i in members]
+            batch.proximal = torch.cat([torch.zeros(0), *kept])
+            work.append(
+                (
+                    batch.microbatch,
+                    lambda hidden, b=batch: subject._objective.ppo(hidden, sampled=b, first=False, tally=Tally()),
+                )
+            )
+        pipeline.forward_backward(subject._model, work)
+        assert_gradient(subject, reference)
+
+
+def check_training(subject: Trainer, reference: torch.nn.Module) -> None:
+    """Two PPO updates and two supervised steps change the parameters as plain code with torch's AdamW does."""
+    config = subject.config
+    learner = oracle.Learner(reference, config)
+    calls = []
+    for version in range(2):
+        trajectories = make_trajectories(12, version, seed=10 + version)
+        plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
+        part = split(trajectories, version=version, **plan)[subject.replica]
+        result = subject.train_batch(part, before_step=lambda: calls.append(version))  # noqa: B023
+        assert result.applied and result.version == version and calls == list(range(version + 1))
+        whole = partition([t.length for t in trajectories], *plan.values())
+        members = [[i for share in whole for microbatch in share[m] for i in microbatch] for m in range(2)]
+        with torch.no_grad():
+            check_parity_figure(result.metrics, reference, trajectories, version, config)
+        learner.ppo_update(trajectories, members)
+        assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
+    for step in range(2):
+        examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
+        metrics = subject.sft_step(examples)
+        assert abs(metrics["loss"] - learner.sft_step(examples)) < 1e-4
+    assert_parameters(subject, reference, atol=3e-5)
+    if subject.is_leader:
+        lines = [json.loads(line) for line in subject.run.ledger(subject.replica).read_text().splitlines()]
+        assert [line["version"] for line in lines] == [0, 1]
+        assert lines[1]["uids"] == [t.uid for t in part.trajectories]
+        assert lines[1]["admission_versions"] == [t.admission_version for t in part.trajectories]
+
+
+def check_parity_figure(metrics, reference, trajectories, version, config) -> None:
+    """Only tokens that the trained version sampled are compared, and with its own log-probabilities."""
+    differences = [
+        (oracle.response_logprobs(reference, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy()))
+        .abs()[(t.loss_mask == 1) & (t.versions == version)]
+        for t in trajectories
+    ]  # fmt: skip
+    differences = torch.cat(differences)
+    assert abs(metrics["logprob_diff_max"] - float(differences.max())) < 1e-4
+    assert abs(metrics["logprob_diff_mean"] - float(differences.mean())) < 1e-4
+
+
+def check_sharing(subject: Trainer) -> None:
+    value = bytes(range(256)) * 3
+    assert subject.share(value if subject.is_leader else None) == value
+    assert subject.share(b"" if subject.is_leader else None) == b""
+    assert subject.share_all(b"to all" if subject.is_first else None) == b"to all"
+
+
+def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
+    """A NaN in one trajectory of one replica: that step is skipped on every rank, the other one is taken."""
+    config = make_config(folder, "qwen3", trainer)
+    with open_trainer(folder, rank, config, "run-bad") as subject:
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        for bad, taken in (({0, 1}, False), ({0}, True)):
+            trajectories = make_trajectories(12, 0)
+            parts = split(trajectories, version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+            for m in bad:
+                [first, *_] = [i for microbatch in parts[-1].minibatches[m] for i in microbatch
+                               if parts[-1].trajectories[i].loss_mask.any()]  # fmt: skip
+                spoiled = parts[-1].trajectories[first]
+                spoiled.logprobs = np.full_like(spoiled.logprobs, np.nan)
+            called = []
+            result = subject.train_batch(parts[subject.replica], before_step=lambda: called.append(1))  # noqa: B023
+            assert (result.applied, result.metrics["skipped_steps"], len(called)) == (taken, len(bad), int(taken))
+            same = all(torch.equal(value, before[name]) for name, value in subject.parameters().items())
+            assert same != taken
+        assert all(torch.isfinite(value).all() for value in subject.parameters().values())
+
+
+def check_variants(folder: Path, rank: int) -> None:
+    """One rank: recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 runs."""
+    weights = {}
+    for recompute in ("none", "selective", "full"):
+        config = make_config(folder, "qwen3", {"recompute": recompute})
+        with open_trainer(folder, rank, config, f"run-{recompute}") as subject:
+            train_once(subject)
+            weights[recompute] = subject.parameters()
+    for recompute in ("selective", "full"):
+        for name, value in weights["none"].items():
+            torch.testing.assert_close(weights[recompute][name], value, atol=1e-7, rtol=0)
+
+    settings = PPO(minibatches=2, objective="naive", advantage_weighting="sequence")
+    config = make_config(folder, "llama", {}, ppo=settings)
+    with open_trainer(folder, rank, config, "run-naive") as subject:
+        reference = load_oracle(folder / "llama")
+        trajectories, plan = train_once(subject)
+        oracle.Learner(reference, config).ppo_update(trajectories, plan)
+        assert_parameters(subject, reference, atol=3e-5)
+
+    config = make_config(folder, "qwen2", {}, dtype="bfloat16")
+    with open_trainer(folder, rank, config, "run-bfloat16") as subject:
+        assert {value.dtype for value in subject.parameters().values()} == {torch.bfloat16}
+        reference = load_oracle(folder / "qwen2")
+        examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
+        learner = oracle.Learner(reference, config)
+        for _ in range(3):
+            assert abs(subject.sft_step(examples)["loss"] - learner.sft_step(examples)) < 0.05
+
+
+def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
+    trajectories = make_trajectories(12, 0)
+    [plan] = partition([t.length for t in trajectories], 1, 2, 128, seed=0)
+    [part] = split(trajectories, version=0, replicas=1, minibatches=2, cap=128, seed=0)
+    assert subject.train_batch(part).applied
+    return trajectories, [[i for microbatch in minibatch for i in microbatch] for minibatch in plan]
+
+
+def check_decay(folder: Path, rank: int) -> None:
+    """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
+    config = make_config(folder, "qwen2", {}, optimizer=Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0))
+    with open_trainer(folder, rank, config, "run-decay") as subject:
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        trajectories = make_trajectories(12, 0)
+        for trajectory in trajectories:
+            trajectory.reward = 5.0
+        [part] = split(trajectories, version=0, replicas=1, minibatches=2, cap=128, seed=0)
+        assert subject.train_batch(part).applied
+        for name, value in subject.parameters().items():
+            factor = 1.0 if name.endswith("bias") or "norm" in name else (1 - 0.1 * 0.5) ** 2
+            torch.testing.assert_close(value, before[name] * factor, msg=lambda m, n=name: f"{n}: {m}")
