@@ -33,6 +33,8 @@ from areal_megatron.run import Run, write_atomically
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
 UTILISATION_BINS = 60
+FEW_POINTS = 15
+"""A line of fewer points shows them."""
 WAITS = ("wait", "publish", "pause")
 """Spans whose name starts so do not count as work of their pool."""
 
@@ -135,7 +137,7 @@ def _rl_sections(data: Data) -> list[str]:
                   _lines(data, "Trainer − engine log-probability", "nats, difference",
                          {"logprob_diff_max": HELD_OUT, "logprob_diff_mean": TRAIN}, log=True,
                          labels={"logprob_diff_max": "largest", "logprob_diff_mean": "mean"})],
-                 _table(["while weights are sent", "tokens/s"], _publish_rows(data))),
+                 _table(["trainer, tokens/s of a rank", "while weights are sent", "otherwise", "share kept"], _publish_rows(data))),
         _section("Optimisation", "", [
             _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
             _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
@@ -147,16 +149,16 @@ def _rl_sections(data: Data) -> list[str]:
     ]  # fmt: skip
 
 
-def _publish_rows(data: Data) -> list[tuple[str, str]]:
+def _publish_rows(data: Data) -> list[tuple[str, ...]]:
+    """Per kind of the trainer's work: tokens/s of a rank while weights are sent and otherwise."""
     trainers = [span for span in data.spans if span.process.startswith("trainer-")]
-    work = [span for span in trainers if span.name == "train"]
-    speeds = speed_by_overlap(work, [span for span in trainers if span.name == "publish"])
-    if speeds is None:
-        return [("trainer, per rank", "too few spans to tell")]
-    disturbed, undisturbed = speeds
-    return [("trainer, per rank, during a publish", f"{disturbed:,.0f}"),
-            ("otherwise", f"{undisturbed:,.0f}"),
-            ("share kept", f"{100 * disturbed / undisturbed:.0f}%")]  # fmt: skip
+    publishes = [span for span in trainers if span.name == "publish"]
+    rows = []
+    for name in ("train", "proximal"):
+        speeds = speed_by_overlap([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
+        cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{100 * speeds[0] / speeds[1]:.0f}%"] if speeds else "–––"
+        rows.append((name, *cells))
+    return rows
 
 
 def _final_rows(data: Data) -> list[tuple[str, str]]:
@@ -229,7 +231,7 @@ def _lines(data: Data, title: str, unit: str, colors: dict[str, str], labels: di
     for key, color in colors.items():
         versions, values = data.series(key)
         axes.plot(versions, [value * scale for value in values], color=color, linewidth=1.8,
-                  label=(labels or {}).get(key))  # fmt: skip
+                  marker="o" if len(values) < FEW_POINTS else "", markersize=3, label=(labels or {}).get(key))  # fmt: skip
     _over_versions(data, axes)
     if log and any(value > 0 for key in colors for value in data.values(key)):
         axes.set_yscale("log")
@@ -260,9 +262,8 @@ def _staleness(data: Data) -> str:
     bound, total = data.config.rollout.max_staleness, sum(counts.values()) or 1
     figure, axes = _axes("Staleness of trained answers", "share")
     axes.bar(list(counts), [count / total for count in counts.values()], color=TRAIN, width=0.8)
-    axes.axvline(bound + 0.5, color=HELD_OUT, linestyle="--", linewidth=1.4)
-    axes.text(bound + 0.45, 0.97, f"bound η = {bound} ", color=HELD_OUT, ha="right", va="top", fontsize=9,
-              transform=axes.get_xaxis_transform())  # fmt: skip
+    axes.axvline(bound + 0.5, color=HELD_OUT, linestyle="--", linewidth=1.4, label=f"bound η = {bound}")
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
     axes.set_xlim(-0.6, bound + 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -341,7 +342,7 @@ def _section(title: str, text: str, figures: list[str], table: str = "") -> str:
     return f"<h2>{title}</h2><p>{text}</p><div class=figures>{''.join(figures)}</div>{below}"
 
 
-def _table(head: list[str], rows: list[tuple[str, str]]) -> str:
+def _table(head: list[str], rows: list[tuple[str, ...]]) -> str:
     top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<div><table><tr>{top}</tr>{body}</table></div>"

@@ -125,7 +125,7 @@ def speed_by_overlap(work: list[Span], other: list[Span]) -> tuple[float, float]
         xx, xy, yy = xx + shared * shared, xy + shared * rest, yy + rest * rest
         xt, yt = xt + shared * tokens, yt + rest * tokens
     determinant = xx * yy - xy * xy
-    if determinant <= 1e-6 * max(xx, yy) ** 2:
+    if determinant <= 1e-6 * xx * yy:
         return None
     return (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
 

@@ -13,11 +13,11 @@ from areal_megatron.run import Run
 
 
 class Page(HTMLParser):
-    """Collects the rows of all tables, the cards and the banner."""
+    """Collects the rows of all tables."""
 
     def __init__(self, text):
         super().__init__()
-        self.rows, self.cells, self.stack, self.text = {}, [], [], []
+        self.rows, self.wide_rows, self.cells, self.stack = {}, {}, [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -30,11 +30,12 @@ class Page(HTMLParser):
             pass
         if tag == "tr" and len(self.cells) == 2:
             self.rows[self.cells[0]] = self.cells[1]
+        elif tag == "tr":
+            self.wide_rows[self.cells[0]] = self.cells[1:]
 
     def handle_data(self, data):
         if self.stack and self.stack[-1][0] in ("td", "th"):
             self.cells.append(data)
-        self.text.append(data)
 
 
 def make_run(tmp_path, updates, mode="rl"):
@@ -85,7 +86,8 @@ def finished(tmp_path_factory):
 
 def test_final_figures_are_those_of_the_metrics(finished):
     _, text = finished
-    rows = Page(text).rows
+    page = Page(text)
+    rows = page.rows
     assert rows["duration"] == "1 min 15 s"
     assert rows["held-out accuracy, version 0"] == "41.0%" and rows["held-out accuracy, version 4"] == "93.0%"
     assert rows["effective tokens/s, median"] == "250"
@@ -93,7 +95,7 @@ def test_final_figures_are_those_of_the_metrics(finished):
     assert rows["staleness, mean and largest"] == "1.00, 2"
     assert rows["log-probability difference, largest"] == "4.0e-05"
     assert rows["weights sent per update, MB"] == "3.2"
-    assert rows["trainer, per rank, during a publish"] == "950" and rows["share kept"] == "95%"
+    assert page.wide_rows["train"] == ["950", "1,000", "95%"] and page.wide_rows["proximal"] == ["–", "–", "–"]
     assert rows["data.train"] == "<train>.jsonl", "a value of the config must be escaped in the page"
     assert "incomplete" not in text
 
