@@ -40,7 +40,7 @@ class Packed(PackedSeqParams):
 
     @cached_property
     def blocks(self) -> Blocks:
-        return Blocks.of(self.lengths)
+        return Blocks.of(self.lengths, self.device)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Blocks:
     SHORT = 32
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...]) -> Blocks:
+    def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> Blocks:
         sizes = np.asarray(lengths)
         starts = np.cumsum(sizes) - sizes
         order = np.argsort(-sizes, kind="stable")
@@ -85,7 +85,7 @@ class Blocks:
         taken, padding = np.concatenate(taken), np.concatenate(padding)
         place = np.empty(sizes.sum(), dtype=np.int64)
         place[taken[~padding]] = np.flatnonzero(~padding)
-        return cls(tuple(shapes), torch.from_numpy(taken), torch.from_numpy(padding), torch.from_numpy(place))
+        return cls(tuple(shapes), *(torch.from_numpy(array).to(device) for array in (taken, padding, place)))
 
 
 class _ToBlocks(torch.autograd.Function):
@@ -130,7 +130,8 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None:
             out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
-        attend = _packed_varlen if query.is_cuda else _packed_blocks
+        # the kernel behind varlen_attn has neither a CPU nor a float32 version
+        attend = _packed_varlen if query.is_cuda and query.dtype != torch.float32 else _packed_blocks
         out = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params, self.scale)
         return out.flatten(1).unsqueeze(1)
 

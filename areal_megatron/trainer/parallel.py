@@ -69,13 +69,18 @@ class Parallel:
             raise ValueError(f"trainer-{self.rank}: only trainer-{source} has a value to share here")
         if group.size() == 1:
             return value
-        size = torch.tensor([len(value) if value is not None else 0])
-        dist.broadcast(size, source, group=group)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        if value:
-            buffer[:] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        if len(buffer):
+        try:
+            size = torch.tensor([0 if value is None else len(value)])
+            dist.broadcast(size, source, group=group)
+            if not size:
+                return b""
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+            if value is not None:
+                buffer[:] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             dist.broadcast(buffer, source, group=group)
+        except RuntimeError as e:
+            raise RunError(f"trainer-{self.rank}: lost trainer-{source}, or a rank between, while it shared data: "
+                           f"{str(e).splitlines()[0]}") from e  # fmt: skip
         return buffer.numpy().tobytes()
 
 
@@ -90,15 +95,15 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.timeout_s)
     if ipaddress.ip_address(socket.gethostbyname(config.machine.host)).is_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the host's own address
-    store = _open_store(config, run, rank, timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = _open_store(config, run, rank, timeout)
     try:
         dist.init_process_group(
             backend, store=dist.PrefixStore("world", store), rank=rank, world_size=world, timeout=timeout
         )
     except RuntimeError as e:
-        raise RunError(f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.timeout_s:.0f} s: "
-                       f"{str(e).splitlines()[0]}; see the logs of the others in {run.folder / 'logs'}") from e  # fmt: skip
+        raise RunError(f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.timeout_s:.0f} s "
+                       f"({str(e).splitlines()[0]}); see the logs of the others in {run.folder / 'logs'}") from e  # fmt: skip
     parallel_state.initialize_model_parallel(
         config.trainer.tp,
         config.trainer.pp,
@@ -147,7 +152,10 @@ def choose_device(config: Config) -> torch.device:
 def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist.Store:
     if rank > 0:
         host, _, port = run.endpoint(STORE, config.machine.timeout_s).rpartition(":")
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        try:
+            return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        except dist.DistError as e:
+            raise RunError(f"trainer-{rank}: cannot reach trainer-0 at {host}:{port}: {str(e).splitlines()[0]}") from e
     # A TCPStore that makes its own socket listens on every interface.
     listener = socket.create_server((config.machine.host, 0))
     port = listener.getsockname()[1]

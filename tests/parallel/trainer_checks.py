@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import training_oracle as oracle
@@ -17,14 +19,17 @@ from areal_megatron.config import Trainer as TrainerSettings
 from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.reshard.megatron import layout
-from areal_megatron.run import Run
+from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
 from areal_megatron.trainer.batch import pack, pack_trajectories
+from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.parallel import parallel_state
 from areal_megatron.trainer.step import Trainer
 from areal_megatron.trainer.tally import Tally
 
-VOCABULARY = 250
+TOKENS = 100
+"""Ids below it are tokens of every tiny model."""
 
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
@@ -63,8 +68,8 @@ def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajector
                 epoch=0,
                 prompt_id=uid,
                 admission_version=version - uid % 2,
-                prompt=random.integers(0, VOCABULARY, int(random.integers(1, 9)), dtype=np.int32),
-                response=random.integers(0, VOCABULARY, length, dtype=np.int32),
+                prompt=random.integers(0, TOKENS, int(random.integers(1, 9)), dtype=np.int32),
+                response=random.integers(0, TOKENS, length, dtype=np.int32),
                 logprobs=random.normal(-6, 1, length).astype(np.float32),
                 versions=np.full(length, version - uid % 2, np.int32),
                 loss_mask=mask * (uid != 1),
@@ -75,11 +80,11 @@ def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajector
     return trajectories
 
 
-def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
+def gather_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [torch.empty_like(logits) for _ in range(group.size())]
     dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)[..., :VOCABULARY]
+    return torch.cat(parts, dim=-1)[..., :size]
 
 
 def gather_sequence(hidden: torch.Tensor, config: Config) -> torch.Tensor:
@@ -135,20 +140,21 @@ def check_logits(subject: Trainer, reference: torch.nn.Module) -> None:
     """Packed rows (many sequences, one sequence) and an unpacked batch give the logits of Hugging Face."""
     random = np.random.default_rng(1)
     rows = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
-    rows = [[random.integers(0, VOCABULARY, n, dtype=np.int32) for n in lengths] for lengths in rows]
+    rows = [[random.integers(0, TOKENS, n, dtype=np.int32) for n in lengths] for lengths in rows]
     batches = [pack(row, [np.arange(0)] * len(row), subject._row_multiple, subject.device) for row in rows]
+    size = subject.hf_config["vocab_size"]
     weight = subject._objective._policy.output_weight if subject.parallel.is_last_stage else None
 
     def logits(hidden):
-        return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T)
+        return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T, size)
 
     for row, found in zip(rows, pipeline.forward(subject._model, [(b, logits) for b in batches]), strict=False):
         expected = torch.cat([reference(torch.from_numpy(s)[None].long()).logits[0] for s in row])
         torch.testing.assert_close(found[: len(expected)], expected, atol=1e-4, rtol=0)
     if subject.config.trainer.pp == 1:
-        tokens = torch.from_numpy(random.integers(0, VOCABULARY, (3, 24)))
+        tokens = torch.from_numpy(random.integers(0, TOKENS, (3, 24)))
         hidden = gather_sequence(subject._model(tokens, None, None), subject.config)
-        found = gather_vocabulary(hidden.detach() @ weight.T).transpose(0, 1)
+        found = gather_vocabulary(hidden.detach() @ weight.T, size).transpose(0, 1)
         torch.testing.assert_close(found, reference(tokens).logits, atol=1e-4, rtol=0)
 
 
@@ -315,3 +321,79 @@ def check_decay(folder: Path, rank: int) -> None:
         for name, value in subject.parameters().items():
             factor = 1.0 if name.endswith("bias") or "norm" in name else (1 - 0.1 * 0.5) ** 2
             torch.testing.assert_close(value, before[name] * factor, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_logprob_memory(folder: Path, rank: int) -> None:
+    """Log-probabilities of T tokens over V columns, and their gradient, need far less than T × V floats."""
+    config = make_config(folder, "qwen3", {})
+    tokens, columns = 8192, 16384
+    with open_trainer(folder, rank, config, "run-memory"):
+        hidden = torch.randn(tokens, 1, 64, requires_grad=True)
+        weight = torch.randn(columns, 64, requires_grad=True)
+        labels = torch.randint(columns - 7, (tokens,))
+        vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=256, sequence_parallel=False)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        logprobs, _ = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
+        logprobs.sum().backward()
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        assert grown < tokens * columns * 4 / 4, f"{grown / 2**20:.0f} MiB more"
+        assert not weight.grad[columns - 7 :].any() and weight.grad[: columns - 7].any()
+
+
+def check_missing_peer(folder: Path, rank: int) -> None:
+    config = make_config(folder, "qwen3", {"dp": 2})
+    config.machine.timeout_s = 3
+    with pytest.raises(RunError, match="trainer-0: not all 2 trainer ranks joined within 3 s"):
+        Trainer(config, Run(folder / "run-alone"), rank)
+
+
+def check_cuda(folder: Path, rank: int) -> None:
+    """bfloat16 on one CUDA device: log-probabilities and the loss are near those of float32 on the CPU."""
+    config = make_config(folder, "qwen3", {}, dtype="bfloat16")
+    reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
+    with open_trainer(folder, rank, config, "run-cuda") as subject, torch.no_grad():
+        assert subject.device.type == "cuda"
+        batch = pack_trajectories(trajectories, [0.0] * 12, 0, "recompute", 1, subject.device)
+        work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
+        [(logprobs, _)] = pipeline.forward(subject._model, work)
+        expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
+        assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        with torch.enable_grad():
+            train_once(subject)
+        assert any(not torch.equal(value, before[name]) for name, value in subject.parameters().items())
+
+
+def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
+    """Peak memory of the log-probabilities of 32k tokens over 152k columns, forward and backward; printed."""
+    tokens, columns, hidden_size = 32768, 151936, 4096
+    with open_trainer(folder, rank, make_config(folder, "qwen3", {}, dtype="bfloat16"), "run-cuda") as subject:
+        make = {"device": subject.device, "dtype": torch.bfloat16, "requires_grad": True}
+        hidden, weight = torch.randn(tokens, 1, hidden_size, **make), torch.randn(columns, hidden_size, **make)
+        labels = torch.randint(columns, (tokens,), device=subject.device)
+        vocabulary = Vocabulary(size=columns, temperature=1.0, chunk=1024, sequence_parallel=False)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        rows = torch.arange(tokens, device=subject.device)
+        logprobs, _ = token_logprobs(hidden, weight, rows, labels, vocabulary)
+        forward = torch.cuda.max_memory_allocated() - before
+        logprobs.sum().backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        print(f"32k tokens x 152k columns: {forward / 2**30:.2f} GiB forward, {peak / 2**30:.2f} GiB with backward, "
+              f"full float32 logits {tokens * columns * 4 / 2**30:.1f} GiB")  # fmt: skip
+        assert forward < tokens * columns * 4 / 5
+
+
+def check_cuda_attention(folder: Path, rank: int) -> None:
+    """varlen_attn in bfloat16 gives what SDPA gives in float32, forward and backward, with grouped queries."""
+    lengths, heads, groups, size = (70, 1, 300, 33, 33, 8), 8, 2, 64
+    packed = Packed(lengths=lengths, device="cuda")
+    inputs = [torch.randn(sum(lengths), count, size, device="cuda") for count in (heads, groups, groups)]
+    results = []
+    for attend, dtype in ((_packed_varlen, torch.bfloat16), (_packed_blocks, torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = attend(*leaves, packed, None)
+        out.float().square().sum().backward()
+        results.append([out.float(), *(leaf.grad.float() for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
