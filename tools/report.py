@@ -92,7 +92,7 @@ def load(run: Run) -> Data:
     config = configuration.load(run.config)
     records = read_metrics(run)
     return Data(run, config, read_status(run), [r for r in records if r["kind"] in ("update", "sft")],
-                [r for r in records if r["kind"] == "eval"], read_spans(run))  # fmt: skip
+                sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]), read_spans(run))  # fmt: skip
 
 
 def write_report(run: Run, out: Path) -> None:

@@ -82,7 +82,7 @@ class Console:
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
-            self._evaluations.append(record)
+            self._evaluations = sorted([*self._evaluations, record], key=lambda e: e["version"])
             self._note(record["time"],
                        f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
                        f"{record.get('items', '?')} prompts")  # fmt: skip

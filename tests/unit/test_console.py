@@ -112,6 +112,7 @@ def test_summary_tells_held_out_accuracy_before_and_after(run):
     writer = MetricsWriter(run)
     writer.write("eval", 0, {"accuracy": 0.412, "items": 500})
     writer.write("eval", 40, {"accuracy": 0.934, "items": 500})
+    writer.write("eval", 20, {"accuracy": 0.8, "items": 500})  # evaluations end when they end
     writer.close()
     console.close()
     assert "held-out accuracy 41% (version 0) → 93% (version 40)" in console.summary()
