@@ -1,0 +1,142 @@
+"""Trainers' client against the controller's service over real sockets."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import zmq
+
+from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.rollout.protocol import (
+    Bye,
+    ControllerClient,
+    ControllerError,
+    Hello,
+    Links,
+    NextBatch,
+    Ok,
+    Part,
+    Publish,
+    Refused,
+    Welcome,
+)
+from areal_megatron.rollout.service import Service
+
+SECRET = "s3cret"
+
+
+def trajectory(uid):
+    return Trajectory(uid=uid, epoch=0, prompt_id=uid, admission_version=1, prompt=np.array([5, 6], np.int32),
+                      response=np.arange(uid, dtype=np.int32), logprobs=np.linspace(-3, -0.5, uid, dtype=np.float32),
+                      versions=np.full(uid, 2, np.int32), loss_mask=np.ones(uid, np.uint8), reward=-5.0,
+                      truncated=True)  # fmt: skip
+
+
+PART = BatchPart(version=2, trajectories=[trajectory(uid) for uid in (3, 4)], minibatches=[[[1], []], [[0]]])
+
+
+async def answer(message):
+    match message:
+        case NextBatch(replica=9):
+            await asyncio.sleep(60)
+        case NextBatch():
+            return Part(PART)
+        case Bye():
+            return Ok()
+        case Publish():
+            return Refused("no engine is left")
+    return Links([])
+
+
+@pytest.fixture
+def service():
+    """A service in its own thread and event loop."""
+    ready, box = threading.Event(), {}
+
+    async def serve():
+        box["service"] = Service("127.0.0.1", SECRET, answer)
+        box["task"], box["loop"] = asyncio.current_task(), asyncio.get_running_loop()
+        ready.set()
+        try:
+            await box["service"].run()
+        finally:
+            box["service"].close()
+
+    def run():
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(serve())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(10)
+    yield box["service"]
+    box["loop"].call_soon_threadsafe(box["task"].cancel)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def connect(service):
+    clients = []
+
+    def new(token=SECRET, timeout_s=10.0):
+        clients.append(ControllerClient(service.endpoint, token, "trainer-3", timeout_s))
+        return clients[-1]
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+def test_a_part_of_a_batch_arrives_as_it_was_sent(connect):
+    client = connect()
+    assert isinstance(client.request(Hello(3)), Welcome)
+    part = client.request(NextBatch(0, 0, 2)).part
+    assert (part.version, part.minibatches) == (PART.version, PART.minibatches)
+    for got, sent in zip(part.trajectories, PART.trajectories, strict=True):
+        for name in Trajectory.__struct_fields__:
+            value, expected = getattr(got, name), getattr(sent, name)
+            if isinstance(expected, np.ndarray):
+                assert value.dtype == expected.dtype
+                np.testing.assert_array_equal(value, expected)
+            else:
+                assert value == expected
+    assert isinstance(client.request(Bye()), Ok)
+
+
+def test_a_message_that_waits_does_not_hold_up_others(connect):
+    with pytest.raises(ControllerError, match=r"did not answer NextBatch of trainer-3 within 0 s"):
+        connect(timeout_s=0.3).request(NextBatch(9, 0, 0))
+    assert isinstance(connect().request(Bye()), Ok)
+
+
+def test_strangers_are_refused_and_counted(connect, service):
+    with pytest.raises(ControllerError, match="refused Bye: the message lacks the run's secret"):
+        connect(token="guess").request(Bye())
+    with pytest.raises(ControllerError, match="lacks the run's secret"):
+        connect(token="").request(Hello(3))
+    assert service.refused == 2
+
+
+def test_another_version_of_the_protocol_is_refused(connect):
+    with pytest.raises(ControllerError, match="trainer rank 3 speaks protocol 0"):
+        connect().request(Hello(3, protocol=0))
+
+
+def test_a_refusal_carries_its_reason(connect):
+    with pytest.raises(ControllerError, match="refused Publish: no engine is left"):
+        connect().request(Publish(1, "127.0.0.1:1"))
+
+
+def test_noise_is_dropped_and_counted(connect, service):
+    noise = zmq.Context.instance().socket(zmq.DEALER)
+    noise.setsockopt(zmq.LINGER, 0)
+    noise.connect(service.endpoint)
+    for frames in ([b"\x80"], [b"", b"two", b"frames"], [b"\x81\xa5token\xc0"], [b"x" * 100_000]):
+        noise.send_multipart(frames)
+    noise.close(linger=5000)
+    assert isinstance(connect().request(Bye()), Ok)
+    while service.refused < 4:
+        connect().request(Bye())
+    assert service.refused == 4
