@@ -331,7 +331,7 @@ def check_logprob_memory(folder: Path, rank: int) -> None:
         hidden = torch.randn(tokens, 1, 64, requires_grad=True)
         weight = torch.randn(columns, 64, requires_grad=True)
         labels = torch.randint(columns - 7, (tokens,))
-        vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=256, sequence_parallel=False)
+        vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=64, sequence_parallel=False)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         logprobs, _ = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
         logprobs.sum().backward()
