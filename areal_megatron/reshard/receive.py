@@ -2,13 +2,19 @@
 
 Every call of vLLM into it stops generation while it runs, so all but the commit goes on in background
 threads (staging.py). A failed update leaves the old weights whole.
+
+A call may raise on the last rank only: vLLM (0.32, multiproc_executor.py) stops reading replies at the first
+failure, and an unread reply is then taken for the reply to the next call. So the ranks agree on a problem
+before one of them raises, and what vLLM counts as an open session never differs between them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -16,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
+from areal_megatron.config import ConfigError
 from areal_megatron.reshard.layout import LayoutError
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
@@ -40,9 +47,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Body of /update_weights."""
+    """Body of /update_weights, whose only use is to abandon an update."""
 
-    action: str
+    action: Literal["abort"]
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -65,29 +72,44 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if parallel.pipeline_parallel_size != 1 or parallel.data_parallel_size != 1:
             raise LayoutError("an engine with pipeline or data parallelism has no layout yet; use rollout.tp")
         shard = Shard(dict(self.model.named_parameters()), self._staging, parallel.tensor_parallel_size, parallel.rank)
-        self._inlet = Inlet(shard, **vars(init_info), log=log.error)
+        problem = ""
+        try:
+            self._inlet = Inlet(shard, **vars(init_info), log=log.error)
+        except (LayoutError, ConfigError) as e:
+            problem = str(e)
+        self._refuse(LayoutError, problem)
 
     def start_weight_update(self) -> None:
-        """Starts to receive the next update of this epoch. Raises LinkError if the epoch has failed."""
-        if self._inlet is None:
-            raise LinkError("no link: /init_weight_transfer_engine comes before /start_weight_update")
-        self._update = Incoming(self._inlet, after=self._update)
+        """Starts to receive the next update of this epoch; what goes wrong, the trainers hear over the link."""
+        self._update = Incoming(self._inlet, after=self._update) if self._inlet else None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Abandons the update; vLLM's session ends with the /finish_weight_update that follows."""
-        if update_info.action != "abort":
-            raise ValueError(f"update_weights: unknown action {update_info.action!r}, expected 'abort'")
-        self._update.abandon()
+        if self._update:
+            self._update.abandon()
 
     def finish_weight_update(self) -> None:
-        """Commits: staging → live parameters; after an abort, nothing. Generation must be paused.
+        """Commits: staging → live parameters, on all ranks or on none; after an abort, on none.
 
-        Raises LinkError, with the old weights untouched, if the update failed or is not complete.
+        Generation must be paused. Raises LinkError, with the old weights untouched, if an update is not
+        complete; with tp above 1 vLLM's session is then beyond repair, so ask the trainers first.
         """
-        if not self._update.abandoned:
+        if self._update and self._update.abandoned:
+            return
+        problem = self._update.problem() if self._update else "no link: /init_weight_transfer_engine comes first"
+        if not self._refuse(LinkError, problem):
             self._update.commit()
 
     def shutdown(self) -> None:
-        if self._update is not None:
+        if self._update:
             self._update.abandon()
         self._inlet = self._update = None
+
+    def _refuse(self, error: type[Exception], problem: str) -> bool:
+        """Whether any rank has a problem; if so, raises on the last one."""
+        problems = [""] * self.parallel_config.tensor_parallel_size
+        dist.all_gather_object(problems, problem, group=get_tp_group().cpu_group)
+        first = next(filter(None, problems), "")
+        if first and self.parallel_config.rank == len(problems) - 1:
+            raise error(first)
+        return bool(first)

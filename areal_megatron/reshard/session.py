@@ -13,7 +13,8 @@ One update of one engine:
 A link numbers its updates: the n-th /start_weight_update of an epoch receives the n-th `publish` that
 names this epoch on the trainer's side. After a failed or abandoned update post ABORT_BODY to
 /update_weights, then {} to /finish_weight_update (closes vLLM's session, changes no weight), and give the
-link a new epoch: its process group cannot be used again.
+link a new epoch: its process group cannot be used again. Never post /finish_weight_update on a guess: an
+engine with tp above 1 refuses it, but then vLLM's session cannot be closed any more.
 """
 
 from __future__ import annotations

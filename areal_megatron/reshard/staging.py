@@ -113,8 +113,6 @@ class Incoming:
     """
 
     def __init__(self, inlet: Inlet, after: Incoming | None):
-        if inlet.broken:
-            raise LinkError(inlet.broken)
         inlet.updates += 1
         self.abandoned = False
         self._inlet, self._number = inlet, inlet.updates
@@ -128,11 +126,13 @@ class Incoming:
         """Gives the update up; what still arrives of it touches neither parameters nor a later update."""
         self.abandoned = True
 
-    def commit(self) -> None:
-        """Staging → live parameters. Raises LinkError, with the old weights untouched, if it is not all there."""
+    def problem(self) -> str:
+        """Why the update cannot be committed, or "" if all of it is in staging."""
         self._thread.join(1.0)  # the trainers may hear of the last message before this thread has ended
-        if self._error:
-            raise LinkError(f"{self._inlet.name}: update {self._number} cannot be committed: {self._error}")
+        return self._error and f"{self._inlet.name}: update {self._number} cannot be committed: {self._error}"
+
+    def commit(self) -> None:
+        """Staging → live parameters; only where there is no problem."""
         for copies in self._inlet.copies:
             unpack(copies)
 

@@ -86,6 +86,8 @@ def engine(setup) -> None:
             elif "abort" in command:
                 update.abandon()
             elif "commit" in command:
+                if update.problem():
+                    raise LinkError(update.problem())
                 update.commit()
                 say(fingerprint=fingerprint({n: p.view(torch.uint8) for n, p in live.items()}))
                 continue

@@ -1,0 +1,58 @@
+"""A real engine for tests: a run folder with one vLLM server on one core."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+from areal_megatron.config import Config, Data, Machine, Model, Rollout, save
+from areal_megatron.rollout.client import EngineClient
+from areal_megatron.run import Run
+
+START_TIMEOUT_S = 240
+
+
+def make_run(folder, world, *, rollout=None, **keys):
+    """A run folder with the config of a tiny run of `world` (tools/make_arithmetic.py)."""
+    config = Config(
+        name=folder.name,
+        runs_dir=str(folder.parent),
+        **{"updates": 3, "batch_size": 16} | keys,
+        model=Model(path=str(world / "model"), dtype="float32"),
+        data=Data(train=str(world / "train.jsonl"), max_prompt_tokens=32),
+        machine=Machine(device="cpu", timeout_s=60),
+    )
+    settings = {"group_size": 4, "max_new_tokens": 24, "max_running": 16, "kv_cache_gb": 0.25, "temperature": 0.7}
+    config.rollout = Rollout(**settings | (rollout or {}))
+    run = Run(folder)
+    run.create()
+    save(config, run.config)
+    return run, config
+
+
+@contextmanager
+def started_engine(run):
+    """engine-0 of `run`, healthy; ended afterwards."""
+    with run.log("engine-0").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "areal_megatron.rollout.engine", "--run", str(run.folder), "--index", "0"],
+                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"AREAL_CPUS": "0"})  # fmt: skip
+    try:
+        ask(run, lambda client: client.wait_until_healthy(START_TIMEOUT_S))
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def ask(run, call, token=None):
+    """The result of `call(client)` for a client of engine-0."""
+
+    async def answer():
+        client = EngineClient("engine-0", run.endpoint("engine-0", 30), run.token if token is None else token, 60)
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(answer())

@@ -1,0 +1,204 @@
+"""The engine as it is started in a run: a real vLLM server behind the guard."""
+
+import asyncio
+import os
+import signal
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_megatron.rollout.client import EngineError
+from tests.engine.engines import ask, make_run, started_engine
+
+TEMPERATURE = 0.7
+PROMPT = [5, 9, 7, 3]
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory):
+    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", world, rollout={"max_new_tokens": 2000})
+    with started_engine(run):
+        yield run
+
+
+def generate(client, prompt=PROMPT, **changes):
+    request = {
+        "n": 4,
+        "max_tokens": 40,
+        "temperature": TEMPERATURE,
+        "stop_tokens": [1],
+        "request_id": "test",
+        **changes,
+    }
+    return client.generate(prompt, **request)
+
+
+@pytest.fixture(scope="module")
+def reference(world):
+    return AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
+
+
+def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference):
+    for completion in ask(run, lambda client: generate(client, stop_tokens=[])):
+        tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
+        with torch.no_grad():
+            logits = reference(tokens).logits[0, len(PROMPT) - 1 : -1]
+        expected = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_answers_end_with_a_stop_token_or_at_their_limit(run):
+    stops = [1, 4, 8, 11, 13]
+    completions = ask(run, lambda client: generate(client, n=16, max_tokens=12, stop_tokens=stops))
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for completion in completions:
+        assert not np.isin(completion.tokens[:-1], stops).any()
+        if completion.finish_reason == "stop":
+            assert completion.tokens[-1] in stops
+        else:
+            assert len(completion.tokens) == 12 and completion.tokens[-1] not in stops
+    assert len({tuple(c.tokens) for c in completions}) > 1
+
+
+def test_only_the_named_stop_tokens_end_an_answer(run, reference):
+    end = reference.config.eos_token_id
+    completions = ask(run, lambda client: generate(client, n=16, max_tokens=400, stop_tokens=[]))
+    assert all(len(c.tokens) == 400 for c in completions)
+    assert any(end in c.tokens for c in completions)
+
+
+def test_each_token_carries_the_version_that_sampled_it(run):
+    """The label moves twice while one answer is sampled."""
+
+    async def moving(client):
+        task = asyncio.create_task(generate(client, n=2, max_tokens=1500, stop_tokens=[], request_id="moving"))
+        start = (await client.load()).generated_tokens
+        for version in (1, 2):
+            while (await client.load()).generated_tokens < start + 200 * version:
+                await asyncio.sleep(0.01)
+            await client.set_version(version)
+        try:
+            return await task
+        finally:
+            await client.set_version(0)
+
+    for completion in ask(run, moving):
+        assert len(completion.versions) == len(completion.tokens) == 1500
+        assert np.unique(completion.versions).tolist() == [0, 1, 2]
+        assert (np.diff(completion.versions) >= 0).all()
+
+
+def test_an_aborted_request_returns_what_it_has(run):
+    async def aborted(client):
+        task = asyncio.create_task(generate(client, n=2, max_tokens=1900, stop_tokens=[], request_id="long"))
+        while not (await client.load()).running:
+            await asyncio.sleep(0.01)
+        await client.abort(["long"])
+        return await asyncio.wait_for(task, 30)
+
+    for completion in ask(run, aborted):
+        assert completion.finish_reason == "abort"
+        assert len(completion.tokens) == len(completion.logprobs) < 1900
+
+
+def test_a_paused_engine_answers_after_it_resumes(run):
+    async def paused(client):
+        await client.pause(clear_cache=True)
+        task = asyncio.create_task(generate(client))
+        await asyncio.sleep(0.5)
+        stalled = not task.done()
+        await client.resume()
+        return stalled, await asyncio.wait_for(task, 30)
+
+    stalled, completions = ask(run, paused)
+    assert stalled and len(completions) == 4
+
+
+@pytest.mark.parametrize("headers", [
+    {},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": "Basic {secret}"},
+    {"Authorization": "{secret}"},
+    {"X-Token": "Bearer {secret}"},
+])  # fmt: skip
+def test_every_route_refuses_a_stranger(run, headers):
+    headers = {name: value.format(secret=run.token) for name, value in headers.items()}
+    named = [("POST", "/pause?mode=abort"), ("POST", "/update_weights"), ("POST", "/collective_rpc"), ("GET", "/health"),
+             ("GET", "/metrics"), ("GET", "/nowhere"), ("POST", "/inference/v1/generate")]  # fmt: skip
+
+    async def statuses(client):
+        async with aiohttp.ClientSession(client.endpoint) as friend:
+            friendly = {"Authorization": f"Bearer {run.token}"}
+            described = await (await friend.get("/openapi.json", headers=friendly)).json()
+        routes = named + [(method.upper(), path) for path, methods in described["paths"].items() for method in methods]
+        async with aiohttp.ClientSession(client.endpoint) as stranger:
+            answers = {}
+            for method, path in routes:
+                async with stranger.request(method, path, headers=headers, json={}) as response:
+                    answers[method, path] = response.status
+            async with stranger.get("/is_paused", headers=friendly) as response:
+                return answers, await response.json()
+
+    answers, paused = ask(run, statuses)
+    assert len(answers) > 25
+    assert set(answers.values()) == {401}, answers
+    assert paused == {"is_paused": False}
+
+
+def test_refusals_are_counted_and_logged(run):
+    async def refused(client):
+        async with client._session.get(client.endpoint + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("areal:refused_requests_total"))
+
+    before = ask(run, refused)
+    with pytest.raises(EngineError, match=r"engine-0 at http://127.0.0.1:\d+: POST /resume: status 401"):
+        ask(run, lambda client: client.resume(), token="guess")
+    assert ask(run, refused) == before + 1
+    assert "refused /resume from 127.0.0.1" in run.log("engine-0").read_text()
+
+
+def test_the_secret_is_on_no_command_line(run):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                assert run.token.encode() not in file.read()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def test_an_openai_client_with_the_secret_is_served(run):
+    async def completion(client):
+        body = {"model": "policy", "prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+        async with client._session.post(client.endpoint + "/v1/completions", json=body) as response:
+            return response.status, await response.json()
+
+    status, answer = ask(run, completion)
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 5
+
+
+def test_a_request_that_vllm_refuses_is_an_error_with_its_reason(run):
+    with pytest.raises(EngineError, match=r"engine-0 at .*/inference/v1/generate: status 400: .*vocab"):
+        ask(run, lambda client: generate(client, prompt=[10**6]))
+
+
+def test_a_request_to_a_dying_engine_fails_at_once(world, tmp_path, run):
+    """Last test of this file: it kills the engine."""
+    import psutil
+
+    port = int(run.endpoint("engine-0").rpartition(":")[2])
+    (server,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
+
+    async def killed(client):
+        task = asyncio.create_task(generate(client, n=2, max_tokens=1900, stop_tokens=[], request_id="doomed"))
+        while not (await client.load()).running:
+            await asyncio.sleep(0.01)
+        server.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(task, 15)
+
+    with pytest.raises(EngineError, match=r"engine-0 at http"):
+        ask(run, killed)

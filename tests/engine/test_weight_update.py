@@ -1,0 +1,233 @@
+"""Weights of a TP2×PP2 trainer into a real vLLM server while it generates.
+
+The trainers are four Publishers of this process: they hold what Megatron ranks hold and share nothing.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from reshard_oracle import megatron_parameters, vllm_parameters, write_model
+
+from areal_megatron.config import load
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import init_body
+from areal_megatron.rollout.client import EngineClient, EngineError
+from areal_megatron.run import Run
+
+SIZES = MegatronSizes(tp=2, pp=2)
+PROMPT = [5, 6, 7, 8, 9]
+TOKENS = 900
+TOLERANCE = 1e-4
+
+
+class Server:
+    """One engine of a run whose trainers live in this process; versions take turns between two checkpoints."""
+
+    def __init__(self, folder: Path, tp: int):
+        self.folders = [folder / "a", folder / "b"]
+        sizes = {"max_position_embeddings": 2048, "initializer_range": 0.1}
+        self.tensors = [write_model("qwen3", path, seed, **sizes) for seed, path in enumerate(self.folders)]
+        self.hf_config = read_config(self.folders[0])
+        self.run = Run(folder / "run")
+        self.run.create()
+        OmegaConf.save(
+            {"name": "run", "runs_dir": str(folder), "updates": 1, "batch_size": 8,
+             "model": {"path": str(self.folders[0]), "dtype": "float32"}, "data": {"train": "none"},
+             "machine": {"device": "cpu", "timeout_s": 20}, "trainer": {"tp": SIZES.tp, "pp": SIZES.pp},
+             "rollout": {"tp": tp, "group_size": 2, "max_new_tokens": 1000, "max_running": 8, "kv_cache_gb": 0.25}},
+            self.run.config,
+        )  # fmt: skip
+        self.config, self.tp = load(self.run.config), tp
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=self.run.log("engine-0").open("wb"),
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
+        self.live = [self._shard(0, rank) for rank in range(SIZES.ranks)]
+        self.publishers = [
+            Publisher(parameters=lambda rank=rank: self.live[rank], hf_config=self.hf_config, sizes=SIZES, rank=rank,
+                      engine_tp=tp, engines=1, dtype="float32", store_host="127.0.0.1", store_port=self.store.port,
+                      timeout_s=20, on_delivered=self._delivered, timeline=timeline)
+            for rank in range(SIZES.ranks)
+        ]  # fmt: skip
+        self.epoch = 0
+
+    def client(self) -> EngineClient:
+        return EngineClient("engine-0", self.run.endpoint("engine-0", 30), self.run.token, 60)
+
+    def _shard(self, version, rank):
+        at = SIZES.coordinates(rank)
+        parameters = megatron_parameters(self.tensors[version % 2], self.hf_config, tp=SIZES.tp, pp=SIZES.pp,
+                                         tp_rank=at.tp, stage=at.pp)  # fmt: skip
+        return {name: tensor.clone() for name, tensor in parameters.items()}
+
+    def _delivered(self, engine, epoch, version, seconds, received, error):
+        self.loop.call_soon_threadsafe(self.delivery.set_result, (version, received, error))
+
+    def body(self, **changes):
+        body = init_body(config=self.config, engine=0, epoch=self.epoch, store=f"127.0.0.1:{self.store.port}",
+                         hf_config=self.hf_config)  # fmt: skip
+        return {"init_info": body["init_info"] | changes}
+
+    async def join(self, client):
+        self.epoch += 1
+        await client.join_link(self.body())
+
+    async def update(self, client, version, *, clear_cache):
+        self.loop, self.delivery = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        for rank, live in enumerate(self.live):
+            for name, tensor in self._shard(version, rank).items():
+                live[name].copy_(tensor)
+        for publisher in self.publishers:
+            publisher.publish(version, [(0, self.epoch)])
+        await client.start_update()
+        for publisher, live in zip(self.publishers, self.live, strict=True):
+            await asyncio.to_thread(publisher.wait_until_read)
+            for tensor in live.values():
+                tensor.fill_(float("nan"))
+        delivered = await asyncio.wait_for(self.delivery, 60)
+        assert delivered == (version, self.slice_bytes(), "")
+        await client.pause(clear_cache=clear_cache)
+        await client.finish_update(version)
+        await client.resume()
+
+    def slice_bytes(self):
+        tensors = self.tensors[0].values()
+        return 4 * (sum(t.numel() for t in tensors) + (self.tp - 1) * sum(t.numel() for t in tensors if t.dim() == 1))
+
+    async def assert_holds(self, client, version):
+        """Every parameter of every rank, bit for bit, by vLLM's own checksums."""
+        raw = await client._call("POST", "/weight_checker", {"action": "checksum"})
+        checksums = json.loads(raw)["checksums"]
+        held = {name: sha for name, sha in checksums.items() if name.endswith((".weight", ".bias"))}
+        expected = {}
+        for rank in range(self.tp):
+            parameters = vllm_parameters(self.tensors[version % 2], self.hf_config, tp=self.tp, rank=rank)
+            for name, tensor in parameters.items():
+                digest = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+                expected[f"dp0:pp0:pcp0:tp{rank}:{name}"] = digest
+        assert held == expected
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def server(request, tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("engine"), request.param)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def references(server):
+    import transformers
+
+    make = transformers.AutoModelForCausalLM.from_pretrained
+    return [make(path, dtype=torch.float32, attn_implementation="eager") for path in server.folders]
+
+
+@torch.no_grad()
+def recomputed(model, tokens):
+    """Log-probabilities of the tokens under one model throughout."""
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def with_stale_cache(old, new, tokens, switch):
+    """Under `old` before token `switch`, then under `new` with the keys and values that `old` left."""
+    ids = torch.tensor([PROMPT + tokens])
+    seen = len(PROMPT) + switch - 1
+    before = old(ids[:, :seen], use_cache=True)
+    after = new(ids[:, seen:], past_key_values=before.past_key_values, use_cache=True)
+    logits = torch.cat([before.logits, after.logits], 1)[0, len(PROMPT) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+async def stream_through(server, version, *, clear_cache):
+    """One answer during which the engine goes from version - 1 to `version`; where it switched."""
+    client = server.client()
+    await client.wait_until_healthy(240)
+    if server.epoch == 0:
+        await client.set_version(0)
+        await server.assert_holds(client, 0)
+        await server.join(client)
+    answer = asyncio.create_task(
+        client.generate(PROMPT, n=1, max_tokens=TOKENS, temperature=1.0, stop_tokens=[], request_id=f"r{version}",
+                        cache_salt=f"v{version}")
+    )  # fmt: skip
+    while (await client.load()).running == 0:
+        await asyncio.sleep(0.02)
+    await server.update(client, version, clear_cache=clear_cache)
+    (completion,) = await answer
+    await server.assert_holds(client, version)
+    await client.close()
+    versions = completion.versions.tolist()
+    assert len(versions) == TOKENS and set(versions) == {version - 1, version}
+    return completion, versions.index(version)
+
+
+def test_recompute_policy_is_exact(server, references):
+    completion, switch = asyncio.run(stream_through(server, 1, clear_cache=True))
+    tokens, logprobs = completion.tokens.tolist(), torch.from_numpy(completion.logprobs)
+    before, after = (recomputed(model, tokens) for model in references)
+    torch.testing.assert_close(logprobs[:switch], before[:switch], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logprobs[switch:], after[switch:], atol=TOLERANCE, rtol=0)
+    assert (before - after).abs().max() > 100 * TOLERANCE
+
+
+def test_keep_policy_is_exact(server, references):
+    completion, switch = asyncio.run(stream_through(server, 2, clear_cache=False))
+    tokens, logprobs = completion.tokens.tolist(), torch.from_numpy(completion.logprobs)
+    expected = with_stale_cache(references[1], references[0], tokens, switch)
+    torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=0)
+    assert (expected - recomputed(references[0], tokens))[switch:].abs().max() > 100 * TOLERANCE
+
+
+def test_failed_transfer_leaves_the_old_version(server):
+    async def refused(call):
+        """`call` raises; on a connection of its own, since vLLM's server closes one on which it raised."""
+        client = server.client()
+        with pytest.raises(EngineError, match="status 500"):
+            await call(client)
+        await client.close()
+
+    async def assert_serves(client, version):
+        await server.assert_holds(client, version)
+        (answer,) = await client.generate(PROMPT, n=1, max_tokens=3, temperature=1.0, stop_tokens=[], request_id="f")
+        assert set(answer.versions.tolist()) == {version}
+
+    async def scenario():
+        client = server.client()
+        await client.start_update()  # the trainers publish nothing
+        await client.abandon_update()
+        await assert_serves(client, 2)
+        await refused(lambda other: other.join_link(server.body(hf_config=server.hf_config | {"vocab_size": 300})))
+        await server.join(client)
+        await server.update(client, 3, clear_cache=True)
+        await assert_serves(client, 3)
+        await client.start_update()
+        await refused(lambda other: other.finish_update(4))
+        await assert_serves(client, 3)
+        await client.close()
+
+    asyncio.run(scenario())
+    log = server.run.log("engine-0").read_text()
+    assert "model.embed_tokens.weight has shape [" in log and "update 2 cannot be committed: not received yet" in log
