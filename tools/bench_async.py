@@ -33,8 +33,9 @@ VARIANTS = {
     "eta4": ["rollout.max_staleness=4"],
     "colocated": ["rollout.max_staleness=0", "rollout.engines=2", "trainer.dp=2", "machine.slots=4"],
 }
-WARM_UP = 6
-"""Updates not measured: those that train what was admitted before the first weights were published."""
+WARM_UP, COOL_DOWN = 6, 5
+"""Updates not measured at both ends: at η = 4 the first wait for weights of the first versions, and the last train
+answers that were generated before, on a machine of their own because nothing is left to generate."""
 TAIL = 0.25
 """The tail: fewer than this share of a batch is being answered."""
 RUN_TIMEOUT_S = 900
@@ -65,18 +66,21 @@ def run_variant(name: str, out: Path, repetition: int) -> Path:
     """The folder of a finished run. Exits with the launcher's output if it fails."""
     command = [sys.executable, "-m", "launch.local", "configs/bench_async.yaml", f"runs_dir={out}",
                f"name={name}-{repetition}", f"model.path={out / 'model'}", *VARIANTS[name]]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=RUN_TIMEOUT_S,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=RUN_TIMEOUT_S,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        sys.exit(f"error: {name} took more than {RUN_TIMEOUT_S} s; see the logs in {out}")
     if done.returncode:
         sys.exit(f"{done.stdout[-3000:]}\nerror: {name} ended with exit code {done.returncode}; see {out}")
     return out / f"{name}-{repetition}"
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Figures of the updates after the warm-up."""
+    """Figures of the updates between warm-up and cool-down."""
     run = Run(folder)
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
-    begin, measured = updates[WARM_UP - 1]["time"], updates[WARM_UP:]
+    begin, measured = updates[WARM_UP - 1]["time"], updates[WARM_UP:-COOL_DOWN]
     end = measured[-1]["time"]
     spans = read_spans(run)
     answering = [(s.start, s.end, s.args["answers"]) for s in spans if s.name == "generate"]
@@ -156,13 +160,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-async-N")
     options = parser.parse_args()
-    from make_arithmetic import make_model, make_tokenizer
+    from make_arithmetic import save_model
 
     folders = (ROOT / "runs" / f"bench-async-{n}" for n in range(1, 10**6))
     out = (options.out or next(folder for folder in folders if not folder.exists())).absolute()
     out.mkdir(parents=True)
-    make_model(seed=1).save_pretrained(out / "model")
-    make_tokenizer().save_pretrained(out / "model")
+    save_model(out / "model", seed=1)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for repetition in range(1, options.repetitions + 1):
         for name, runs in results.items():

@@ -94,10 +94,18 @@ def make_model(seed: int):
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
+def save_model(folder: Path, seed: int) -> None:
+    """The untrained model with its tokenizer, as a Hugging Face directory."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    make_model(seed).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
 def make_world(out: Path, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    make_model(seed).save_pretrained(out / "model")
-    make_tokenizer().save_pretrained(out / "model")
+    save_model(out / "model", seed)
     for name, lines in make_data(seed).items():
         (out / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
