@@ -4,10 +4,11 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 from areal_megatron.config import Config, Data, Machine, Model, Rollout, save
-from areal_megatron.rollout.client import EngineClient
+from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
 
 START_TIMEOUT_S = 240
@@ -34,15 +35,28 @@ def make_run(folder, world, *, rollout=None, **keys):
 @contextmanager
 def started_engine(run):
     """engine-0 of `run`, healthy; ended afterwards."""
+    command = [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", str(run.folder), "--index", "0"]
     with run.log("engine-0").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "areal_megatron.rollout.engine", "--run", str(run.folder), "--index", "0"],
-                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"AREAL_CPUS": "0"})  # fmt: skip
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                   env=os.environ | {"AREAL_CPUS": "0"})  # fmt: skip
     try:
-        ask(run, lambda client: client.wait_until_healthy(START_TIMEOUT_S))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ask(run, is_healthy):
+            assert process.poll() is None, run.log("engine-0").read_text()[-2000:]
+            assert time.monotonic() < deadline, f"no engine after {START_TIMEOUT_S} s"
+            time.sleep(0.5)
         yield process
     finally:
         process.terminate()
         process.wait(30)
+
+
+async def is_healthy(client):
+    try:
+        await client.wait_until_healthy(0)
+    except EngineError:
+        return False
+    return True
 
 
 def ask(run, call, token=None):

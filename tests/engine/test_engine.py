@@ -1,7 +1,9 @@
 """The engine as it is started in a run: a real vLLM server behind the guard."""
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 
 import aiohttp
@@ -18,8 +20,18 @@ PROMPT = [5, 9, 7, 3]
 
 
 @pytest.fixture(scope="module")
-def run(world, tmp_path_factory):
-    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", world, rollout={"max_new_tokens": 2000})
+def long_world(world, tmp_path_factory):
+    """The same world, of a model that takes longer texts."""
+    folder = tmp_path_factory.mktemp("long") / "world"
+    shutil.copytree(world, folder)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(long_world, tmp_path_factory):
+    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", long_world, rollout={"max_new_tokens": 2000})
     with started_engine(run):
         yield run
 
@@ -186,7 +198,7 @@ def test_a_request_that_vllm_refuses_is_an_error_with_its_reason(run):
         ask(run, lambda client: generate(client, prompt=[10**6]))
 
 
-def test_a_request_to_a_dying_engine_fails_at_once(world, tmp_path, run):
+def test_a_request_to_a_dying_engine_fails_at_once(run):
     """Last test of this file: it kills the engine."""
     import psutil
 
