@@ -1,0 +1,198 @@
+"""A controller and a real engine, with a test in the trainers' place."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+from areal_megatron.config import save
+from areal_megatron.data.prompts import read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.rollout.protocol import (
+    Bye,
+    ControllerClient,
+    ControllerError,
+    Delivered,
+    Hello,
+    Link,
+    NextBatch,
+    NotYet,
+    Ok,
+    Part,
+    Publish,
+    Trained,
+)
+from tests.engine.engines import ask, make_run, started_engine
+
+ETA = 1
+
+
+@pytest.fixture(scope="module")
+def engine(world, tmp_path_factory):
+    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", world)
+    with started_engine(run):
+        yield run
+
+
+@pytest.fixture
+def start(world, tmp_path, engine):
+    """Starts a controller in a run folder of its own, on the one engine."""
+    started = []
+
+    def new(**keys):
+        run, config = make_run(tmp_path / f"run-{len(started)}", world, rollout={"max_staleness": ETA}, **keys)
+        config.reward.function = "tests.e2e.rewards:coarse"
+        config.trainer.dp = 2
+        save(config, run.config)
+        (run.folder / "secret").write_text(engine.token)
+        run.announce("engine-0", engine.endpoint("engine-0"))
+        command = [sys.executable, "-m", "areal_megatron.rollout.controller", "--run", str(run.folder)]
+        started.append(subprocess.Popen(command, stdout=run.log("controller").open("wb"), stderr=subprocess.STDOUT))
+        return run, config, started[-1]
+
+    yield new
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture
+def connect():
+    clients = []
+
+    def new(run, timeout_s=30):
+        clients.append(ControllerClient(run.endpoint("controller", 30), run.token, "trainer-0", timeout_s))
+        clients[-1].request(Hello(0))
+        return clients[-1]
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+def take(client, number, version):
+    """The parts of both replicas."""
+    parts = []
+    for replica in range(2):
+        while isinstance(reply := client.request(NextBatch(replica, number, version)), NotYet):
+            pass
+        assert isinstance(reply, Part)
+        parts.append(reply.part)
+    return parts
+
+
+def check_parts(parts, config, prompts, tokenizer, version):
+    trajectories = [t for part in parts for t in part.trajectories]
+    assert len(trajectories) == config.batch_size
+    groups = {(t.epoch, t.prompt_id) for t in trajectories}
+    assert len(groups) == config.groups_per_batch
+    assert len({t.uid for t in trajectories}) == config.batch_size
+    for part in parts:
+        assert part.version == version
+        assert len(part.minibatches) == config.ppo.minibatches
+        places = [i for minibatch in part.minibatches for micro in minibatch for i in micro]
+        assert sorted(places) == list(range(len(part.trajectories)))
+    for t in trajectories:
+        assert 0 <= version - t.admission_version <= ETA
+        assert t.prompt.tolist() == prompts[t.prompt_id].tokens
+        assert (
+            len(t.response) == len(t.logprobs) == len(t.versions) == len(t.loss_mask) <= config.rollout.max_new_tokens
+        )
+        assert (t.versions == 0).all() and (t.loss_mask == 1).all() and (t.logprobs < 0).all()
+        ended = t.response[-1] in tokenizer.stop_tokens
+        assert t.truncated == (not ended)
+        text = tokenizer.decode(t.response.tolist())
+        right = ended and len(text) % 4 == 0
+        assert t.reward == (config.reward.correct if right else config.reward.incorrect)
+    return trajectories
+
+
+def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
+    run, config, process = start(updates=5)
+    client = connect(run)
+    tokenizer = Tokenizer(config.model.path)
+    prompts = {p.id: p for p in read_prompts(config, "train", tokenizer)}
+
+    first = check_parts(take(client, 0, 0), config, prompts, tokenizer, version=0)
+    with pytest.raises(ControllerError, match="batch 1 of version 1 is not next: that is batch 0 of version 0"):
+        client.request(NextBatch(0, 1, 1))
+    assert isinstance(client.request(Trained(0, 0, False, {})), Ok)
+
+    with pytest.raises(ControllerError, match="is not next"):
+        client.request(NextBatch(0, 0, 0))
+    second = check_parts(take(client, 1, 0), config, prompts, tokenizer, version=0)
+    with pytest.raises(ControllerError, match="not in training"):
+        client.request(Trained(0, 0, True, {}))
+    assert isinstance(client.request(Trained(1, 0, True, {"loss": 0.5})), Ok)
+    third = check_parts(take(client, 2, 1), config, prompts, tokenizer, version=1)
+    client.request(Trained(2, 1, True, {}))
+    assert len({t.uid for t in first + second + third}) == 3 * config.batch_size
+
+    # The engine has never committed version 1: nothing that version 2 may train can be admitted.
+    assert isinstance(client.request(NextBatch(0, 3, 2)), NotYet)
+
+    assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 1)]
+    client.request(Delivered(0, 1, 2, 0.1, 0, "no such store"))
+    assert client.request(Publish(2, "127.0.0.1:1")).links in ([Link(0, 1)], [Link(0, 2)])
+    client.request(Delivered(0, 1, 2, 0.1, 0, "no such store"))
+    client.request(Delivered(0, 2, 2, 0.1, 0, "no such store"))
+    client.request(Bye())
+    assert process.wait(60) == 0, run.log("controller").read_text()
+    assert ask(run, lambda c: c.load()).running == 0, "requests outlive their controller"
+
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert [u["version"] for u in updates] == [0, 1, 2]
+    assert [u["groups_skipped"] for u in updates] == [4, 4, 4]
+    assert updates[1]["loss"] == 0.5
+    for update, trajectories, version in zip(updates, (first, second, third), (0, 0, 1), strict=True):
+        assert update["reward_mean"] == pytest.approx(np.mean([t.reward for t in trajectories]))
+        assert update["accuracy"] == pytest.approx(np.mean([t.reward == config.reward.correct for t in trajectories]))
+        assert update["trained_tokens"] == sum(len(t.response) for t in trajectories)
+        assert update["truncated_share"] == np.mean([t.truncated for t in trajectories])
+        assert update["staleness_max"] == max(version - t.admission_version for t in trajectories)
+        assert sum(update["staleness_histogram"].values()) == config.batch_size
+
+
+def test_sigterm_is_a_clean_stop(start, connect, engine):
+    run, _, process = start()
+    take(connect(run), 0, 0)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "no reward worker"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    assert run.log("controller").read_text().splitlines()[-1] == "controller: stopped by SIGTERM"
+    assert not psutil.wait_procs(children, 5)[1]
+    assert ask(engine, lambda client: client.load()).running == 0
+
+
+def test_wrong_input_ends_the_controller_with_code_2(start):
+    run, config, process = start()
+    process.kill()
+    config.reward.function = "tests.e2e.rewards:missing"
+    save(config, run.config)
+    ended = subprocess.run([sys.executable, "-m", "areal_megatron.rollout.controller", "--run", str(run.folder)],
+                           capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == "error: reward.function: tests.e2e.rewards has no function missing"
+
+
+def test_a_dead_engine_ends_the_run_and_is_named(start, connect, engine):
+    """Last test of this file: it kills the engine."""
+    run, _, process = start(updates=1000)
+    client = connect(run)
+    for number in range(2):
+        take(client, number, number)
+        client.request(Trained(number, number, True, {}))
+    port = int(engine.endpoint("engine-0").rpartition(":")[2])
+    (server,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
+    for child in [*server.children(recursive=True), server]:
+        child.kill()
+    assert process.wait(20) == 1
+    last = run.log("controller").read_text().splitlines()[-1]
+    assert last.startswith("error: engine-0 at http://127.0.0.1:")
+    assert json.loads(run.status.read_text())["phase"] == "training"
