@@ -52,6 +52,9 @@ class Batches:
 
     async def next(self, request: NextBatch) -> Part | NotYet | Refused:
         """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
+        if request.number == self._number + 1:  # this replica is done with a batch that rank 0 has yet to report
+            await asyncio.sleep(0.05)
+            return NotYet()
         if request.number != self._number or request.version != self._schedule.version:
             return Refused(f"batch {request.number} of version {request.version} is not next: "
                            f"that is batch {self._number} of version {self._schedule.version}")  # fmt: skip
