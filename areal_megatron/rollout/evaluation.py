@@ -53,7 +53,8 @@ class Evaluation:
     ) -> tuple[bool, int]:
         async with slots:
             engine = min(engines, key=lambda e: e.running)
-            with engine.occupied(1):
+            engine.occupy(1)
+            try:
                 (completion,) = await single_turn.sample(
                     engine.client,
                     prompt,
@@ -63,5 +64,7 @@ class Evaluation:
                     request_id=f"eval-{version}-{prompt.id}",
                     cache_salt=cache_salt(self._config.rollout, engine.version),
                 )
+            finally:
+                engine.release(1)
         (score,) = await self._scorer.score(prompt, [completion])
         return score.correct, len(completion.tokens)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from areal_megatron.config import Config
 from areal_megatron.observe.timeline import Timeline
@@ -28,19 +26,17 @@ class Engine:
         self._idle_since: float | None = time.monotonic()
         self._idle_s = 0.0
 
-    @contextmanager
-    def occupied(self, trajectories: int) -> Iterator[None]:
-        """Counts `trajectories` as running here."""
+    def occupy(self, trajectories: int) -> None:
+        """Counts `trajectories` as running here until `release`."""
         if self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
         self.running += trajectories
-        try:
-            yield
-        finally:
-            self.running -= trajectories
-            if not self.running:
-                self._idle_since = time.monotonic()
+
+    def release(self, trajectories: int) -> None:
+        self.running -= trajectories
+        if not self.running:
+            self._idle_since = time.monotonic()
 
     def take_idle_s(self) -> float:
         """Seconds without a running request since the last call."""

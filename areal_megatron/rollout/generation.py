@@ -40,6 +40,7 @@ class Generation:
                 while (engine := self._free_engine()) is not None:
                     epoch, prompt = self._draw()
                     group = self._schedule.admit(engine.index, epoch, prompt.id)
+                    engine.occupy(self._config.rollout.group_size)  # now: the task starts after further admissions
                     groups.create_task(self._run_group(engine, group, prompt))
                 await self._wake.wait()
 
@@ -70,8 +71,8 @@ class Generation:
     async def _run_group(self, engine: Engine, group: Group, prompt: Prompt) -> None:
         rollout = self._config.rollout
         n = rollout.group_size
-        with engine.occupied(n):
-            start = time.time_ns()
+        start = time.time_ns()
+        try:
             completions = await single_turn.sample(
                 engine.client,
                 prompt,
@@ -81,8 +82,10 @@ class Generation:
                 request_id=f"group-{group.number}",
                 cache_salt=cache_salt(rollout, engine.version),
             )
-            tokens = sum(len(c.tokens) for c in completions)
-            engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
+        finally:
+            engine.release(n)
+        tokens = sum(len(c.tokens) for c in completions)
+        engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
         self.wake()
         with self._timeline.span("reward", prompt=prompt.id):
             scores = await self._scorer.score(prompt, completions)

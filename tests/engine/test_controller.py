@@ -13,6 +13,7 @@ from areal_megatron.config import save
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.spans import read_spans
 from areal_megatron.rollout.protocol import (
     Bye,
     ControllerClient,
@@ -144,6 +145,10 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     client.request(Bye())
     assert process.wait(60) == 0, run.log("controller").read_text()
     assert ask(run, lambda c: c.load()).running == 0, "requests outlive their controller"
+
+    spans = [(span.start, span.end) for span in read_spans(run) if span.name == "generate"]
+    at_once = [sum(start <= begin < end for start, end in spans) for begin, _ in spans]
+    assert max(at_once) * config.rollout.group_size == config.rollout.max_running
 
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert [u["version"] for u in updates] == [0, 1, 2]
