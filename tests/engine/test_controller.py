@@ -120,8 +120,11 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     prompts = {p.id: p for p in read_prompts(config, "train", tokenizer)}
 
     first = check_parts(take(client, 0, 0), config, prompts, tokenizer, version=0)
-    with pytest.raises(ControllerError, match="batch 1 of version 1 is not next: that is batch 0 of version 0"):
-        client.request(NextBatch(0, 1, 1))
+    assert isinstance(client.request(NextBatch(1, 1, 1)), NotYet), "a replica that is ahead waits for rank 0's report"
+    with pytest.raises(ControllerError, match="batch 2 of version 1 is not next: that is batch 0 of version 0"):
+        client.request(NextBatch(0, 2, 1))
+    with pytest.raises(ControllerError, match=r"there is no replica 2, trainer.dp is 2"):
+        client.request(NextBatch(2, 0, 0))
     assert isinstance(client.request(Trained(0, 0, False, {})), Ok)
 
     with pytest.raises(ControllerError, match="is not next"):
