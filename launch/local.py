@@ -96,6 +96,7 @@ def _start(config: Config, run: Run, process: Process) -> Child:
         if process.pool == "trainer":
             environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps tp communication only in this order
     elif process.slots:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # torch and vLLM would take a GPU if they saw one
         here = sorted(os.sched_getaffinity(0))
         own = [here[slot.index % len(here)] for slot in process.slots]  # machine.slots may exceed the cores
         cores = set(own)
