@@ -12,7 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_megatron.config import Rollout
+from areal_megatron.data.prompts import Prompt
 from areal_megatron.rollout.client import EngineError
+from areal_megatron.rollout.workflows import single_turn
 from tests.engine.engines import ask, make_run, started_engine
 
 TEMPERATURE = 0.7
@@ -80,6 +83,16 @@ def test_only_the_named_stop_tokens_end_an_answer(run, reference):
     completions = ask(run, lambda client: generate(client, n=16, max_tokens=400, stop_tokens=[]))
     assert all(len(c.tokens) == 400 for c in completions)
     assert any(end in c.tokens for c in completions)
+
+
+def test_answers_of_forced_length_have_it(run):
+    prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=300)
+
+    def sampled(client):
+        return single_turn.sample(client, prompt, n=4, rollout=Rollout(max_new_tokens=5), stop_tokens=[1, 4, 8],
+                                  request_id="forced", cache_salt="v0")  # fmt: skip
+
+    assert [len(completion.tokens) for completion in ask(run, sampled)] == [300] * 4
 
 
 def test_each_token_carries_the_version_that_sampled_it(run):

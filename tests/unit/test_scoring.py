@@ -1,0 +1,66 @@
+"""Rewards of whole answers, with a real worker and a real tokenizer."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from areal_megatron.config import Reward
+from areal_megatron.data.prompts import Prompt
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.rollout.client import Completion
+from areal_megatron.rollout.scoring import Score, Scorer
+
+DIGITS = {"<eos>": 0} | {str(d): d + 1 for d in range(10)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    library = Library(models.WordLevel(DIGITS, unk_token="<eos>"))
+    library.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    folder = tmp_path_factory.mktemp("model")
+    PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<eos>").save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+def completion(text, finish_reason="stop"):
+    tokens = np.array([DIGITS[c] for c in text] + [0] * (finish_reason == "stop"), np.int32)
+    zeros = np.zeros(len(tokens))
+    return Completion(tokens, zeros.astype(np.float32), zeros.astype(np.int32), finish_reason)
+
+
+def scores(tokenizer, rule, completions, answer="7", response_tokens=None):
+    config = Reward(truncated=rule, correct=0.7, incorrect=-0.3)
+    prompt = Prompt(id=0, text="3+4=", answer=answer, tokens=[1], response_tokens=response_tokens)
+
+    async def score():
+        workers = RewardWorkers(config)
+        await workers.start()
+        try:
+            return await Scorer(config, tokenizer, workers).score(prompt, completions)
+        finally:
+            await workers.close()
+
+    return asyncio.run(score())
+
+
+RIGHT = Score(reward=0.7, correct=True, truncated=False, trained=True)
+WRONG = Score(reward=-0.3, correct=False, truncated=False, trained=True)
+
+
+@pytest.mark.parametrize(("rule", "cut"), [
+    ("incorrect", Score(reward=-0.3, correct=False, truncated=True, trained=True)),
+    ("masked", Score(reward=-0.3, correct=False, truncated=True, trained=False)),
+    ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True)),
+])  # fmt: skip
+def test_the_rule_for_truncated_answers(tokenizer, rule, cut):
+    answers = [completion("7"), completion("7", "length"), completion("8"), completion("7")]
+    assert scores(tokenizer, rule, answers) == [RIGHT, cut, WRONG, RIGHT]
+
+
+def test_an_answer_of_forced_length_is_not_truncated(tokenizer):
+    assert scores(tokenizer, "masked", [completion("7", "length")], response_tokens=1) == [RIGHT]
