@@ -15,6 +15,8 @@ from typing import Any
 from areal_megatron.run import Run, write_atomically
 
 Interval = tuple[float, float]
+FEWEST_DISTURBED = 20
+"""Spans that must meet a publish before its cost can be told from noise."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +114,22 @@ def speed_by_overlap(work: list[Span], other: list[Span]) -> tuple[float, float]
     """Tokens/s of `work` spans (args["tokens"]) while their process has one of `other` open, and while it has not.
 
     Least squares over the spans of tokens = disturbed speed · seconds shared + undisturbed speed · the rest:
-    a span may be disturbed for a part of its time. None if the spans do not tell the two apart.
+    a span may be disturbed for a part of its time. None if fewer than FEWEST_DISTURBED are, or all of them wholly.
     """
     open_spans: dict[str, list[Interval]] = {}
     for span in other:
         open_spans.setdefault(span.process, []).append((span.start, span.end))
     disjoint = {process: union(intervals) for process, intervals in open_spans.items()}
     xx = xy = yy = xt = yt = 0.0
+    disturbed = 0
     for span in work:
         shared = overlap(disjoint.get(span.process, []), span.start, span.end)
         rest, tokens = span.duration - shared, span.args["tokens"]
+        disturbed += shared > 0
         xx, xy, yy = xx + shared * shared, xy + shared * rest, yy + rest * rest
         xt, yt = xt + shared * tokens, yt + rest * tokens
     determinant = xx * yy - xy * xy
-    if determinant <= 1e-6 * xx * yy:
+    if disturbed < FEWEST_DISTURBED or determinant <= 1e-6 * xx * yy:
         return None
     return (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
 

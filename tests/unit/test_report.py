@@ -63,9 +63,10 @@ def write_updates(run, count):
 def write_spans(run):
     timeline = Timeline(run.timeline("trainer-0"), "trainer-0")
     second = 1_000_000_000
-    timeline.event("publish", 100 * second, 110 * second)
-    timeline.event("train", 101 * second, 103 * second, tokens=1900)
-    timeline.event("train", 120 * second, 122 * second, tokens=2000)
+    for start in range(0, 250, 10):
+        timeline.event("publish", start * second, (start + 5) * second)
+        timeline.event("train", (start + 1) * second, (start + 3) * second, tokens=1900)
+        timeline.event("train", (start + 6) * second, (start + 8) * second, tokens=2000)
     timeline.close()
 
 
@@ -105,7 +106,7 @@ def test_page_needs_no_network_and_the_trace_lies_beside_it(finished):
     assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", text)
     assert text.count("<svg") == text.count("</svg>") >= 12
     events = json.loads((run.folder / "timeline.json").read_text())["traceEvents"]
-    assert [e["name"] for e in events if e["ph"] == "X"] == ["publish", "train", "train"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["publish", "train", "train"] * 25
 
 
 @pytest.mark.parametrize("updates", [0, 2])
