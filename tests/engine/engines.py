@@ -7,6 +7,8 @@ import sys
 import time
 from contextlib import contextmanager
 
+import psutil
+
 from areal_megatron.config import Config, Data, Machine, Model, Rollout, save
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
@@ -47,8 +49,13 @@ def started_engine(run):
             time.sleep(0.5)
         yield process
     finally:
+        server = psutil.Process(process.pid)
+        members = [server, *server.children(recursive=True)] if process.poll() is None else []
         process.terminate()
-        process.wait(30)
+        _, left = psutil.wait_procs(members, 30)
+        for member in left:
+            member.kill()
+        process.wait(10)
 
 
 async def is_healthy(client):
