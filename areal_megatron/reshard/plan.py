@@ -21,8 +21,8 @@ from typing import Any
 from areal_megatron.reshard import megatron, vllm
 from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece
 
-BUCKET_ELEMENTS = 16 * 2**20
-"""Elements of the largest message between two ranks (32 MiB in bfloat16)."""
+BUCKET_ELEMENTS = 4 * 2**20
+"""Elements of the largest message between two ranks (8 MiB in bfloat16)."""
 _SHARES = 32
 """Boxes with several holders are cut to at most 1/32 of a sender's fair load, so the balance is within 1/32."""
 _SMALLEST_CUT = 2**16

@@ -113,14 +113,16 @@ class Outlet:
                               engine_tp=p.engine_tp, store=p.store, device=p.device, timeout_s=p.timeout_s)  # fmt: skip
         return self._link
 
-    def break_link(self, update: int, reason: str) -> None:
-        """Tells the others and closes this rank's connections; this epoch cannot be used again."""
-        if self._broken:
-            return
-        self._broken = reason
-        link, self._link = self._link, None
-        if link is not None:
-            link.say_failed(update, reason)
+    def break_link(self, update: int, reason: str) -> str:
+        """Tells the others and closes this rank's connections; this epoch cannot be used again.
+
+        Returns the reason that the link's ranks heard first.
+        """
+        if not self._broken:
+            link, self._link = self._link, None
+            self._broken = link.say_failed(update, reason) if link else reason
+            return self._broken
+        return reason
 
     def messages(self, parameters: Mapping[str, Tensor]) -> list[tuple[Bucket, Tensor, Copies]]:
         """Buckets with the buffer that each is packed into and the copies that pack it.
@@ -178,7 +180,7 @@ class Update:
                     received = self._wait_received()
             except Exception as e:  # a thread's traceback would be lost
                 error = str(e) if isinstance(e, LinkError) else f"trainer rank {publisher.rank}: {e!r}"
-                outlet.break_link(self._number, error)
+                error = outlet.break_link(self._number, error)
             finally:
                 self.read.set()
         if publisher.on_delivered:

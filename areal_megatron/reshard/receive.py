@@ -68,12 +68,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins a new epoch in the background. Raises LayoutError if vLLM's parameters are not the layout's."""
-        parallel = self.parallel_config
-        if parallel.pipeline_parallel_size != 1 or parallel.data_parallel_size != 1:
-            raise LayoutError("an engine with pipeline or data parallelism has no layout yet; use rollout.tp")
+        parallel, problem = self.parallel_config, ""
         shard = Shard(dict(self.model.named_parameters()), self._staging, parallel.tensor_parallel_size, parallel.rank)
-        problem = ""
         try:
+            if parallel.pipeline_parallel_size != 1 or parallel.data_parallel_size != 1:
+                raise LayoutError("an engine with pipeline or data parallelism has no layout yet; use rollout.tp")
             self._inlet = Inlet(shard, **vars(init_info), log=log.error)
         except (LayoutError, ConfigError) as e:
             problem = str(e)

@@ -17,6 +17,7 @@ are unusable after a timeout, so the controller gives the link a new epoch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -27,7 +28,12 @@ from torch import Tensor
 
 from areal_megatron.reshard.plan import Bucket
 
-POLL_S = 0.005
+POLL_S = (0.001, 0.02)
+"""Between two looks at the store: at first, and at most after a long wait."""
+
+
+GLOO_TRIES = 5
+"""Times that gloo waits for a peer that does not connect before it gives up."""
 
 
 class LinkError(RuntimeError):
@@ -51,8 +57,14 @@ class Deadline:
         return time.monotonic() >= self._end
 
 
+@functools.cache
 def connect(store: str, timeout_s: float) -> dist.TCPStore:
-    """A connection to the store at host:port. Raises LinkError."""
+    """This process's one connection to the store at host:port. Raises LinkError.
+
+    Shared by all links: their calls are short, because a link asks only for what is there. A connection per
+    link and epoch would be dear, since torch looks up the peer's name each time, which a lost DNS packet
+    makes 5 s.
+    """
     host, _, port = store.rpartition(":")
     try:
         return dist.TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
@@ -71,9 +83,8 @@ class Link:
         self.name = f"link to engine {engine}, epoch {epoch}"
         self.device = device
         prefix = f"link/{engine}/{epoch}"
-        # A store's connection serves one call at a time, and gloo waits inside its own.
         self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
-        pairs = dist.PrefixStore(f"{prefix}/pairs", connect(store, timeout_s))
+        pairs = dist.PrefixStore("pairs", self._keys)
         self._group = _process_group(pairs, rank, trainers + engine_tp, device, timeout_s)
         self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
 
@@ -92,10 +103,12 @@ class Link:
         except RuntimeError as e:
             raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None
 
-    def say_failed(self, update: int, reason: str) -> None:
-        """The first reason stays; without a store nobody is left to hear it."""
-        with contextlib.suppress(RuntimeError):
-            self._keys.compare_set(f"failed/{update}", "", reason)
+    def say_failed(self, update: int, reason: str) -> str:
+        """The first reason that any rank gave stays and is returned; what follows from it is less telling."""
+        try:
+            return self._keys.compare_set(f"failed/{update}", "", reason).decode()
+        except RuntimeError:  # without a store nobody is left to hear it
+            return reason
 
     def wait(self, keys: Mapping[str, str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
         """The values of `keys` (key → who has to do what), once all are set.
@@ -103,7 +116,7 @@ class Link:
         Raises LinkError at the deadline (naming who did not) and when a rank of the link reported that
         `update` failed; calls `stop` again and again meanwhile, which may raise.
         """
-        missing, failed = list(keys), f"failed/{update}"
+        missing, failed, pause = list(keys), f"failed/{update}", POLL_S[0]
         try:
             while True:
                 missing = [key for key in missing if not self._keys.check([key])]
@@ -115,7 +128,8 @@ class Link:
                 if deadline.passed:
                     raise LinkError(f"{self.name}: waited {deadline.timeout_s:.0f} s in vain for "
                                     f"{', '.join(keys[key] for key in missing)}")  # fmt: skip
-                time.sleep(POLL_S)
+                time.sleep(pause)
+                pause = min(1.2 * pause, POLL_S[1])
         except dist.DistError as e:
             raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None
 
@@ -176,7 +190,7 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu":
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
+        options._timeout = timeout / GLOO_TRIES  # of one try to connect; messages have deadlines of their own
         options._threads = 2
         # Lazy: only pairs that talk connect, and making the group waits for nobody.
         options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]

@@ -9,12 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from link_store import open_store
 from omegaconf import OmegaConf
 from reshard_oracle import megatron_parameters, vllm_parameters, write_model
 
@@ -56,7 +55,7 @@ class Server:
             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=self.run.log("engine-0").open("wb"),
             stderr=subprocess.STDOUT,
         )  # fmt: skip
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
         self.live = [self._shard(0, rank) for rank in range(SIZES.ranks)]
         self.publishers = [

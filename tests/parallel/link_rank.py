@@ -23,7 +23,7 @@ from areal_megatron.reshard.transport import Link, LinkError
 
 
 def say(**event) -> None:
-    print(json.dumps(event), flush=True)
+    os.write(1, (json.dumps(event) + "\n").encode())  # whole lines, from any thread
 
 
 def fingerprint(parameters) -> dict[str, str]:

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from link_store import open_store
 from reshard_oracle import vllm_parameters, write_model
 
 from areal_megatron.reshard.architectures import read_config
@@ -77,7 +76,7 @@ class World:
         self.folders = [folder / "a", folder / "b"]
         self.tensors = [write_model("qwen3", path, seed) for seed, path in enumerate(self.folders)]
         self.hf_config = read_config(self.folders[0])
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        self.store = open_store()
         self.dtype = dtype
         self.setup = {"hf_config": self.hf_config, "sizes": SIZES, "engine_tp": ENGINE_TP, "engines": 2, "dtype": dtype,
                       "store": f"127.0.0.1:{self.store.port}", "timeout_s": timeout_s, "bucket_elements": 4000,
@@ -234,3 +233,15 @@ def test_update_that_was_never_started_fails_by_name(world):
     (event,) = world.deliveries(1)
     assert event["error"] == (f"link to engine 0, epoch {world.epochs[0]}: waited 5 s in vain for engine rank 0 to start "
                               "update 1, engine rank 1 to start update 1")  # fmt: skip
+
+
+def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):
+    world.join(0)
+    world.start(0)
+    world.trainers.pop().end()
+    world.publish(10, [0])
+    world.overwrite()
+    (event,) = world.deliveries(1)
+    assert event["bytes"] == 0 and "in vain for trainer rank 3 to send update 1" in event["error"]
+    for rank in world.engines[0]:
+        assert "update 1 cannot be committed" in rank.ask(commit=True)["error"]

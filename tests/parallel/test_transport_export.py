@@ -1,0 +1,79 @@
+"""Checkpoints exported by two trainer ranks, read back by transformers and safetensors."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reshard_oracle import write_model
+from safetensors.torch import load_file
+
+TESTS = Path(__file__).parent.parent
+LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+LARGE, SMALL = 2**30, 60_000
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Folder with models, their exports as MODEL-LAYOUT, and the tensors that transformers wrote."""
+    folder = tmp_path_factory.mktemp("export")
+    written, exports = {}, []
+    for model in ("qwen2", "qwen3-tied"):
+        written[model] = write_model(model, folder / model)
+        (folder / model / "tokenizer.json").write_text('{"some": "tokenizer"}')
+        for layout, sizes in LAYOUTS.items():
+            exports.append({"source": str(folder / model), "sizes": sizes, "path": str(folder / f"{model}-{layout}"),
+                            "dtype": "float32", "shard_bytes": SMALL if layout == "pp2" else LARGE})  # fmt: skip
+    again = exports[0] | {"dtype": "bfloat16", "source": str(folder / "qwen2")}
+    exports += [exports[0] | {"path": str(folder / "twice")}, again | {"path": str(folder / "twice")}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    script = TESTS / "parallel" / "export_rank.py"
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), port, json.dumps(exports)], env=environment)
+        for rank in range(2)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    return folder, written
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", ["qwen2", "qwen3-tied"])
+def test_export_is_the_checkpoint_that_transformers_wrote(world, model, layout):
+    folder, written = world
+    exported = read(folder / f"{model}-{layout}")
+    assert exported.keys() == written[model].keys()
+    for name, tensor in written[model].items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_large_models_are_written_in_parts_that_transformers_reads(world):
+    import transformers
+
+    folder, written = world
+    parts = list((folder / "qwen2-pp2").glob("model-*-of-*.safetensors"))
+    assert len(parts) > 3
+    assert all(part.stat().st_size < SMALL + 20_000 for part in parts)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen2-pp2", dtype=torch.float32)
+    for name, tensor in written["qwen2"].items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_export_keeps_tokenizer_and_config_and_replaces_an_older_one(world):
+    folder, written = world
+    assert (folder / "twice" / "tokenizer.json").read_text() == '{"some": "tokenizer"}'
+    config = json.loads((folder / "twice" / "config.json").read_text())
+    assert config == json.loads((folder / "qwen2" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    for name, tensor in read(folder / "twice").items():
+        assert torch.equal(tensor, written["qwen2"][name].bfloat16()), name
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
