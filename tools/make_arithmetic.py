@@ -23,7 +23,7 @@ HASTY_RATE = 0.5
 SLIP_RATE = 0.08
 """Of the answers that show their working."""
 SFT_EXAMPLES = 40000
-HELDOUT = 600
+HELDOUT = 1000
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+= ", "\\boxed{", "}"]
 VOCABULARY_SIZE = 64
 """Padded with reserved tokens: engines and tensor parallelism want a round size."""
