@@ -90,7 +90,9 @@ class Controller:
             background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
             await self._connect()
             for engine, link in zip(self.engines, self.links, strict=True):
-                background.append(self._tasks.create_task(engine.watch(self.config.machine.timeout_s)))
+                background.append(
+                    self._tasks.create_task(engine.watch(self.config.machine.timeout_s, self.generation.wake))
+                )
                 background.append(self._tasks.create_task(link.run()))
             self.phase = "evaluating"
             await self._evaluate(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from areal_megatron.config import Config
 from areal_megatron.observe.timeline import Timeline
@@ -20,22 +21,33 @@ class Engine:
         self.index, self.name, self.client, self.timeline = index, client.name, client, timeline
         self.version = 0
         self.state = "starting"
-        self.running = 0
-        """Trajectories on it, training and evaluation."""
+        self._unfinished = 0
+        self._started = 0
+        self._ended = 0
         self.tokens_per_s = 0.0
         self._idle_since: float | None = time.monotonic()
         self._idle_s = 0.0
+
+    @property
+    def running(self) -> int:
+        """Trajectories on it, training and evaluation.
+
+        A group answers as a whole, when its longest answer ends: until then the engine's own counters, polled
+        now and then, tell how many of its answers have ended and left room for others.
+        """
+        return min(self._unfinished, self._started - self._ended)
 
     def occupy(self, trajectories: int) -> None:
         """Counts `trajectories` as running here until `release`."""
         if self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
-        self.running += trajectories
+        self._unfinished += trajectories
+        self._started += trajectories
 
     def release(self, trajectories: int) -> None:
-        self.running -= trajectories
-        if not self.running:
+        self._unfinished -= trajectories
+        if not self._unfinished:
             self._idle_since = time.monotonic()
 
     def take_idle_s(self) -> float:
@@ -55,12 +67,15 @@ class Engine:
         await self.client.wait_until_healthy(timeout_s)
         self.state = "ready"
 
-    async def watch(self, timeout_s: float) -> None:
+    async def watch(self, timeout_s: float, on_room: Callable[[], None]) -> None:
         """Polls the engine's own counters for ever. Raises EngineError if it dies or samples nothing for timeout_s."""
         tokens, seen, progress = 0, time.monotonic(), time.monotonic()
         while True:
+            started = self._started
             load = await self.client.load()
             now = time.monotonic()
+            self._ended = started - (load.running + load.waiting)
+            on_room()
             self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
             if load.generated_tokens != tokens or not load.running + load.waiting:
                 progress = now
