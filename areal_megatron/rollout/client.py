@@ -195,6 +195,8 @@ class EngineClient:
                 timeout=timeout or self._session.timeout,
             ) as response:
                 content = await response.read()
+                if response.status >= 500:
+                    response.close()  # vLLM closes the connection after these; the next request must not reuse it
         except TimeoutError:
             raise EngineError(f"{self.name} at {self.endpoint} did not answer {method} {path} in time") from None
         except aiohttp.ClientError as e:
