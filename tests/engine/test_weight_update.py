@@ -143,25 +143,35 @@ def references(server):
 
 
 @torch.no_grad()
-def recomputed(model, tokens):
-    """Log-probabilities of the tokens under one model throughout."""
-    logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+def recomputed(models, tokens, switches):
+    """Log-probabilities of the tokens, each under the model of its version and nothing of the others."""
+    edges = [0, *switches, len(tokens)]
+    parts = []
+    for model, start, stop in zip(models, edges, edges[1:], strict=False):
+        logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+        parts.append(_chosen(logits, tokens)[start:stop])
+    return torch.cat(parts)
 
 
 @torch.no_grad()
-def with_stale_cache(old, new, tokens, switch):
-    """Under `old` before token `switch`, then under `new` with the keys and values that `old` left."""
+def with_stale_cache(models, tokens, switches):
+    """Log-probabilities of the tokens, each version going on from the keys and values that the ones before left."""
     ids = torch.tensor([PROMPT + tokens])
-    seen = len(PROMPT) + switch - 1
-    before = old(ids[:, :seen], use_cache=True)
-    after = new(ids[:, seen:], past_key_values=before.past_key_values, use_cache=True)
-    logits = torch.cat([before.logits, after.logits], 1)[0, len(PROMPT) - 1 : -1]
+    seen, cache, logits = 0, None, []
+    for model, switch in zip(models, [*switches, None], strict=True):
+        stop = ids.size(1) if switch is None else len(PROMPT) + switch - 1
+        out = model(ids[:, seen:stop], past_key_values=cache, use_cache=True)
+        seen, cache = stop, out.past_key_values
+        logits.append(out.logits)
+    return _chosen(torch.cat(logits, 1)[0, len(PROMPT) - 1 : -1], tokens)
+
+
+def _chosen(logits, tokens):
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-async def stream_through(server, version, *, clear_cache):
-    """One answer during which the engine goes from version - 1 to `version`; where it switched."""
+async def stream_through(server, versions, *, clear_cache):
+    """One answer during which the engine goes through `versions`; the token at which each of the later ones begins."""
     client = server.client()
     await client.wait_until_healthy(240)
     if server.epoch == 0:
@@ -169,44 +179,42 @@ async def stream_through(server, version, *, clear_cache):
         await server.assert_holds(client, 0)
         await server.join(client)
     answer = asyncio.create_task(
-        client.generate(PROMPT, n=1, max_tokens=TOKENS, temperature=1.0, stop_tokens=[], request_id=f"r{version}",
-                        cache_salt=f"v{version}")
+        client.generate(PROMPT, n=1, max_tokens=TOKENS, temperature=1.0, stop_tokens=[], request_id=f"r{versions[0]}",
+                        cache_salt=f"v{versions[0]}")
     )  # fmt: skip
     while (await client.load()).running == 0:
         await asyncio.sleep(0.02)
-    await server.update(client, version, clear_cache=clear_cache)
+    for version in versions[1:]:
+        await server.update(client, version, clear_cache=clear_cache)
     (completion,) = await answer
-    await server.assert_holds(client, version)
+    await server.assert_holds(client, versions[-1])
     await client.close()
-    versions = completion.versions.tolist()
-    assert len(versions) == TOKENS and set(versions) == {version - 1, version}
-    return completion, versions.index(version)
+    carried = completion.versions.tolist()
+    assert len(carried) == TOKENS and carried == sorted(carried) and set(carried) == set(versions)
+    return completion, [carried.index(version) for version in versions[1:]]
 
 
 def test_recompute_policy_is_exact(server, references):
-    completion, switch = asyncio.run(stream_through(server, 1, clear_cache=True))
+    completion, switches = asyncio.run(stream_through(server, [0, 1, 2], clear_cache=True))
     tokens, logprobs = completion.tokens.tolist(), torch.from_numpy(completion.logprobs)
-    before, after = (recomputed(model, tokens) for model in references)
-    torch.testing.assert_close(logprobs[:switch], before[:switch], atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(logprobs[switch:], after[switch:], atol=TOLERANCE, rtol=0)
-    assert (before - after).abs().max() > 100 * TOLERANCE
+    models = [references[version % 2] for version in (0, 1, 2)]
+    torch.testing.assert_close(logprobs, recomputed(models, tokens, switches), atol=TOLERANCE, rtol=0)
+    stale = with_stale_cache(models, tokens, switches)
+    assert (logprobs - stale).abs().max() > 100 * TOLERANCE  # the two policies can be told apart
 
 
 def test_keep_policy_is_exact(server, references):
-    completion, switch = asyncio.run(stream_through(server, 2, clear_cache=False))
+    completion, switches = asyncio.run(stream_through(server, [2, 3, 4], clear_cache=False))
     tokens, logprobs = completion.tokens.tolist(), torch.from_numpy(completion.logprobs)
-    expected = with_stale_cache(references[1], references[0], tokens, switch)
-    torch.testing.assert_close(logprobs, expected, atol=TOLERANCE, rtol=0)
-    assert (expected - recomputed(references[0], tokens))[switch:].abs().max() > 100 * TOLERANCE
+    models = [references[version % 2] for version in (2, 3, 4)]
+    torch.testing.assert_close(logprobs, with_stale_cache(models, tokens, switches), atol=TOLERANCE, rtol=0)
+    assert (logprobs - recomputed(models, tokens, switches)).abs().max() > 100 * TOLERANCE
 
 
 def test_failed_transfer_leaves_the_old_version(server):
     async def refused(call):
-        """`call` raises; on a connection of its own, since vLLM's server closes one on which it raised."""
-        client = server.client()
         with pytest.raises(EngineError, match="status 500"):
-            await call(client)
-        await client.close()
+            await call
 
     async def assert_serves(client, version):
         await server.assert_holds(client, version)
@@ -217,14 +225,14 @@ def test_failed_transfer_leaves_the_old_version(server):
         client = server.client()
         await client.start_update()  # the trainers publish nothing
         await client.abandon_update()
-        await assert_serves(client, 2)
-        await refused(lambda other: other.join_link(server.body(hf_config=server.hf_config | {"vocab_size": 300})))
+        await assert_serves(client, 4)
+        await refused(client.join_link(server.body(hf_config=server.hf_config | {"vocab_size": 300})))
         await server.join(client)
-        await server.update(client, 3, clear_cache=True)
-        await assert_serves(client, 3)
+        await server.update(client, 5, clear_cache=True)
+        await assert_serves(client, 5)
         await client.start_update()
-        await refused(lambda other: other.finish_update(4))
-        await assert_serves(client, 3)
+        await refused(client.finish_update(6))
+        await assert_serves(client, 5)
         await client.close()
 
     asyncio.run(scenario())
