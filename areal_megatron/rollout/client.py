@@ -114,7 +114,8 @@ class EngineClient:
         body = {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        raw = await self._call("POST", "/inference/v1/generate", body, timeout=aiohttp.ClientTimeout(total=None))
+        unlimited = aiohttp.ClientTimeout(total=None)
+        raw = await self._call("POST", "/inference/v1/generate", body, timeout=unlimited, keep_alive=True)
         try:
             choices = _decode(raw).choices
             return [_completion(choice) for choice in choices]
@@ -168,7 +169,7 @@ class EngineClient:
 
     async def load(self) -> Load:
         """The engine's own gauges; they fail like any call when the engine is dead."""
-        text = (await self._call("GET", "/metrics")).decode()
+        text = (await self._call("GET", "/metrics", keep_alive=True)).decode()
         values = {
             "vllm:num_requests_running": 0.0,
             "vllm:num_requests_waiting": 0.0,
@@ -183,20 +184,21 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _call(
-        self, method: str, path: str, body: Any = None, timeout: aiohttp.ClientTimeout | None = None
-    ) -> bytes:
+    async def _call(self, method: str, path: str, body: Any = None, *, timeout: aiohttp.ClientTimeout | None = None,
+                    keep_alive: bool = False) -> bytes:  # fmt: skip
+        """The body of the answer. Only frequent calls keep their connection: vLLM drops one on which it failed."""
+        headers = {} if body is None else dict(_JSON)
+        if not keep_alive:
+            headers["Connection"] = "close"
         try:
             async with self._session.request(
                 method,
                 self.endpoint + path,
                 data=None if body is None else _encode(body),
-                headers=None if body is None else _JSON,
+                headers=headers,
                 timeout=timeout or self._session.timeout,
             ) as response:
                 content = await response.read()
-                if response.status >= 500:
-                    response.close()  # vLLM closes the connection after these; the next request must not reuse it
         except TimeoutError:
             raise EngineError(f"{self.name} at {self.endpoint} did not answer {method} {path} in time") from None
         except aiohttp.ClientError as e:
