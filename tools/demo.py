@@ -52,9 +52,9 @@ def main() -> int:
 
 
 def accuracy(run: Path) -> tuple[float, float]:
-    """Held-out accuracy of the first and the last evaluation of a run."""
-    evaluations = [line["accuracy"] for line in read_metrics(Run(run)) if line["kind"] == "eval"]
-    return evaluations[0], evaluations[-1]
+    """Held-out accuracy of a run's first and last version."""
+    evaluations = {line["version"]: line["accuracy"] for line in read_metrics(Run(run)) if line["kind"] == "eval"}
+    return evaluations[min(evaluations)], evaluations[max(evaluations)]
 
 
 def _run(title: str, *arguments: object) -> None:

@@ -81,25 +81,26 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
-def make_model(seed: int):
-    """A randomly initialised Qwen3 of 0.9 million parameters, float32."""
+def make_model(seed: int, **sizes: int):
+    """A randomly initialised Qwen3, float32, of 0.8 million parameters if no `sizes` of its config are given."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(vocab_size=VOCABULARY_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
-                         tie_word_embeddings=False, bos_token_id=None, pad_token_id=VOCABULARY.index("<pad>"),
-                         eos_token_id=VOCABULARY.index("<eos>"), dtype="float32")  # fmt: skip
+    small = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+    config = Qwen3Config(vocab_size=VOCABULARY_SIZE, max_position_embeddings=512, tie_word_embeddings=False,
+                         bos_token_id=None, pad_token_id=VOCABULARY.index("<pad>"),
+                         eos_token_id=VOCABULARY.index("<eos>"), dtype="float32", **(small | sizes))  # fmt: skip
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 
-def save_model(folder: Path, seed: int) -> None:
+def save_model(folder: Path, seed: int, **sizes: int) -> None:
     """The untrained model with its tokenizer, as a Hugging Face directory."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    make_model(seed).save_pretrained(folder)
+    make_model(seed, **sizes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 

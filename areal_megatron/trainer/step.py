@@ -229,7 +229,7 @@ class Trainer:
             return
         later = [e for minibatch in minibatches[1:] for e in minibatch]
         if later:
-            with self.timeline.span("proximal"):
+            with self.timeline.span("proximal", tokens=sum(e.microbatch.tokens.numel() for e in later)):
                 work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
                 for sampled, (logprobs, _) in zip(later, pipeline.forward(self._model, work), strict=False):
                     sampled.proximal = logprobs

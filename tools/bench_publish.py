@@ -1,0 +1,77 @@
+"""What a weight update costs: trainer tokens/s while weights are being sent, the transfer, and the engine's pause.
+
+    python tools/bench_publish.py [--repetitions 3] [--json FILE] [--out runs/bench-publish-N]
+
+An 18-million-parameter model (73 MB of float32 weights per update) trains by PPO, its engine generating on another
+core. Speeds are a least-squares fit over all mini-batches, of which the first of each update shares its time with the
+sending thread (observe/spans.py). The trainer rank has one core for computing and sending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from make_arithmetic import save_model
+
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.spans import read_spans, speed_by_overlap
+from areal_megatron.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+# Without proximal passes every mini-batch is the same work; only the first meets the sending thread.
+KEYS = ["updates=25", "batch_size=32", "ppo.objective=naive", "ppo.minibatches=4", "rollout.max_staleness=4"]
+
+
+def measure(out: Path, repetition: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "launch.local", "configs/bench_async.yaml", f"runs_dir={out}", f"name=run-{repetition}",
+               f"model.path={out / 'model'}", *KEYS]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=900,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    if done.returncode:
+        sys.exit(f"{done.stdout[-3000:]}\nerror: the run ended with exit code {done.returncode}; see {out}")
+    run = Run(out / f"run-{repetition}")
+    spans = [span for span in read_spans(run) if span.process.startswith("trainer-")]
+    speeds = speed_by_overlap([s for s in spans if s.name == "train"], [s for s in spans if s.name == "publish"])
+    if speeds is None:
+        sys.exit(f"error: too few mini-batches met a publish in {run.folder}")
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"][5:]
+    return {
+        "tokens_per_s_while_sending": speeds[0],
+        "tokens_per_s_undisturbed": speeds[1],
+        "speed_while_sending_over_undisturbed": speeds[0] / speeds[1],
+        "publish_ms": 1e3 * median(u["publish_s"] for u in updates),
+        "commit_ms": 1e3 * median(u["commit_s"] for u in updates),
+        "megabytes": updates[-1]["weights_bytes"] / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the same figures here")
+    parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-publish-N")
+    options = parser.parse_args()
+    folders = (ROOT / "runs" / f"bench-publish-{n}" for n in range(1, 10**6))
+    out = (options.out or next(folder for folder in folders if not folder.exists())).absolute()
+    out.mkdir(parents=True)
+    save_model(out / "model", 1, **SIZES)
+    runs = [measure(out, repetition) for repetition in range(1, options.repetitions + 1)]
+    report = {key: {"median": median(values), "min": min(values), "max": max(values)}
+              for key in runs[0] for values in [[run[key] for run in runs]]}  # fmt: skip
+    print(f"median (lowest – highest) of {len(runs)} repetitions")
+    for key, spread in report.items():
+        print(f"{key:<40}{spread['median']:>10,.2f} ({spread['min']:,.2f} – {spread['max']:,.2f})")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
