@@ -23,7 +23,7 @@ from areal_megatron.observe.console import Console
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
 from launch.pools import Placement, Process, Slot, allocate
-from launch.processes import Child, stop
+from launch.processes import Child, Children
 
 _POLL_S = 0.1
 _MODULES = {"controller": "areal_megatron.rollout.controller", "rollout": "areal_megatron.rollout.engine"}
@@ -60,21 +60,21 @@ def main(arguments: list[str] | None = None) -> int:
 def _supervise(config: Config, run: Run, placement: Placement) -> int:
     """Starts the processes, watches them until the run is over, and leaves none behind."""
     signal.signal(signal.SIGTERM, _interrupt)
-    children: dict[str, Child] = {}
     console = Console(run, config)
+    failure = None
     try:
-        for process in placement.processes:
-            children[process.name] = _start(config, run, process)
-        while not (failure := _failure(children)) and not _finished(children):
-            console.refresh()
-            time.sleep(_POLL_S)
+        with Children() as children:
+            for process in placement.processes:
+                _start(config, run, process, children)
+            processes = children.by_name
+            while not (failure := _failure(processes)) and not _finished(processes):
+                console.refresh()
+                time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        console.close()
-        print(f"interrupted: ending {len(children)} processes", file=sys.stderr)
+        print("interrupted: all processes of the run have been ended", file=sys.stderr)
         return 130
     finally:
-        stop(list(children.values()))
-    console.close()
+        console.close()
     if failure:
         print(_describe(failure), file=sys.stderr)
         return 1
@@ -82,7 +82,7 @@ def _supervise(config: Config, run: Run, placement: Placement) -> int:
     return 0
 
 
-def _start(config: Config, run: Run, process: Process) -> Child:
+def _start(config: Config, run: Run, process: Process, children: Children) -> None:
     module = _MODULES.get(process.pool) or ("areal_megatron.train" if config.mode == "rl" else "areal_megatron.sft")
     command = [sys.executable, "-m", module, "--run", str(run.folder)]
     if process.pool != "controller":
@@ -102,7 +102,7 @@ def _start(config: Config, run: Run, process: Process) -> Child:
         cores = set(own)
         environment["AREAL_CPUS"] = ",".join(map(str, own))
         environment["OMP_NUM_THREADS"] = "1"
-    return Child(process.name, command, environment, run.log(process.name), cores)
+    children.start(process.name, command, environment, run.log(process.name), cores)
 
 
 def _failure(children: dict[str, Child]) -> Child | None:

@@ -1,38 +1,37 @@
-"""Child processes with an owner: each has a log, dies with its parent and takes its descendants along."""
+"""Child processes with an owner: each has a log and a session of its own; nobody outlives the launcher."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class Child:
     """One process of a run, in a session of its own, its output in `log`, pinned to `cores` if there are any."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]):
-        def before_exec() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if cores:
-                os.sched_setaffinity(0, cores)
-
         self.name, self.log = name, log
         with log.open("ab") as output:
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                                             stderr=subprocess.STDOUT, start_new_session=True,
-                                             preexec_fn=before_exec)  # fmt: skip
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+            )
 
     @property
     def pid(self) -> int:
+        """Also the id of its session."""
         return self._process.pid
 
     @property
@@ -51,23 +50,53 @@ class Child:
             return "\n".join(f.read().decode(errors="replace").splitlines()[-count:])
 
 
-def stop(children: list[Child], grace_s: float = 10.0) -> None:
-    """Ends all children and every descendant: SIGTERM to the children, SIGKILL for whoever is left.
+class Children:
+    """The processes that this one owns. A context manager: leaving it ends them and all their descendants.
 
-    A child has grace_s to end by itself, its descendants a second more.
+    If this process is killed, a guardian process does that in its place: it notices the end of a pipe.
     """
-    for child in children:
-        if child.exit_code is None:
-            os.kill(child.pid, signal.SIGTERM)
-    _wait(lambda: all(child.exit_code is not None for child in children), grace_s)
-    sessions = {child.pid for child in children}
+
+    def __init__(self):
+        self.by_name: dict[str, Child] = {}
+        command = [sys.executable, "-m", "launch.guardian"]
+        self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
+        child = self.by_name[name] = Child(name, command, environment, log, cores)
+        self._guardian.stdin.write(f"{child.pid}\n".encode())
+        self._guardian.stdin.flush()
+        return child
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_) -> None:
+        end_sessions({child.pid for child in self.by_name.values()})
+        for child in self.by_name.values():
+            _ = child.exit_code  # reaps it
+        self._guardian.communicate(timeout=60)  # the end of its pipe: it finds nothing left and ends
+
+
+def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
+    """Ends every process of the sessions: SIGTERM to their leaders, SIGKILL for whoever is left.
+
+    A leader has grace_s to end by itself, its descendants a second more.
+    """
+    for process in _members(sessions):
+        if process.pid in sessions:
+            _signal(process, signal.SIGTERM)
+    _wait(lambda: not any(process.pid in sessions for process in _members(sessions)), grace_s)
     _wait(lambda: not _members(sessions), 1.0)
     for process in _members(sessions):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    _wait(lambda: all(child.exit_code is not None for child in children) and not _members(sessions), 5.0)
+        _signal(process, signal.SIGKILL)
+    _wait(lambda: not _members(sessions), 5.0)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from launch.processes import Child, stop
+from launch.processes import Children, end_sessions
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
 STUBBORN = (
@@ -15,8 +15,14 @@ STUBBORN = (
 )
 
 
-def start(tmp_path, code, cores=frozenset()):
-    return Child("child", [sys.executable, "-c", code], dict(os.environ), tmp_path / "child.log", set(cores))
+@pytest.fixture
+def children():
+    with Children() as owned:
+        yield owned
+
+
+def start(children, tmp_path, code, cores=frozenset()):
+    return children.start("child", [sys.executable, "-c", code], dict(os.environ), tmp_path / "child.log", set(cores))
 
 
 def eventually(condition, timeout_s=20.0):
@@ -30,48 +36,48 @@ def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_stop_takes_descendants_along(tmp_path):
-    child = start(tmp_path, FAMILY)
-    grandchild = int(eventually(child.last_lines))
-    stop([child])
+def test_leaving_takes_descendants_along(tmp_path):
+    with Children() as children:
+        child = start(children, tmp_path, FAMILY)
+        grandchild = int(eventually(child.last_lines))
     assert child.exit_code == -signal.SIGTERM
     assert not alive(grandchild)
 
 
-def test_stop_takes_descendants_of_a_dead_child_along(tmp_path):
-    child = start(tmp_path, FAMILY)
+def test_descendants_of_a_dead_child_are_ended(tmp_path, children):
+    child = start(children, tmp_path, FAMILY)
     grandchild = int(eventually(child.last_lines))
     os.kill(child.pid, signal.SIGKILL)
     assert eventually(lambda: child.exit_code) == -signal.SIGKILL
-    stop([child], grace_s=0.5)
+    end_sessions({child.pid}, grace_s=0.5)
     assert not alive(grandchild)
 
 
-def test_stop_kills_what_ignores_sigterm(tmp_path):
-    child = start(tmp_path, STUBBORN)
+def test_what_ignores_sigterm_is_killed(tmp_path, children):
+    child = start(children, tmp_path, STUBBORN)
     assert eventually(child.last_lines) == "ready"
-    stop([child], grace_s=0.2)
+    end_sessions({child.pid}, grace_s=0.2)
     assert child.exit_code == -signal.SIGKILL
 
 
-def test_child_ends_when_its_parent_is_killed(tmp_path):
-    parent_code = (
-        "import os, sys, time; from pathlib import Path; from launch.processes import Child;"
-        "c = Child('c', [sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), Path(sys.argv[1]), set());"
+def test_children_end_when_their_owner_is_killed(tmp_path):
+    owner_code = (
+        "import os, sys, time; from pathlib import Path; from launch.processes import Children;"
+        "c = Children().start('c', [sys.executable, '-c', sys.argv[2]], dict(os.environ), Path(sys.argv[1]), set());"
         "print(c.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", parent_code, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
-    )
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.communicate()
-    assert eventually(lambda: not alive(pid))
+    log = tmp_path / "log"
+    owner = subprocess.Popen([sys.executable, "-c", owner_code, str(log), FAMILY], stdout=subprocess.PIPE, text=True)
+    pid = int(owner.stdout.readline())
+    grandchild = int(eventually(lambda: log.exists() and log.read_text()))
+    owner.kill()
+    owner.communicate()
+    assert eventually(lambda: not alive(pid) and not alive(grandchild))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell pinning from none")
-def test_child_is_pinned_to_its_cores(tmp_path):
+def test_child_is_pinned_to_its_cores(tmp_path, children):
     core = max(os.sched_getaffinity(0))
-    child = start(tmp_path, "import os; print(*os.sched_getaffinity(0))", {core})
+    child = start(children, tmp_path, "import os; print(*os.sched_getaffinity(0))", {core})
     assert eventually(lambda: child.exit_code is not None)
     assert child.last_lines() == str(core)

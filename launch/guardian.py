@@ -1,0 +1,15 @@
+"""Ends the sessions whose ids come in on stdin once stdin closes: their owner has ended, perhaps by SIGKILL."""
+
+import signal
+import sys
+
+from launch.processes import end_sessions
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its owner, not before
+    end_sessions({int(line) for line in sys.stdin})
+
+
+if __name__ == "__main__":
+    main()
