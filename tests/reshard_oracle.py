@@ -4,6 +4,8 @@ Shares no code with areal_megatron.reshard: a wrong table there cannot be wrong 
 Megatron: megatron-core 0.16 (attention.py, mlp.py, layers.py); vLLM: 0.32 (linear.py, vocab_parallel_embedding.py).
 """
 
+import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -99,3 +101,18 @@ def vllm_parameters(tensors, config, *, tp, rank):
         elif "norm" in name:
             held[name] = tensor
     return held
+
+
+def expected_checksums(tensors, config, *, tp):
+    """sha256 of every parameter that the ranks of an engine should hold, by the names of vLLM's weight checker."""
+    return {
+        f"dp0:pp0:pcp0:tp{rank}:{name}": hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        for rank in range(tp)
+        for name, tensor in vllm_parameters(tensors, config, tp=tp, rank=rank).items()
+    }
+
+
+async def held_checksums(client):
+    """The same of what a running engine holds, computed by vLLM itself."""
+    checksums = json.loads(await client._call("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+    return {name: sha for name, sha in checksums.items() if name.endswith((".weight", ".bias"))}

@@ -1,13 +1,18 @@
 """Whole runs: real Megatron trainers, real vLLM engines, started as a user starts them."""
 
+import asyncio
 import json
 import stat
 from collections import Counter
 
 import pytest
+from reshard_oracle import expected_checksums, held_checksums
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.rollout.client import EngineClient
 from areal_megatron.run import Run
 from tests.conftest import left_over
 
@@ -28,6 +33,14 @@ def small(world, **changes):
         **changes,
     }
     return [f"{key}={value}" for key, value in keys.items()]
+
+
+async def engine_checksums(run: Run):
+    client = EngineClient("engine-0", run.endpoint("engine-0"), run.token, timeout_s=60)
+    try:
+        return await held_checksums(client)
+    finally:
+        await client.close()
 
 
 def ledger(run: Run):
@@ -52,14 +65,16 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
-    """tp 2 in both pools: every seam of the update path is between several ranks."""
-    started = local_run("tp2", *small(world, **{
-        "trainer.tp": 2, "trainer.sequence_parallel": True, "rollout.tp": 2, "machine.slots": 4, "rollout.max_staleness": 1,
+    """TP2×PP2 trainers and a TP2 engine: every seam of the update path is between several ranks."""
+    started = local_run("tp2-pp2", *small(world, **{
+        "trainer.tp": 2, "trainer.sequence_parallel": True, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
+        "rollout.max_staleness": 1, "eval_items": 1000,
     }))  # fmt: skip
     run = Run(started.folder)
-    started.wait_for(lambda: run.metrics.exists() and len(read_metrics(run)) > 1)
+    started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
     members = started.members()
-    assert len(members) > 5
+    assert len(members) > 8
+    held = asyncio.run(engine_checksums(run))
     assert started.wait() == 0, started.output
     assert not left_over(members)
 
@@ -70,13 +85,14 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     assert compared and max(compared) < 1e-4  # vLLM and Megatron agree on tokens of the trained version
     evaluations = [line for line in lines if line["kind"] == "eval"]
     assert [e["version"] for e in evaluations] == [0, 6]
-    assert all(e["items"] == 32 for e in evaluations)
+    assert all(e["items"] == 1000 for e in evaluations)
 
     assert stat.S_IMODE((run.folder / "secret").stat().st_mode) == 0o600
     assert list((run.folder / "tensorboard").iterdir())
-    for process in ("controller", "trainer-0", "trainer-1"):
+    for process in ("controller", "engine-0", "trainer-0", "trainer-3"):
         assert run.timeline(process).read_text()
     before = AutoModelForCausalLM.from_pretrained(world / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(run.hf).state_dict()
     assert before.keys() == after.keys()
     assert any((after[name] != before[name]).any() for name in before)
+    assert held == expected_checksums(load_file(run.hf / "model.safetensors"), read_config(run.hf), tp=2)

@@ -4,8 +4,6 @@ The trainers are four Publishers of this process: they hold what Megatron ranks 
 """
 
 import asyncio
-import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import pytest
 import torch
 from link_store import open_store
 from omegaconf import OmegaConf
-from reshard_oracle import megatron_parameters, vllm_parameters, write_model
+from reshard_oracle import expected_checksums, held_checksums, megatron_parameters, write_model
 
 from areal_megatron.config import load
 from areal_megatron.observe.timeline import Timeline
@@ -111,16 +109,8 @@ class Server:
 
     async def assert_holds(self, client, version):
         """Every parameter of every rank, bit for bit, by vLLM's own checksums."""
-        raw = await client._call("POST", "/weight_checker", {"action": "checksum"})
-        checksums = json.loads(raw)["checksums"]
-        held = {name: sha for name, sha in checksums.items() if name.endswith((".weight", ".bias"))}
-        expected = {}
-        for rank in range(self.tp):
-            parameters = vllm_parameters(self.tensors[version % 2], self.hf_config, tp=self.tp, rank=rank)
-            for name, tensor in parameters.items():
-                digest = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
-                expected[f"dp0:pp0:pcp0:tp{rank}:{name}"] = digest
-        assert held == expected
+        expected = expected_checksums(self.tensors[version % 2], self.hf_config, tp=self.tp)
+        assert await held_checksums(client) == expected
 
     def close(self):
         self.process.terminate()
