@@ -7,13 +7,11 @@ the last evaluation, with code 1 and one line that names the process if anything
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, load
@@ -45,7 +43,7 @@ from areal_megatron.rollout.protocol import (
 from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.service import Service
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import Run, RunError, from_command_line
 
 log = logging.getLogger(__name__)
 _STATUS_S = 0.5
@@ -225,11 +223,8 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description="The controller of a run.")
-    arguments.add_argument("--run", required=True, type=Path)
-    options = arguments.parse_args()
+    run, _ = from_command_line("areal_megatron.rollout.controller")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run = Run(options.run)
     try:
         asyncio.run(control(load(run.config), run))
     except asyncio.CancelledError:

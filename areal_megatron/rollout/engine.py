@@ -10,7 +10,6 @@ as the model `policy`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 
 from areal_megatron.config import Config, load
-from areal_megatron.run import Run
+from areal_megatron.run import Run, from_command_line
 
 SERVED_MODEL = "policy"
 GIB = 1 << 30
@@ -84,11 +83,7 @@ def reserve_port(host: str) -> tuple[int, socket.socket]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description="One vLLM engine of a run.")
-    arguments.add_argument("--run", required=True, type=Path)
-    arguments.add_argument("--index", required=True, type=int)
-    options = arguments.parse_args()
-    run = Run(options.run)
+    run, index = from_command_line("areal_megatron.rollout.engine")
     config = load(run.config)
     allowed = os.environ.get("AREAL_CPUS") or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     cpus = [int(cpu) for cpu in allowed.split(",")]
@@ -97,7 +92,7 @@ def main() -> None:
     host = config.machine.host
     port, _reservation = reserve_port(host)
     command = server_command(config, port)
-    run.announce(f"engine-{options.index}", f"http://{host}:{port}")
+    run.announce(f"engine-{index}", f"http://{host}:{port}")
     os.execve(command[0], command, os.environ | server_environment(config, run, cpus))
 
 

@@ -1,0 +1,51 @@
+"""Packing, casting and unpacking of every message of an update, in one process, on each kind of device."""
+
+import pytest
+import torch
+from reshard_oracle import megatron_parameters, vllm_parameters, write_model
+
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.plan import link_plan
+from areal_megatron.reshard.transport import bind, pack, unpack
+
+TP = 2
+SIZES = MegatronSizes(tp=2, pp=2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_messages_carry_every_parameter(tmp_path, device):
+    """The sender packs on a stream of its own and the message crosses through pinned memory where there is any."""
+    tensors = write_model("qwen2", tmp_path, hidden_size=256, intermediate_size=512)
+    config = read_config(tmp_path)
+    sources = [_on(device, _megatron(tensors, config, rank)) for rank in range(SIZES.ranks)]
+    expected = [vllm_parameters(tensors, config, tp=TP, rank=rank) for rank in range(TP)]
+    received = [
+        {name: torch.zeros_like(tensor, dtype=torch.bfloat16, device=device) for name, tensor in held.items()}
+        for held in expected
+    ]
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    for bucket in link_plan(config, SIZES, TP, 0, bucket_elements=2**15).buckets:
+        sent, arrived = (torch.empty(bucket.elements, dtype=torch.bfloat16, device=device) for _ in range(2))
+        packing = bind((t.send for t in bucket.transfers), sources[bucket.source], sent)
+        unpacking = bind((t.receive for t in bucket.transfers), received[bucket.destination], arrived)
+        wire = torch.empty(bucket.elements, dtype=torch.bfloat16, pin_memory=device == "cuda")
+        with torch.cuda.stream(stream):  # does nothing without a stream
+            pack(packing)
+            wire.copy_(sent, non_blocking=True)
+            arrived.copy_(wire, non_blocking=True)
+            unpack(unpacking)
+    if stream:
+        stream.synchronize()
+    for held, wanted in zip(received, expected, strict=True):
+        for name, tensor in wanted.items():
+            assert torch.equal(held[name].cpu(), tensor.bfloat16()), name
+
+
+def _megatron(tensors, config, rank):
+    at = SIZES.coordinates(rank)
+    return megatron_parameters(tensors, config, tp=SIZES.tp, pp=SIZES.pp, tp_rank=at.tp, stage=at.pp)
+
+
+def _on(device, parameters):
+    return {name: tensor.to(device) for name, tensor in parameters.items()}
