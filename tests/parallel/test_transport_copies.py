@@ -13,7 +13,10 @@ TP = 2
 SIZES = MegatronSizes(tp=2, pp=2)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 def test_messages_carry_every_parameter(tmp_path, device):
     """The sender packs on a stream of its own and the message crosses through pinned memory where there is any."""
     tensors = write_model("qwen2", tmp_path, hidden_size=256, intermediate_size=512)
