@@ -1,10 +1,10 @@
-"""What a weight update costs: trainer tokens/s while weights are being sent, the transfer, and the engine's pause.
+"""What a weight update costs: training slowed down by sending, the transfer itself, and the engine's pause.
 
     python tools/bench_publish.py [--repetitions 3] [--json FILE] [--out runs/bench-publish-N]
 
 An 18-million-parameter model (73 MB of float32 weights per update) trains by PPO, its engine generating on another
-core. Speeds are a least-squares fit over all mini-batches, of which the first of each update shares its time with the
-sending thread (observe/spans.py). The trainer rank has one core for computing and sending.
+core. Compared are the mini-batches that shared their time with the sending thread and all others of the same run. The
+trainer rank has one core, for computing and for sending.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from statistics import median
 from make_arithmetic import save_model
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.observe.spans import read_spans, speed_by_overlap
+from areal_megatron.observe.spans import overlap, read_spans, union
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
          "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 # Without proximal passes every mini-batch is the same work; only the first meets the sending thread.
-KEYS = ["updates=25", "batch_size=32", "ppo.objective=naive", "ppo.minibatches=4", "rollout.max_staleness=4"]
+MINIBATCHES = 4
+KEYS = [
+    "updates=25",
+    "batch_size=32",
+    "ppo.objective=naive",
+    f"ppo.minibatches={MINIBATCHES}",
+    "rollout.max_staleness=4",
+]
 
 
 def measure(out: Path, repetition: int) -> dict[str, float]:
@@ -37,16 +44,27 @@ def measure(out: Path, repetition: int) -> dict[str, float]:
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     if done.returncode:
         sys.exit(f"{done.stdout[-3000:]}\nerror: the run ended with exit code {done.returncode}; see {out}")
-    run = Run(out / f"run-{repetition}")
-    spans = [span for span in read_spans(run) if span.process.startswith("trainer-")]
-    speeds = speed_by_overlap([s for s in spans if s.name == "train"], [s for s in spans if s.name == "publish"])
-    if speeds is None:
-        sys.exit(f"error: too few mini-batches met a publish in {run.folder}")
+    return figures(Run(out / f"run-{repetition}"))
+
+
+def figures(run: Run) -> dict[str, float]:
+    """Of the updates after the first five."""
+    spans = [span for span in read_spans(run) if span.process == "trainer-0"]
+    sending = union([(span.start, span.end) for span in spans if span.name == "publish"])
+    steps = [span for span in spans if span.name == "train"][5 * MINIBATCHES :]
+    met = [span for span in steps if overlap(sending, span.start, span.end) > 0]
+    others = [span for span in steps if span not in met]
+    if not met or not others:
+        sys.exit(f"error: no mini-batch met a publish in {run.folder}, or all did")
+    slowed, undisturbed = (
+        sum(s.args["tokens"] for s in some) / sum(s.duration for s in some) for some in (met, others)
+    )
     updates = [line for line in read_metrics(run) if line["kind"] == "update"][5:]
     return {
-        "tokens_per_s_while_sending": speeds[0],
-        "tokens_per_s_undisturbed": speeds[1],
-        "speed_while_sending_over_undisturbed": speeds[0] / speeds[1],
+        "tokens_per_s_of_minibatches_that_met_a_publish": slowed,
+        "tokens_per_s_of_the_others": undisturbed,
+        "speed_ratio": slowed / undisturbed,
+        "seconds_of_a_minibatch": median(span.duration for span in others),
         "publish_ms": 1e3 * median(u["publish_s"] for u in updates),
         "commit_ms": 1e3 * median(u["commit_s"] for u in updates),
         "megabytes": updates[-1]["weights_bytes"] / 1e6,
@@ -68,7 +86,7 @@ def main() -> None:
               for key in runs[0] for values in [[run[key] for run in runs]]}  # fmt: skip
     print(f"median (lowest – highest) of {len(runs)} repetitions")
     for key, spread in report.items():
-        print(f"{key:<40}{spread['median']:>10,.2f} ({spread['min']:,.2f} – {spread['max']:,.2f})")
+        print(f"{key:<50}{spread['median']:>10,.2f} ({spread['min']:,.2f} – {spread['max']:,.2f})")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
