@@ -20,7 +20,7 @@ from statistics import median
 from make_arithmetic import save_model
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.observe.spans import overlap, read_spans, union
+from areal_megatron.observe.spans import read_spans, speed_by_company
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, 
 # Without proximal passes every mini-batch is the same work; only the first meets the sending thread.
 MINIBATCHES = 4
 KEYS = [
-    "updates=25",
+    "updates=30",
     "batch_size=32",
     "ppo.objective=naive",
     f"ppo.minibatches={MINIBATCHES}",
@@ -50,21 +50,16 @@ def measure(out: Path, repetition: int) -> dict[str, float]:
 def figures(run: Run) -> dict[str, float]:
     """Of the updates after the first five."""
     spans = [span for span in read_spans(run) if span.process == "trainer-0"]
-    sending = union([(span.start, span.end) for span in spans if span.name == "publish"])
     steps = [span for span in spans if span.name == "train"][5 * MINIBATCHES :]
-    met = [span for span in steps if overlap(sending, span.start, span.end) > 0]
-    others = [span for span in steps if span not in met]
-    if not met or not others:
-        sys.exit(f"error: no mini-batch met a publish in {run.folder}, or all did")
-    slowed, undisturbed = (
-        sum(s.args["tokens"] for s in some) / sum(s.duration for s in some) for some in (met, others)
-    )
+    speeds = speed_by_company(steps, [span for span in spans if span.name == "publish"])
+    if speeds is None:
+        sys.exit(f"error: too few mini-batches met a publish in {run.folder}")
     updates = [line for line in read_metrics(run) if line["kind"] == "update"][5:]
     return {
-        "tokens_per_s_of_minibatches_that_met_a_publish": slowed,
-        "tokens_per_s_of_the_others": undisturbed,
-        "speed_ratio": slowed / undisturbed,
-        "seconds_of_a_minibatch": median(span.duration for span in others),
+        "tokens_per_s_of_minibatches_that_met_a_publish": speeds[0],
+        "tokens_per_s_of_the_others": speeds[1],
+        "speed_ratio": speeds[0] / speeds[1],
+        "seconds_of_a_minibatch": median(span.duration for span in steps),
         "publish_ms": 1e3 * median(u["publish_s"] for u in updates),
         "commit_ms": 1e3 * median(u["commit_s"] for u in updates),
         "megabytes": updates[-1]["weights_bytes"] / 1e6,

@@ -28,7 +28,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from areal_megatron import config as configuration
 from areal_megatron.config import Config
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speed_by_overlap
+from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speed_by_company
 from areal_megatron.run import Run, write_atomically
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
@@ -137,7 +137,7 @@ def _rl_sections(data: Data) -> list[str]:
                   _lines(data, "Trainer − engine log-probability", "nats, difference",
                          {"logprob_diff_max": HELD_OUT, "logprob_diff_mean": TRAIN}, log=True,
                          labels={"logprob_diff_max": "largest", "logprob_diff_mean": "mean"})],
-                 _table(["trainer, tokens/s of a rank", "while weights are sent", "otherwise", "share kept"], _publish_rows(data))),
+                 _table(["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"], _publish_rows(data))),
         _section("Optimisation", "", [
             _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
             _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
@@ -150,12 +150,12 @@ def _rl_sections(data: Data) -> list[str]:
 
 
 def _publish_rows(data: Data) -> list[tuple[str, ...]]:
-    """Per kind of the trainer's work: tokens/s of a rank while weights are sent and otherwise."""
+    """Per kind of the trainer's work: tokens/s of a rank in steps during which weights are sent, and in the others."""
     trainers = [span for span in data.spans if span.process.startswith("trainer-")]
     publishes = [span for span in trainers if span.name == "publish"]
     rows = []
     for name in ("train", "proximal"):
-        speeds = speed_by_overlap([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
+        speeds = speed_by_company([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
         cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{100 * speeds[0] / speeds[1]:.0f}%"] if speeds else "–––"
         rows.append((name, *cells))
     return rows

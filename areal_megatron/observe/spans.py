@@ -110,28 +110,23 @@ def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
             for a, b in itertools.pairwise(edges)]  # fmt: skip
 
 
-def speed_by_overlap(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
-    """Tokens/s of `work` spans (args["tokens"]) while their process has one of `other` open, and while it has not.
+def speed_by_company(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
+    """Tokens/s of the `work` spans (args["tokens"]) that share time with one of `other` in their process, and of the rest.
 
-    Least squares over the spans of tokens = disturbed speed · seconds shared + undisturbed speed · the rest:
-    a span may be disturbed for a part of its time. None if fewer than FEWEST_DISTURBED are, or all of them wholly.
+    A span is counted whole, so the difference is what the company costs at the grain of the work spans. None if
+    fewer than FEWEST_DISTURBED have company, or none is without.
     """
     open_spans: dict[str, list[Interval]] = {}
     for span in other:
         open_spans.setdefault(span.process, []).append((span.start, span.end))
     disjoint = {process: union(intervals) for process, intervals in open_spans.items()}
-    xx = xy = yy = xt = yt = 0.0
-    disturbed = 0
+    kinds: tuple[list[Span], list[Span]] = [], []
     for span in work:
-        shared = overlap(disjoint.get(span.process, []), span.start, span.end)
-        rest, tokens = span.duration - shared, span.args["tokens"]
-        disturbed += shared > 0
-        xx, xy, yy = xx + shared * shared, xy + shared * rest, yy + rest * rest
-        xt, yt = xt + shared * tokens, yt + rest * tokens
-    determinant = xx * yy - xy * xy
-    if disturbed < FEWEST_DISTURBED or determinant <= 1e-6 * xx * yy:
+        kinds[overlap(disjoint.get(span.process, []), span.start, span.end) == 0].append(span)
+    if len(kinds[0]) < FEWEST_DISTURBED or not kinds[1]:
         return None
-    return (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
+    with_company, alone = (sum(s.args["tokens"] for s in some) / sum(s.duration for s in some) for some in kinds)
+    return with_company, alone
 
 
 def _events(run: Run) -> list[dict[str, Any]]:

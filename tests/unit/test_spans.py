@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from areal_megatron.observe.spans import Span, busy_share, merge, overlap, read_spans, speed_by_overlap, union
+from areal_megatron.observe.spans import Span, busy_share, merge, overlap, read_spans, speed_by_company, union
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
 
@@ -85,23 +85,16 @@ def test_busy_share_averages_over_processes_and_counts_nested_spans_once():
     assert busy_share([], [0, 1]) == [0]
 
 
-def test_speed_while_weights_are_sent():
-    rng = random.Random(1)
-    publish = [Span("a", "sender", "publish", 10 * k, 10 * k + 3) for k in range(20)]
-    elsewhere = [Span("b", "sender", "publish", 0, 1000)]  # another process's publish disturbs nobody here
-    work = []
-    for _ in range(50):
-        start = rng.uniform(0, 195)
-        end = start + rng.uniform(0.5, 4)
-        shared = sum(1 for i in range(1000) if (start + (end - start) * (i + 0.5) / 1000) % 10 < 3) / 1000
-        tokens = (end - start) * (90 * shared + 100 * (1 - shared))
-        work.append(Span("a", "main", "train", start, end, {"tokens": tokens}))
-    assert speed_by_overlap(work, publish + elsewhere) == pytest.approx((90, 100), rel=2e-3)
+def test_speed_of_work_that_meets_a_publish():
+    work = [Span("a", "main", "train", k, k + (0.5 if k % 2 else 0.4), {"tokens": 40}) for k in range(60)]
+    publish = [Span("a", "sender", "publish", k + 0.1, k + 0.15) for k in range(1, 60, 2)]
+    elsewhere = [Span("b", "sender", "publish", 0, 100)]
+    assert speed_by_company(work, publish + elsewhere) == pytest.approx((80, 100))
 
 
-def test_speed_is_unknown_without_both_kinds_of_time():
-    work = [Span("a", "main", "train", 3 * k, 3 * k + 2, {"tokens": 200}) for k in range(40)]
-    assert speed_by_overlap(work, []) is None
-    assert speed_by_overlap(work, [Span("a", "sender", "publish", 0, 200)]) is None
-    assert speed_by_overlap(work, [Span("a", "sender", "publish", 1, 2)]) is None, "one disturbed span tells nothing"
-    assert speed_by_overlap([], []) is None
+def test_speed_is_unknown_without_both_kinds_of_work():
+    work = [Span("a", "main", "train", k, k + 1, {"tokens": 100}) for k in range(60)]
+    assert speed_by_company(work, []) is None
+    assert speed_by_company(work, [Span("a", "sender", "publish", 0, 200)]) is None
+    assert speed_by_company(work, [Span("a", "sender", "publish", 1.1, 1.2)]) is None, "one span tells nothing"
+    assert speed_by_company([], []) is None
