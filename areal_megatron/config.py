@@ -62,6 +62,12 @@ class Trainer:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    """Ranks that share the experts of a model with experts; divides tp · dp / etp."""
+    etp: int = 0
+    """Tensor parallelism of the experts; 0: as tp."""
+    vpp: int = 1
+    """Virtual pipeline stages of a rank: smaller bubbles, more messages."""
     sequence_parallel: bool = False
     recompute: str = choice("none", "selective", "full")
     """Activations recomputed in the backward pass."""
@@ -101,13 +107,16 @@ class PPO:
 class Rollout:
     engines: int = 1
     tp: int = 1
+    expert_parallel: bool = False
+    """The ranks of an engine hold whole experts instead of a part of each."""
+    staging: str = choice("full", "streamed")
+    """Where new weights land in an engine: a second copy of its shard while it generates, or, where that does
+    not fit, room for one layer while it is paused."""
     group_size: int = 16
     """Answers sampled per prompt (n)."""
     max_staleness: int = 8
     """η: no trajectory is trained more than this many versions after its admission."""
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     max_new_tokens: int = 27648
     max_running: int = 256
     """Requests that one engine decodes at the same time."""
@@ -241,14 +250,14 @@ def check(config: Config, where=lambda key: key) -> None:
             require(value in choices, key, f"{value!r} is none of {', '.join(choices)}{hint}")
 
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
-                "trainer.dp", "trainer.microbatch_tokens", "trainer.logprob_chunk_tokens", "ppo.minibatches",
+                "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "trainer.logprob_chunk_tokens", "ppo.minibatches",
                 "ppo.behaviour_cap", "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
                 "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
                 "reward.timeout_s"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")
-    for key in ("machine.slots", "optimizer.lr", "optimizer.weight_decay", "rollout.max_staleness", "eval_every",
+    for key in ("machine.slots", "optimizer.lr", "optimizer.weight_decay", "rollout.max_staleness", "eval_every", "trainer.etp",
                 "eval_items", "optimizer.clip_grad"):  # fmt: skip
         require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
     require(0 < config.ppo.clip < 1, "ppo.clip", f"must lie between 0 and 1, is {config.ppo.clip}")
@@ -264,9 +273,6 @@ def check(config: Config, where=lambda key: key) -> None:
         require(config.batch_size // config.ppo.minibatches >= config.trainer.dp, "ppo.minibatches",
                 f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
                 f"trainer.dp={config.trainer.dp}")  # fmt: skip
-        unreplayed = "is refused: the trainer cannot replay its mask yet, so every importance ratio would be wrong"
-        require(config.rollout.top_p == 1.0, "rollout.top_p", f"{config.rollout.top_p} {unreplayed}; set 1.0")
-        require(config.rollout.top_k == 0, "rollout.top_k", f"{config.rollout.top_k} {unreplayed}; set 0")
         require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
     if config.trainer.sequence_parallel:
         require(config.trainer.tp > 1, "trainer.sequence_parallel", "needs trainer.tp above 1")

@@ -43,7 +43,7 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
 
 
 def _check_layout(config: Config, model: Dimensions) -> None:
-    tp, pp = config.trainer.tp, config.trainer.pp
+    tp = config.trainer.tp
     for key, count in (
         ("num_attention_heads", model.heads),
         ("num_key_value_heads", model.kv_heads),
@@ -51,8 +51,6 @@ def _check_layout(config: Config, model: Dimensions) -> None:
     ):
         if count % tp:
             raise ConfigError(f"trainer.tp: {tp} does not divide {key}={count} of {config.model.path}")
-    if model.layers % pp:
-        raise ConfigError(f"trainer.pp: {pp} does not divide num_hidden_layers={model.layers} of {config.model.path}")
 
 
 def _check_engine(config: Config, hf: dict[str, Any], model: Dimensions) -> None:

@@ -9,6 +9,7 @@ from areal_megatron.config import Config
 from areal_megatron.experience import Experience
 from areal_megatron.reshard import hf
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.rollout.protocol import ControllerClient, ControllerError, Delivered
 from areal_megatron.run import Run
 from areal_megatron.trainer.parallel import STORE
@@ -31,7 +32,7 @@ class Weights:
             hf_config=trainer.hf_config,
             sizes=trainer.sizes,
             rank=trainer.rank,
-            engine_tp=config.rollout.tp,
+            engine=EngineSizes.of(config.rollout),
             engines=config.rollout.engines,
             dtype=config.model.dtype,
             store_host=host,

@@ -20,9 +20,9 @@ from torch import Tensor
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard import megatron
 from areal_megatron.reshard.architectures import architecture, read_config
-from areal_megatron.reshard.layout import Layout, Piece, whole
+from areal_megatron.reshard.layout import Box, Layout, Piece, numbers, whole
 from areal_megatron.reshard.megatron import MegatronSizes
-from areal_megatron.reshard.plan import needs
+from areal_megatron.reshard.plan import Need, needs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,13 +41,12 @@ def load(parameters: Mapping[str, Tensor], layout: Layout, path: str | Path) -> 
         parameters[name].zero_()
     with _reader(Path(path)) as find:
         for piece in layout.pieces:
-            source = find(piece.tensor)
-            shape, expected = source.get_shape(), list(layout.tensors[piece.tensor])
-            if shape != expected:
-                raise ConfigError(
-                    f"model.path: {path}: {piece.tensor} has shape {shape}, config.json asks for {expected}"
-                )
-            piece.view(parameters[piece.parameter]).copy_(source[piece.box.slices])
+            expected = list(layout.canonical[piece.tensor][numbers(piece.tensor) :])
+            for tensor, region, view in piece.tensors(parameters):
+                source = find(tensor)
+                if (shape := source.get_shape()) != expected:
+                    raise ConfigError(f"model.path: {path}: {tensor} has shape {shape}, config.json asks for {expected}")
+                view.copy_(source[region])
 
 
 @contextlib.contextmanager
@@ -81,11 +80,11 @@ def _reader(path: Path) -> Iterator[Callable[[str], Any]]:
 
 def checkpoint_layout(hf_config: Mapping[str, Any]) -> Layout:
     """The checkpoint's own layout: every canonical tensor whole, on one rank."""
-    tensors = architecture(hf_config).tensors
+    canonical = architecture(hf_config).canonical
     pieces = [
-        Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, shape in tensors.items()
+        Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, shape in canonical.items()
     ]
-    return Layout(tensors, tensors, tuple(pieces))
+    return Layout(canonical, canonical, tuple(pieces))
 
 
 @torch.no_grad()
@@ -133,21 +132,47 @@ def _gather(
 ) -> Iterator[tuple[str, Tensor]]:
     """Canonical tensors one after another, whole, on rank 0; on the other ranks nothing, but they must iterate."""
     dtype = next(iter(parameters.values())).dtype
-    for name, pieces in itertools.groupby(needs(sources, [checkpoint]), key=lambda need: need.receive.tensor):
-        tensor = torch.empty(checkpoint.tensors[name], dtype=dtype) if rank == 0 else None
-        for need in pieces:
-            holder, held = min(need.holders.items())
-            if rank == holder:
-                part = held.view(parameters[held.parameter]).to("cpu")
-                if rank:
-                    dist.send(part.contiguous(), 0, group=group)
-            elif tensor is not None:
-                part = torch.empty(need.receive.box.shape, dtype=dtype)
-                dist.recv(part, holder, group=group)
+    for pattern, wanted in itertools.groupby(needs(sources, [checkpoint]), key=lambda need: need.receive.tensor):
+        wanted = list(wanted)
+        for name, box in _each(pattern, checkpoint.canonical[pattern]):
+            tensor = torch.empty(box.shape, dtype=dtype) if rank == 0 else None
+            for need in wanted:
+                if region := need.receive.box.intersection(box):
+                    _bring(parameters, need.narrow(region), box, tensor, rank, group)
             if tensor is not None:
-                need.receive.view(tensor).copy_(part)
-        if tensor is not None:
-            yield name, tensor
+                yield name, tensor.view(box.shape[numbers(pattern) :])
+
+
+def _each(pattern: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Box]]:
+    """Name and box of each tensor of a pattern."""
+    named = numbers(pattern)
+    for number in itertools.product(*map(range, shape[:named])):
+        start, stop = (*number, *(0 for _ in shape[named:])), (*(n + 1 for n in number), *shape[named:])
+        yield pattern.format(*number), Box(start, stop)
+
+
+def _bring(
+    parameters: Mapping[str, Tensor],
+    need: Need,
+    box: Box,
+    tensor: Tensor | None,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """The need's box from its first holder into rank 0's `tensor`, which is the canonical `box`."""
+    holder, held = min(need.holders.items())
+    if rank == holder:
+        (part,) = held.narrow(need.receive.box).views(parameters)
+        part = part.to("cpu").contiguous()
+        if rank:
+            dist.send(part, 0, group=group)
+    elif tensor is not None:
+        part = torch.empty(need.receive.box.shape, dtype=tensor.dtype)
+        dist.recv(part, holder, group=group)
+    if tensor is not None:
+        region = tuple(slice(a - base, b - base) for a, b, base in
+                       zip(need.receive.box.start, need.receive.box.stop, box.start, strict=True))  # fmt: skip
+        tensor[region].copy_(part.view(need.receive.box.shape))
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:

@@ -1,19 +1,22 @@
 """Boxes and layouts: where each rank of a pool holds which part of the model.
 
-Canonical tensors are the Hugging Face checkpoint's, by name and shape. A layout lists, for one rank, the
-shapes of its local parameters and the pieces of canonical tensors that lie in them; what no piece covers
-is padding. Pure Python: no torch, no process group.
+Canonical tensors are the Hugging Face checkpoint's, by name and shape. Names are patterns: a `{}` stands for
+the number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for
+each `{}`, so that layers and experts are cut, intersected and counted like rows and columns. A layout lists,
+for one rank, its local parameters (patterns too) and the pieces of canonical tensors that lie in them; what no
+piece covers is padding. Pure Python: no torch, no process group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
-STACKED = -1
-"""In Piece.axes: a local axis of extent 1 that the canonical tensor does not have (an expert's place in a stack)."""
+Shape = tuple[int, ...]
 
 
 class LayoutError(ValueError):
@@ -24,11 +27,11 @@ class LayoutError(ValueError):
 class Box:
     """A rectangular region: axis k spans start[k] to stop[k], stop excluded."""
 
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
+    start: Shape
+    stop: Shape
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
@@ -37,7 +40,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     def intersection(self, other: Box) -> Box | None:
         """The common region, or None where there is none."""
@@ -51,55 +54,91 @@ def whole(shape: Iterable[int]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+def numbers(pattern: str) -> int:
+    """How many leading axes of a pattern's box are numbers in its names."""
+    return pattern.count("{}")
+
+
+def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Pattern → shape with the numbers' axes, as name → shape of one tensor."""
+    return {
+        pattern.format(*number): shape[numbers(pattern) :]
+        for pattern, shape in shapes.items()
+        for number in product(*map(range, shape[: numbers(pattern)]))
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`box` of the canonical `tensor` lies in `local` of the rank's `parameter`.
+    """`box` of the canonical pattern `tensor` lies in `local` of the rank's pattern `parameter`.
 
-    Local axis k runs along canonical axis axes[k], so transposed and stacked weights are pieces as well.
+    Local axis k runs along canonical axis axes[k], so transposed weights are pieces as well. The numbers of
+    `parameter` are those of `tensor`, or fewer: an expert may be a number there and an index here.
     """
 
     parameter: str
     local: Box
     tensor: str
     box: Box
-    axes: tuple[int, ...]
+    axes: Shape
 
     def narrow(self, box: Box) -> Piece:
         """The part of this piece that lies in the canonical `box`, which must be inside it."""
-        start, stop = list(self.local.start), list(self.local.stop)
-        for axis, canonical in enumerate(self.axes):
-            if canonical != STACKED:
-                start[axis] += box.start[canonical] - self.box.start[canonical]
-                stop[axis] = start[axis] + box.shape[canonical]
-        return Piece(self.parameter, Box(tuple(start), tuple(stop)), self.tensor, box, self.axes)
+        offset = [local - self.box.start[axis] for local, axis in zip(self.local.start, self.axes, strict=True)]
+        start = tuple(box.start[axis] + by for axis, by in zip(self.axes, offset, strict=True))
+        stop = tuple(box.stop[axis] + by for axis, by in zip(self.axes, offset, strict=True))
+        return Piece(self.parameter, Box(start, stop), self.tensor, box, self.axes)
 
-    def view(self, parameter: Any) -> Any:
-        """The piece inside its local parameter (a torch tensor), without a copy, axes in canonical order."""
-        held = [axis for axis in self.axes if axis != STACKED]
-        index = tuple(
-            where.start if axis == STACKED else where for axis, where in zip(self.axes, self.local.slices, strict=True)
-        )
-        return parameter[index].permute([held.index(axis) for axis in range(len(held))])
+    def views(self, parameters: Mapping[str, Any]) -> Iterator[Any]:
+        """The piece inside its local parameters (torch tensors by name), without copies.
+
+        One view a parameter, their axes in canonical order; one after another they are the box in its order.
+        """
+        named = numbers(self.parameter)
+        inner, region = self.axes[named:], self.local.slices[named:]
+        order = [inner.index(axis) for axis in sorted(inner)]
+        for number in product(*map(range, self.local.start[:named], self.local.stop[:named])):
+            yield parameters[self.parameter.format(*number)][region].permute(order)
+
+    def tensors(self, parameters: Mapping[str, Any]) -> Iterator[tuple[str, tuple[slice, ...], Any]]:
+        """(canonical name, region of that tensor, view of it in the local parameters), for each tensor of the piece."""
+        named = numbers(self.tensor)
+        start, stop = self.box.start[named:], self.box.stop[named:]
+        region = self.box.slices[named:]
+        for number in product(*map(range, self.box.start[:named], self.box.stop[:named])):
+            part = self.narrow(Box((*number, *start), (*(n + 1 for n in number), *stop)))
+            (view,) = part.views(parameters)
+            yield self.tensor.format(*number), region, view[(0,) * (view.dim() - len(region))]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank holds."""
+    """What one rank holds. Shapes are of patterns, the axes of their numbers first."""
 
-    parameters: dict[str, tuple[int, ...]]
-    """Local parameter → shape."""
-    tensors: dict[str, tuple[int, ...]]
-    """Canonical tensor of which this rank holds a part → its whole shape."""
+    held: dict[str, Shape]
+    """Local parameters; their numbers count from 0."""
+    canonical: dict[str, Shape]
+    """Canonical tensors of which this rank holds a part: their whole shapes."""
     pieces: tuple[Piece, ...]
     """In the order of the model."""
+
+    @cached_property
+    def parameters(self) -> dict[str, Shape]:
+        """Name of each local parameter → its shape."""
+        return expand(self.held)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements that the pieces cover, padding not counted."""
+        return sum(piece.box.size for piece in self.pieces)
 
     @property
     def padded(self) -> set[str]:
         """Parameters that hold more than their pieces: padding, always zero."""
-        covered = dict.fromkeys(self.parameters, 0)
+        covered = dict.fromkeys(self.held, 0)
         for piece in self.pieces:
             covered[piece.parameter] += piece.box.size
-        return {name for name, shape in self.parameters.items() if covered[name] < prod(shape)}
+        return set(expand({pattern: shape for pattern, shape in self.held.items() if covered[pattern] < prod(shape)}))
 
     def check(self, shapes: Mapping[str, Iterable[int]], holder: str) -> None:
         """Raises LayoutError unless `shapes` (name → shape) are exactly this layout's parameters."""

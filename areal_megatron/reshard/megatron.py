@@ -1,6 +1,8 @@
-"""The trainer's layout: how megatron-core's GPTModel holds a model, by tensor and pipeline parallel rank.
+"""The trainer's layout: how megatron-core's GPTModel holds a model, by rank.
 
-Names are those of GPTModel.named_parameters(): decoder layers counted from 0 on each pipeline stage.
+Names are those of GPTModel.named_parameters(): decoder layers counted from 0 on each pipeline stage. With
+virtual stages a rank holds several models; the names of the k-th begin with `model<k>.`, as in Megatron's own
+checkpoints.
 """
 
 from __future__ import annotations
@@ -11,102 +13,159 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from areal_megatron.config import ConfigError, Trainer
-from areal_megatron.reshard.architectures import Architecture, architecture, layer_prefix
-from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Dimensions
+from areal_megatron.reshard.architectures import Architecture, architecture
+from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Dimensions, Row
 from areal_megatron.reshard.layout import Layout, Rows, window
-from areal_megatron.reshard.shard import ShardBuilder
+from areal_megatron.reshard.shard import Share, ShardBuilder
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in each dimension of parallelism."""
+    """A rank's place in each dimension of parallelism; of the experts in etp, ep and edp (their dp)."""
 
     tp: int
     cp: int
     dp: int
     pp: int
+    etp: int
+    ep: int
+    edp: int
 
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """Parallel sizes of the trainer pool. Ranks are numbered in megatron-core's default order, tp-cp-ep-dp-pp."""
+    """Parallel sizes of the trainer pool. Ranks are numbered in megatron-core's default order, tp-cp-ep-dp-pp.
+
+    Raises ConfigError if the sizes do not divide each other.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    """Tensor parallelism of the experts; 0: as tp."""
+    vpp: int = 1
+    """Virtual pipeline stages of a rank."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp (Megatron's make_vocab_size_divisible_by)."""
     fused_layernorm: bool = False
     """TransformerEngine's layers, which hold the layer norms inside the linear layers that follow them."""
+    grouped_experts: bool = False
+    """TransformerEngine's experts, all of a rank in one module."""
+
+    def __post_init__(self):
+        if self.tp * self.cp * self.dp % (self.expert_tp * self.ep):
+            raise ConfigError(f"trainer.ep: {self.ep} times etp={self.expert_tp} does not divide the "
+                              f"{self.tp * self.cp * self.dp} ranks of a pipeline stage")  # fmt: skip
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"trainer.vpp: {self.vpp} virtual stages need trainer.pp above 1")
 
     @classmethod
-    def of(cls, trainer: Trainer, fused_layernorm: bool = False) -> MegatronSizes:
+    def of(cls, trainer: Trainer, transformer_engine: bool = False) -> MegatronSizes:
         """The sizes that a run's config asks for."""
-        return cls(tp=trainer.tp, pp=trainer.pp, dp=trainer.dp, fused_layernorm=fused_layernorm)
+        return cls(tp=trainer.tp, pp=trainer.pp, dp=trainer.dp, ep=trainer.ep, etp=trainer.etp, vpp=trainer.vpp,
+                   fused_layernorm=transformer_engine, grouped_experts=transformer_engine)  # fmt: skip
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
 
     @property
     def ranks(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
-        return Coordinates(tp, cp, dp, pp)
+        pp, at = divmod(rank, self.tp * self.cp * self.dp)
+        rest, tp = divmod(at, self.tp)
+        dp, cp = divmod(rest, self.cp)
+        rest, etp = divmod(at, self.expert_tp)
+        edp, ep = divmod(rest, self.ep)
+        return Coordinates(tp, cp, dp, pp, etp, ep, edp)
 
     def padded_vocabulary(self, vocabulary: int) -> int:
         """The vocab_size to build GPTModel with."""
         multiple = self.vocabulary_multiple * self.tp
         return -(-vocabulary // multiple) * multiple
 
-    def stage_layers(self, layers: int, stage: int) -> range:
-        """The decoder layers of a pipeline stage, counted over the model. Raises ConfigError if uneven."""
-        if layers % self.pp:
-            raise ConfigError(f"trainer.pp: {self.pp} does not divide num_hidden_layers={layers} of the model")
-        return range(stage * layers // self.pp, (stage + 1) * layers // self.pp)
+    def stage_sizes(self, layers: int) -> list[int]:
+        """Decoder layers of each pipeline stage: equal, or less on the first and last, which have more to do.
 
+        Raises ConfigError where Megatron has no such division: only the first and the last stage may differ.
+        """
+        pp, unit = self.pp, self.vpp
+        if layers % (pp * unit) == 0:
+            return [layers // pp] * pp
+        even = layers // pp // unit * unit
+        for middle in (even + unit, even):
+            rest = layers - middle * (pp - 2)
+            last = rest // 2 // unit * unit
+            if pp > 1 and last > 0 and (rest - last) % unit == 0:
+                return [rest - last, *[middle] * (pp - 2), last]
+        raise ConfigError(f"trainer.pp: num_hidden_layers={layers} of the model cannot be divided over {pp} stages"
+                          + (f" of {unit} virtual ones (trainer.vpp)" if unit > 1 else ""))  # fmt: skip
 
-_FUSED_LAYERNORM = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
+    def chunk_layers(self, layers: int, stage: int) -> list[range]:
+        """The decoder layers of each model of a pipeline stage, counted over the whole model."""
+        sizes = [size // self.vpp for size in self.stage_sizes(layers)]
+        before = sum(sizes[:stage])
+        starts = (chunk * sum(sizes) + before for chunk in range(self.vpp))
+        return [range(start, start + sizes[stage]) for start in starts]
 
 
 def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int) -> Layout:
     """What trainer rank `rank` holds. Raises ConfigError where the sizes do not fit the model."""
-    at = sizes.coordinates(rank)
-    return stage_layout(architecture(hf_config), sizes, at.tp, at.pp)
+    return _layout(architecture(hf_config), sizes, sizes.coordinates(rank))
 
 
 def layouts(hf_config: Mapping[str, Any], sizes: MegatronSizes) -> list[Layout]:
     """One per trainer rank; ranks that hold the same share one object."""
     model = architecture(hf_config)
-    held = cache(lambda tp, pp: stage_layout(model, sizes, tp, pp))
-    return [held(at.tp, at.pp) for at in map(sizes.coordinates, range(sizes.ranks))]
+    held = cache(lambda at: _layout(model, sizes, at))
+    return [held(at._replace(cp=0, dp=0, edp=0)) for at in map(sizes.coordinates, range(sizes.ranks))]
 
 
-def stage_layout(model: Architecture, sizes: MegatronSizes, tp: int, stage: int) -> Layout:
-    """What tensor-parallel rank `tp` of pipeline stage `stage` holds."""
+def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layout:
     dimensions = model.dimensions
-    shard = ShardBuilder(dimensions, sizes.tp, tp, vocabulary=sizes.padded_vocabulary(dimensions.vocabulary),
-                         fuse_heads=_interleaved_heads, key="trainer.tp")  # fmt: skip
-    first, last = stage == 0, stage == sizes.pp - 1
-    if first:
-        shard.add(EMBEDDING, EMBEDDING.megatron)
-    for number, layer in enumerate(sizes.stage_layers(dimensions.layers, stage)):
+    if dimensions.experts % sizes.ep:
+        raise ConfigError(f"trainer.ep: {sizes.ep} does not divide num_experts={dimensions.experts} of the model")
+    shard = ShardBuilder(
+        dimensions,
+        tensor=Share(at.tp, sizes.tp, "trainer.tp"),
+        expert_tensor=Share(at.etp, sizes.expert_tp, "trainer.etp"),
+        experts=range(at.ep * dimensions.experts // sizes.ep, (at.ep + 1) * dimensions.experts // sizes.ep),
+        vocabulary=sizes.padded_vocabulary(dimensions.vocabulary),
+        fuse_heads=_interleaved_heads,
+    )
+    chunks = sizes.chunk_layers(dimensions.layers, at.pp)
+    for number, layers in enumerate(chunks):
+        prefix = f"model{number}." if sizes.vpp > 1 else ""
+        first, last = at.pp == 0 and number == 0, at.pp == sizes.pp - 1 and number == sizes.vpp - 1
+        if first:
+            shard.add(EMBEDDING, prefix + EMBEDDING.megatron)
         for row in model.family.layer:
-            name = _FUSED_LAYERNORM.get(row.megatron, row.megatron) if sizes.fused_layernorm else row.megatron
-            shard.add(row, f"decoder.layers.{number}.{name}", layer_prefix(layer))
-    if last:
-        shard.add(FINAL_NORM, FINAL_NORM.megatron)
-        if not model.tied:
-            shard.add(HEAD, HEAD.megatron)
-        elif not first:
-            shard.add(TIED_HEAD, HEAD.megatron)
+            shard.add(row, prefix + "decoder.layers.{}." + _name(row, model, sizes), layers)
+        if last:
+            shard.add(FINAL_NORM, prefix + FINAL_NORM.megatron)
+            if not model.tied:
+                shard.add(HEAD, prefix + HEAD.megatron)
+            elif not first:
+                shard.add(TIED_HEAD, prefix + HEAD.megatron)
     return shard.build()
 
 
-def _interleaved_heads(dimensions: Dimensions, tp: int, rank: int, names: tuple[str, str, str]) -> list[Rows]:
+def _name(row: Row, model: Architecture, sizes: MegatronSizes) -> str:
+    """Of a layer's parameter: which modules are fused decides it."""
+    if sizes.grouped_experts and row.grouped:
+        return row.grouped
+    if sizes.fused_layernorm and row.megatron == "input_layernorm.weight":
+        return "self_attention.linear_qkv.layer_norm_weight"
+    if sizes.fused_layernorm and row.megatron == "pre_mlp_layernorm.weight" and not model.family.has_experts:
+        return "mlp.linear_fc1.layer_norm_weight"
+    return row.megatron
+
+
+def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
     """Query group by query group: its query heads, its key head, its value head; cut evenly over tp."""
     query, key, value = names
     d, per_group = dimensions.head_dim, dimensions.query // dimensions.kv_heads
@@ -117,5 +176,4 @@ def _interleaved_heads(dimensions: Dimensions, tp: int, rank: int, names: tuple[
             Rows(key, group * d, (group + 1) * d),
             Rows(value, group * d, (group + 1) * d),
         ]
-    height = dimensions.query + 2 * dimensions.key_value
-    return list(window(stack, rank * height // tp, (rank + 1) * height // tp))
+    return list(window(stack, *share.of(dimensions.query + 2 * dimensions.key_value)))

@@ -5,7 +5,9 @@ rank tells another what it is about to send. Pure Python: no torch, no process g
 
 1. `needs`: each destination box, cut where the sources' boxes end; with it, every source that holds it.
 2. `assign`: one source for each, so that all senders carry about the same load.
-3. `link_plan`: the transfers of a pair (source, destination) one after another, in buckets.
+3. `Plan`: the transfers of one engine; a rank asks for its own, in buckets.
+
+Boxes span layers and experts, so their number hardly grows with the model; only a rank's own buckets are made.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ class Need:
     destination: int
     receive: Piece
     holders: Mapping[int, Piece]
+    """In the whole box from which this one is cut."""
+
+    def narrow(self, box: Box) -> Need:
+        return Need(self.destination, self.receive.narrow(box), self.holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,9 @@ class Transfer:
     destination: int
     receive: Piece
 
+    def narrow(self, box: Box) -> Transfer:
+        return Transfer(self.source, self.send.narrow(box), self.destination, self.receive.narrow(box))
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -56,58 +65,74 @@ class Bucket:
     destination: int
     number: int
     """Of this pair, from 0."""
-    offset: int
-    """Where the message lies in the destination's staging, in elements."""
     transfers: tuple[Transfer, ...]
-
-    @property
-    def elements(self) -> int:
-        return sum(transfer.send.box.size for transfer in self.transfers)
+    elements: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All messages of one update of one engine, in the order in which every rank handles its own."""
+    """One update of one engine: every box with its source, in the order of the model."""
 
-    buckets: tuple[Bucket, ...]
+    transfers: tuple[Transfer, ...]
+    sources: int
+    destinations: int
+    bucket_elements: int
 
     def sent_by(self, source: int) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.source == source]
+        return self._buckets(transfer for transfer in self.transfers if transfer.source == source)
 
     def received_by(self, destination: int) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.destination == destination]
+        return self._buckets(transfer for transfer in self.transfers if transfer.destination == destination)
 
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks if and only if they expect the same messages."""
-        text = [
-            (b.source, b.destination, b.offset, [(t.send.tensor, t.send.box, t.receive.local) for t in b.transfers])
-            for b in self.buckets
+        text = [(t.source, t.destination, t.receive.tensor, t.receive.box, t.receive.parameter, t.receive.local)
+                for t in self.transfers]  # fmt: skip
+        return hashlib.sha256(repr((self.bucket_elements, text)).encode()).hexdigest()
+
+    def _buckets(self, own: Iterable[Transfer]) -> list[Bucket]:
+        of_pair: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for transfer in own:
+            of_pair[transfer.source, transfer.destination].append(transfer)
+        buckets = [
+            Bucket(*pair, number, tuple(group), sum(transfer.send.box.size for transfer in group))
+            for pair, transfers in of_pair.items()
+            for number, group in enumerate(_fill(transfers, self.bucket_elements))
         ]
-        return hashlib.sha256(repr(text).encode()).hexdigest()
+        # One order for all ranks: nobody waits in a circle; senders start with different receivers.
+        turns = max(self.sources, self.destinations)
+        return sorted(buckets, key=lambda b: (b.number, (b.destination - b.source) % turns, b.source))
 
 
-def link_plan(
-    hf_config: Mapping[str, Any],
-    sizes: megatron.MegatronSizes,
-    engine_tp: int,
-    engine: int,
-    bucket_elements: int = BUCKET_ELEMENTS,
-) -> Plan:
-    """From all trainer ranks to the engine_tp ranks of engine number `engine`.
+class Planner:
+    """Plans of all engines of one shape; they differ only in who sends what.
 
     Raises ConfigError where the sizes do not fit the model.
     """
-    sources = megatron.layouts(hf_config, sizes)
-    destinations = [vllm.layout(hf_config, engine_tp, rank) for rank in range(engine_tp)]
-    total = sum(piece.box.size for layout in destinations for piece in layout.pieces)
-    cut = max(total // (len(sources) * _SHARES), _SMALLEST_CUT)
-    wanted = [
-        part
-        for need in needs(sources, destinations)
-        for part in _chop(need, min(bucket_elements, cut) if len(need.holders) > 1 else bucket_elements)
-    ]
-    return Plan(tuple(_buckets(assign(wanted, len(sources), engine), bucket_elements, len(sources), engine_tp)))
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        trainers: megatron.MegatronSizes,
+        engine: vllm.EngineSizes,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ):
+        self.sources = megatron.layouts(hf_config, trainers)
+        self.destinations = [vllm.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
+        self._bucket_elements = bucket_elements
+        total = sum(layout.size for layout in self.destinations)
+        cut = max(total // (len(self.sources) * _SHARES), _SMALLEST_CUT)
+        self._wanted = [
+            need.narrow(box)
+            for need in needs(self.sources, self.destinations)
+            for box in _cut(need.receive.box, cut if len(need.holders) > 1 else total)
+        ]
+
+    def plan(self, engine: int) -> Plan:
+        """From all trainer ranks to the ranks of engine number `engine`."""
+        transfers = assign(self._wanted, len(self.sources), engine)
+        return Plan(tuple(transfers), len(self.sources), len(self.destinations), self._bucket_elements)
 
 
 def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Need]:
@@ -121,9 +146,8 @@ def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Nee
         for piece in layout.pieces:
             for box, holders in held.get(piece.tensor, {}).items():
                 if common := box.intersection(piece.box):
-                    narrowed = {source: part.narrow(common) for source, part in holders.items()}
-                    result.append(Need(rank, piece.narrow(common), narrowed))
-    wanted = sum(piece.box.size for layout in destinations for piece in layout.pieces)
+                    result.append(Need(rank, piece.narrow(common), holders))
+    wanted = sum(layout.size for layout in destinations)
     found = sum(need.receive.box.size for need in result)
     if found != wanted:
         raise LayoutError(f"the sources hold {found} of the {wanted} elements that the destinations need")
@@ -142,7 +166,7 @@ def assign(wanted: Sequence[Need], sources: int, engine: int) -> list[Transfer]:
         chosen[i] = min(wanted[i].holders, key=lambda source: (load[source], (source + engine) % sources))
         load[chosen[i]] += wanted[i].receive.box.size
     return [
-        Transfer(source, need.holders[source], need.destination, need.receive)
+        Transfer(source, need.holders[source].narrow(need.receive.box), need.destination, need.receive)
         for source, need in zip(chosen, wanted, strict=True)
     ]
 
@@ -152,7 +176,7 @@ def _holdings(sources: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]
     held: dict[str, dict[Box, dict[int, Piece]]] = defaultdict(lambda: defaultdict(dict))
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, layout in enumerate(sources):
-        shapes |= layout.tensors
+        shapes |= layout.canonical
         for piece in layout.pieces:
             held[piece.tensor][piece.box].setdefault(rank, piece)
     for tensor, boxes in held.items():
@@ -163,14 +187,8 @@ def _holdings(sources: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]
     return held
 
 
-def _chop(need: Need, elements: int) -> Iterator[Need]:
-    """The need in parts of at most `elements`, cut along its first axes."""
-    for box in _cut(need.receive.box, elements):
-        holders = {source: piece.narrow(box) for source, piece in need.holders.items()}
-        yield Need(need.destination, need.receive.narrow(box), holders)
-
-
 def _cut(box: Box, elements: int, axis: int = 0) -> Iterator[Box]:
+    """The box in parts of at most `elements`, cut along its first axes."""
     if box.size <= elements:
         yield box
         return
@@ -185,29 +203,15 @@ def _cut(box: Box, elements: int, axis: int = 0) -> Iterator[Box]:
         yield from _cut(part, elements, axis + 1)
 
 
-def _buckets(transfers: Iterable[Transfer], elements: int, sources: int, destinations: int) -> list[Bucket]:
-    of_pair: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        of_pair[transfer.source, transfer.destination].append(transfer)
-    filled = [0] * destinations
-    result = []
-    for (source, destination), own in sorted(of_pair.items()):
-        for number, group in enumerate(_fill(own, elements)):
-            bucket = Bucket(source, destination, number, filled[destination], tuple(group))
-            filled[destination] += bucket.elements
-            result.append(bucket)
-    # One order for all ranks: nobody waits in a circle; senders start with different receivers.
-    return sorted(result, key=lambda b: (b.number, (b.destination - b.source) % max(sources, destinations), b.source))
-
-
 def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfer]]:
     group: list[Transfer] = []
     size = 0
     for transfer in transfers:
-        if group and size + transfer.send.box.size > elements:
-            yield group
-            group, size = [], 0
-        group.append(transfer)
-        size += transfer.send.box.size
+        for box in _cut(transfer.receive.box, elements):
+            if group and size + box.size > elements:
+                yield group
+                group, size = [], 0
+            group.append(transfer.narrow(box))
+            size += box.size
     if group:
         yield group

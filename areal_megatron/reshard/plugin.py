@@ -1,4 +1,4 @@
-"""vLLM's general plugin: registers the weight transfer backend "areal" in every process of an engine.
+"""vLLM's general plugin: registers the weight transfer backends "areal" and "areal-streamed" in every process of an engine.
 
 Every vLLM process of an environment with this package loads it, so it imports nothing heavy at module level.
 """
@@ -13,6 +13,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     WeightTransferEngineFactory.register_engine("areal", "areal_megatron.reshard.receive", "Receiver")
+    WeightTransferEngineFactory.register_engine("areal-streamed", "areal_megatron.reshard.receive", "StreamedReceiver")
     if current_platform.is_cpu():
         _keep_linear_weights()
 

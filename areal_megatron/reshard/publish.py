@@ -13,8 +13,9 @@ from torch import Tensor
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import megatron
 from areal_megatron.reshard.megatron import MegatronSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, link_plan
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, bind, pack
+from areal_megatron.reshard.vllm import EngineSizes
 
 OnDelivered = Callable[[int, int, int, float, int, str], None]
 """(engine, epoch, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
@@ -24,8 +25,8 @@ class Publisher:
     """Sends the live parameters of one trainer rank; every trainer rank has one and calls it alike.
 
     `parameters` returns this rank's settled parameters by Megatron's names; their storage is read in place,
-    so no step may change them between `publish` and the return of `wait_until_read`. `engine_tp` ranks in
-    each of `engines` engines hold `dtype`. `on_delivered` is called on global rank 0 alone, once for each
+    so no step may change them between `publish` and the return of `wait_until_read`. Each of `engines` engines
+    has the sizes `engine` and holds `dtype`. `on_delivered` is called on global rank 0 alone, once for each
     version and link. Raises ConfigError or LayoutError at once where model, sizes and parameters disagree.
     """
 
@@ -36,7 +37,7 @@ class Publisher:
         hf_config: Mapping[str, Any],
         sizes: MegatronSizes,
         rank: int,
-        engine_tp: int,
+        engine: EngineSizes,
         engines: int,
         dtype: str,
         store_host: str,
@@ -48,11 +49,12 @@ class Publisher:
     ):
         held = parameters()
         megatron.layout(hf_config, sizes, rank).check({n: p.shape for n, p in held.items()}, f"trainer rank {rank}")
-        self.parameters, self.rank, self.trainers, self.engine_tp = parameters, rank, sizes.ranks, engine_tp
+        self.parameters, self.rank, self.trainers, self.engine_ranks = parameters, rank, sizes.ranks, engine.ranks
         self.dtype, self.device = getattr(torch, dtype), next(iter(held.values())).device
         self.store, self.timeout_s, self.timeline = f"{store_host}:{store_port}", timeout_s, timeline
         self.on_delivered = on_delivered if rank == 0 else None
-        self._plans = [link_plan(hf_config, sizes, engine_tp, engine, bucket_elements) for engine in range(engines)]
+        planner = Planner(hf_config, sizes, engine, bucket_elements)
+        self._plans = [planner.plan(number) for number in range(engines)]
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Update] = []
 
@@ -110,7 +112,7 @@ class Outlet:
             raise LinkError(f"engine {self.engine} needs a new epoch after {self.epoch}, which failed: {self._broken}")
         if self._link is None:
             self._link = Link(engine=self.engine, epoch=self.epoch, rank=p.rank, trainers=p.trainers,
-                              engine_tp=p.engine_tp, store=p.store, device=p.device, timeout_s=p.timeout_s)  # fmt: skip
+                              engine_ranks=p.engine_ranks, store=p.store, device=p.device, timeout_s=p.timeout_s)  # fmt: skip
         return self._link
 
     def break_link(self, update: int, reason: str) -> str:
@@ -191,7 +193,7 @@ class Update:
         outlet, publisher, n, link = self.outlet, self.outlet.publisher, self._number, self.outlet.link()
         if not outlet.buckets:
             return
-        ready = {f"ready/{n}/{r}": f"engine rank {r} to start update {n}" for r in range(publisher.engine_tp)}
+        ready = {f"ready/{n}/{r}": f"engine rank {r} to start update {n}" for r in range(publisher.engine_ranks)}
         for rank, digest in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
             if digest != outlet.plan.digest:
                 raise LinkError(f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
@@ -227,6 +229,6 @@ class Update:
     def _wait_received(self) -> int:
         """Bytes that the engine received, once all its ranks have them."""
         n, link = self._number, self.outlet.link()
-        tp = self.outlet.publisher.engine_tp
-        keys = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in range(tp)}
+        ranks = range(self.outlet.publisher.engine_ranks)
+        keys = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
         return sum(map(int, link.wait(keys, self.deadline, update=n, stop=lambda: None)))

@@ -24,9 +24,11 @@ from vllm.logger import init_logger
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard.layout import LayoutError
+from areal_megatron.reshard.live import live_parameters
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
 from areal_megatron.reshard.transport import LinkError
+from areal_megatron.reshard.vllm import EngineSizes
 
 log = init_logger("vllm.areal_megatron.receive")
 
@@ -40,6 +42,7 @@ class InitInfo(WeightTransferInitInfo):
     store: str
     hf_config: dict[str, Any]
     sizes: dict[str, Any]
+    engine_sizes: dict[str, Any]
     dtype: str
     timeout_s: float
     bucket_elements: int = BUCKET_ELEMENTS
@@ -58,21 +61,26 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    streamed = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # Here, before vLLM sizes its KV cache, so that the cache leaves room for it.
-        self._staging = reserve(dict(self.model.named_parameters()))
+        self._parameters, self._repack = live_parameters(self.model)
+        self._staging = reserve(self._parameters, self.streamed)
         self._inlet: Inlet | None = None
         self._update: Incoming | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins a new epoch in the background. Raises LayoutError if vLLM's parameters are not the layout's."""
         parallel, problem = self.parallel_config, ""
-        shard = Shard(dict(self.model.named_parameters()), self._staging, parallel.tensor_parallel_size, parallel.rank)
+        tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+        sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
+        rank = parallel.data_parallel_rank * tp + parallel.rank
+        shard = Shard(self._parameters, self._staging, sizes, rank, self.streamed, self._repack)
         try:
-            if parallel.pipeline_parallel_size != 1 or parallel.data_parallel_size != 1:
-                raise LayoutError("an engine with pipeline or data parallelism has no layout yet; use rollout.tp")
+            if parallel.pipeline_parallel_size != 1:
+                raise LayoutError("an engine with pipeline parallelism has no layout; use rollout.tp")
             self._inlet = Inlet(shard, **vars(init_info), log=log.error)
         except (LayoutError, ConfigError) as e:
             problem = str(e)
@@ -112,3 +120,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if first and self.parallel_config.rank == len(problems) - 1:
             raise error(first)
         return bool(first)
+
+
+class StreamedReceiver(Receiver):
+    """The same with streamed staging: generation is paused from before the first message to the commit."""
+
+    streamed = True

@@ -25,6 +25,7 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.vllm import EngineSizes
 
 ABORT_BODY = {"update_info": {"action": "abort"}}
 
@@ -38,6 +39,7 @@ def init_body(*, config: Config, engine: int, epoch: int, store: str, hf_config:
             "store": store,
             "hf_config": dict(hf_config),
             "sizes": asdict(MegatronSizes.of(config.trainer)),
+            "engine_sizes": asdict(EngineSizes.of(config.rollout)),
             "dtype": config.model.dtype,
             "timeout_s": config.machine.timeout_s,
         }

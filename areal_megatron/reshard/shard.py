@@ -1,82 +1,106 @@
-"""Tensor parallelism: what one rank holds of a row of an architecture table.
+"""What one rank holds of a row of an architecture table.
 
-Megatron and vLLM agree in everything but the order in which they fuse query, key and value heads and the
-padding of the vocabulary, so both layouts are built here.
+Megatron and vLLM agree in everything but the order in which they fuse query, key and value heads, the padding
+of the vocabulary, and where the layers and experts of a rank begin; so both layouts are built here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard.architectures.table import Cut, Dimensions, Row
-from areal_megatron.reshard.layout import Box, Layout, Piece, Rows
+from areal_megatron.reshard.layout import Box, Layout, Piece, Rows, Shape
 
-FuseHeads = Callable[[Dimensions, int, int, tuple[str, str, str]], list[Rows]]
-"""(dimensions, tp, rank, names of query, key, value) → the rows that this rank stacks."""
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of `count` equal parts; `key` is the config key that says how many, for errors."""
+
+    index: int
+    count: int
+    key: str
+
+    def of(self, size: int) -> tuple[int, int]:
+        return self.index * size // self.count, (self.index + 1) * size // self.count
+
+    def check(self, what: str, size: int) -> None:
+        if size % self.count:
+            raise ConfigError(f"{self.key}: {self.count} does not divide {what}={size} of the model")
+
+
+FuseHeads = Callable[[Dimensions, Share, tuple[str, str, str]], list[Rows]]
+"""(dimensions, this rank's share, names of query, key, value) → the rows that this rank stacks."""
 
 
 class ShardBuilder:
-    """Collects the parameters of tensor-parallel rank `rank` of `tp`; `key` names tp in errors."""
+    """Collects the parameters of one rank: its `tensor` share of everything, of the experts in `experts` its
+    `expert_tensor` share."""
 
-    def __init__(self, dimensions: Dimensions, tp: int, rank: int, *, vocabulary: int, fuse_heads: FuseHeads, key: str):
-        self.dimensions, self.tp, self.rank, self.fuse_heads = dimensions, tp, rank, fuse_heads
-        self.padded_vocabulary = vocabulary
-        self._parameters: dict[str, tuple[int, ...]] = {}
-        self._tensors: dict[str, tuple[int, ...]] = {}
+    def __init__(self, dimensions: Dimensions, *, tensor: Share, expert_tensor: Share, experts: range,
+                 vocabulary: int, fuse_heads: FuseHeads):  # fmt: skip
+        self.dimensions, self.tensor, self.expert_tensor, self.experts = dimensions, tensor, expert_tensor, experts
+        self.padded_vocabulary, self.fuse_heads = vocabulary, fuse_heads
+        self._held: dict[str, Shape] = {}
+        self._canonical: dict[str, Shape] = {}
         self._pieces: list[Piece] = []
-        for what, size in (
-            ("num_attention_heads", dimensions.heads),
-            ("intermediate_size", dimensions.ffn),
-            ("the padded vocabulary", vocabulary),
-        ):
-            if size % tp:
-                raise ConfigError(f"{key}: {tp} does not divide {what}={size} of the model")
-        if dimensions.kv_heads % tp and tp % dimensions.kv_heads:
-            raise ConfigError(f"{key}: {tp} is neither a divisor nor a multiple of "
+        tensor.check("num_attention_heads", dimensions.heads)
+        tensor.check("the padded vocabulary", vocabulary)
+        if dimensions.experts:
+            expert_tensor.check("moe_intermediate_size", dimensions.expert_ffn)
+        else:
+            tensor.check("intermediate_size", dimensions.ffn)
+        if dimensions.kv_heads % tensor.count and tensor.count % dimensions.kv_heads:
+            raise ConfigError(f"{tensor.key}: {tensor.count} is neither a divisor nor a multiple of "
                               f"num_key_value_heads={dimensions.kv_heads} of the model")  # fmt: skip
 
-    def add(self, row: Row, parameter: str, prefix: str = "") -> None:
-        """Adds `parameter`, which holds this rank's part of the row's tensors (their names under `prefix`)."""
-        shapes = {prefix + name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
-        trailing = next(iter(shapes.values()))[1:]
-        columns = Box((0,) * len(trailing), trailing)
-        height = None
+    def add(self, row: Row, parameter: str, layers: range | None = None) -> None:
+        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors in those layers."""
+        row = row if layers is None else row.of_layers()
+        shapes = {name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
+        leading = [layers] * (layers is not None) + [self.experts] * row.of_experts
+        rows, *trailing = next(iter(shapes.values()))[len(leading) :]
+        columns, height = whole_axes(trailing), None
+        share = self.expert_tensor if row.of_experts else self.tensor
         match row.cut:
             case Cut.WHOLE:
-                stack = [Rows(name, 0, shape[0]) for name, shape in shapes.items()]
+                stack = [Rows(name, 0, rows) for name in shapes]
             case Cut.COLUMNS:
-                stack = [Rows(name, 0, shape[0]) for name, shape in shapes.items()]
-                columns = Box(*(((edge,)) for edge in self._share(trailing[0])))
+                stack = [Rows(name, 0, rows) for name in shapes]
+                columns = [share.of(trailing[0])]
             case Cut.ROWS:
-                stack = [Rows(name, *self._share(shape[0])) for name, shape in shapes.items()]
+                stack = [Rows(name, *share.of(rows)) for name in shapes]
             case Cut.HEADS:
-                stack = self.fuse_heads(self.dimensions, self.tp, self.rank, tuple(shapes))
+                stack = self.fuse_heads(self.dimensions, share, tuple(shapes))
             case Cut.VOCABULARY:
-                start, stop = self._share(self.padded_vocabulary)
+                start, stop = share.of(self.padded_vocabulary)
                 height = stop - start
-                stack = [Rows(name, start, min(stop, shape[0])) for name, shape in shapes.items() if start < shape[0]]
-        self._tensors |= {rows.tensor: shapes[rows.tensor] for rows in stack}
-        self._add(parameter, stack, columns, height)
+                stack = [Rows(name, start, min(stop, rows)) for name in shapes if start < rows]
+        self._canonical |= {rows.tensor: shapes[rows.tensor] for rows in stack}
+        self._add(parameter, [(axis.start, axis.stop) for axis in leading], stack, columns, height)
 
     def build(self) -> Layout:
-        return Layout(self._parameters, self._tensors, tuple(self._pieces))
+        return Layout(self._held, self._canonical, tuple(self._pieces))
 
-    def _share(self, size: int) -> tuple[int, int]:
-        return self.rank * size // self.tp, (self.rank + 1) * size // self.tp
-
-    def _add(self, parameter: str, stack: list[Rows], columns: Box, height: int | None) -> None:
+    def _add(self, parameter: str, leading: list, stack: list[Rows], columns: list, height: int | None) -> None:
         top = 0
+        counts, widths = ([stop - start for start, stop in axes] for axes in (leading, columns))
         for rows in stack:
             bottom = top + rows.stop - rows.start
+            region = [*leading, (rows.start, rows.stop), *columns]
             self._pieces.append(
                 Piece(
                     parameter,
-                    local=Box((top, *(0 for _ in columns.shape)), (bottom, *columns.shape)),
+                    local=Box((*(0 for _ in counts), top, *(0 for _ in widths)), (*counts, bottom, *widths)),
                     tensor=rows.tensor,
-                    box=Box((rows.start, *columns.start), (rows.stop, *columns.stop)),
-                    axes=tuple(range(1 + len(columns.shape))),
+                    box=Box(tuple(start for start, _ in region), tuple(stop for _, stop in region)),
+                    axes=tuple(range(len(region))),
                 )
             )
             top = bottom
-        self._parameters[parameter] = (top if height is None else height, *columns.shape)
+        self._held[parameter] = (*counts, top if height is None else height, *widths)
+
+
+def whole_axes(shape: list[int]) -> list[tuple[int, int]]:
+    return [(0, size) for size in shape]

@@ -1,14 +1,19 @@
 """An engine rank's end of a link: receives updates into staging, in the background, and commits them.
 
-Staging is a second copy of the rank's shard, reserved once. Messages land in it at the places that the plan
-says; the commit copies them from there into the live parameters. Imports no vllm.
+Staging is reserved once and has one of two sizes. `full`: a second copy of the rank's shard; messages land in
+it while the engine generates, the commit copies them into the live parameters, and an update that fails leaves
+those whole. `streamed`: room for one layer; the engine is paused, and messages are copied into the live
+parameters as they come, so an update that fails leaves a mixture of versions. Imports no vllm.
 """
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,23 +21,35 @@ from torch import Tensor
 from areal_megatron.reshard import vllm
 from areal_megatron.reshard.layout import LayoutError
 from areal_megatron.reshard.megatron import MegatronSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, link_plan
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, bind, unpack
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
+from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, unpack
+from areal_megatron.reshard.vllm import EngineSizes
 
 
-class Shard(NamedTuple):
-    """The live parameters of engine rank `rank` of `tp`, by vLLM's names, and their staging."""
+@dataclass(frozen=True)
+class Shard:
+    """What engine rank `rank` holds, and room for what it receives."""
 
     parameters: Mapping[str, Tensor]
+    """The live parameters by vLLM's names."""
     staging: Tensor
-    tp: int
+    sizes: EngineSizes
     rank: int
+    streamed: bool = False
+    repack: Callable[[], None] = lambda: None
+    """Brings what vLLM has derived from the parameters up to date."""
 
 
-def reserve(parameters: Mapping[str, Tensor]) -> Tensor:
+def reserve(parameters: Mapping[str, Tensor], streamed: bool = False) -> Tensor:
     """Staging for these parameters: flat, of their dtype, on their device."""
     some = next(iter(parameters.values()))
-    return torch.empty(sum(p.numel() for p in parameters.values()), dtype=some.dtype, device=some.device)
+    size = sum(parameter.numel() for parameter in parameters.values())
+    if streamed:
+        layers: dict[str, int] = defaultdict(int)
+        for name, parameter in parameters.items():
+            layers[re.sub(r"(layers\.\d+\.).*", r"\1", name)] += parameter.numel()
+        size = min(size, max(*layers.values(), 2 * BUCKET_ELEMENTS))
+    return torch.empty(size, dtype=some.dtype, device=some.device)
 
 
 class Inlet:
@@ -50,6 +67,7 @@ class Inlet:
         store: str,
         hf_config: Mapping[str, Any],
         sizes: Mapping[str, Any],
+        engine_sizes: Mapping[str, Any],
         dtype: str,
         timeout_s: float,
         bucket_elements: int = BUCKET_ELEMENTS,
@@ -61,17 +79,22 @@ class Inlet:
         self.broken = ""
         self.link: Link | None = None
         self.buckets: list[Bucket] = []
+        self.places: list[Tensor] = []
+        """Where the message of each bucket lands."""
         self.copies: list[Copies] = []
+        """From there into the live parameters."""
+        self.slots = 0
+        """Messages that have a place at the same time."""
         self.digest = ""
-        _check(shard, hf_config, getattr(torch, dtype), self.name)
-        trainers = MegatronSizes(**sizes)
+        trainers, engine_sizes = MegatronSizes(**sizes), EngineSizes(**engine_sizes)
+        _check(shard, hf_config, engine_sizes, getattr(torch, dtype), self.name)
 
         def join() -> None:
             try:
                 self.link = Link(engine=engine, epoch=epoch, rank=trainers.ranks + shard.rank, trainers=trainers.ranks,
-                                 engine_tp=shard.tp, store=store, device=shard.staging.device,
+                                 engine_ranks=engine_sizes.ranks, store=store, device=shard.staging.device,
                                  timeout_s=timeout_s)  # fmt: skip
-                self._index(link_plan(hf_config, trainers, shard.tp, engine, bucket_elements))
+                self._index(Planner(hf_config, trainers, engine_sizes, bucket_elements).plan(engine))
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
@@ -94,16 +117,23 @@ class Inlet:
         if link is not None:
             link.say_failed(update, reason)
 
-    def place(self, bucket: Bucket) -> Tensor:
-        return self.shard.staging[bucket.offset : bucket.offset + bucket.elements]
-
     def _index(self, plan: Plan) -> None:
+        """Plans where each message lands: one after another in `full` staging, in turns in `streamed` staging."""
         self.digest = plan.digest
         self.buckets = plan.received_by(self.shard.rank)
-        self.copies = [
-            bind((transfer.receive for transfer in bucket.transfers), self.shard.parameters, self.place(bucket))
-            for bucket in self.buckets
-        ]
+        largest = max((bucket.elements for bucket in self.buckets), default=1)
+        self.slots = self.shard.staging.numel() // largest if self.shard.streamed else len(self.buckets)
+        if self.buckets and not self.slots:
+            raise LayoutError(f"{self.name}: staging of {self.shard.staging.numel()} elements has no room for a "
+                              f"message of {largest}")  # fmt: skip
+        offset = 0
+        for number, bucket in enumerate(self.buckets):
+            if self.shard.streamed:
+                offset = number % self.slots * largest
+            self.places.append(self.shard.staging[offset : offset + bucket.elements])
+            offset += bucket.elements
+            received = (transfer.receive for transfer in bucket.transfers)
+            self.copies.append(bind(received, self.shard.parameters, self.places[-1]))
 
 
 class Incoming:
@@ -133,8 +163,11 @@ class Incoming:
 
     def commit(self) -> None:
         """Staging → live parameters; only where there is no problem."""
-        for copies in self._inlet.copies:
-            unpack(copies)
+        shard = self._inlet.shard
+        if not shard.streamed:
+            for copies in self._inlet.copies:
+                unpack(copies)
+        shard.repack()
 
     def _run(self, before: threading.Thread | None) -> None:
         inlet = self._inlet
@@ -160,19 +193,31 @@ class Incoming:
         begun = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
         link.wait(begun, self._deadline, update=n, stop=self._stop)
         with link.stream():
-            messages = [link.receive(inlet.place(bucket), bucket.source, bucket) for bucket in inlet.buckets]
-            for message in messages:
-                message.wait(self._deadline)
+            arriving: deque[tuple[Message, Copies]] = deque()
+            for bucket, place, copies in zip(inlet.buckets, inlet.places, inlet.copies, strict=True):
+                if len(arriving) == inlet.slots:
+                    self._arrive(*arriving.popleft())
+                arriving.append((link.receive(place, bucket.source, bucket), copies))
+            while arriving:
+                self._arrive(*arriving.popleft())
             link.settle()
+
+    def _arrive(self, message: Message, copies: Copies) -> None:
+        message.wait(self._deadline)
+        if self._inlet.shard.streamed:
+            self._stop()
+            unpack(copies)
 
     def _stop(self) -> None:
         if self.abandoned:
             raise LinkError("abandoned by the controller")
 
 
-def _check(shard: Shard, hf_config: Mapping[str, Any], dtype: torch.dtype, name: str) -> None:
-    layout = vllm.layout(hf_config, shard.tp, shard.rank)
+def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype: torch.dtype, name: str) -> None:
     holder = f"{name} (vLLM)"
+    if shard.sizes != sizes:
+        raise LayoutError(f"{holder} has {shard.sizes}, the trainers send to {sizes}")
+    layout = vllm.layout(hf_config, sizes, shard.rank)
     layout.check({name: parameter.shape for name, parameter in shard.parameters.items()}, holder)
     for name, parameter in shard.parameters.items():
         if parameter.dtype != dtype:

@@ -78,14 +78,14 @@ class Link:
     One thread at a time may use it.
     """
 
-    def __init__(self, *, engine: int, epoch: int, rank: int, trainers: int, engine_tp: int, store: str,
+    def __init__(self, *, engine: int, epoch: int, rank: int, trainers: int, engine_ranks: int, store: str,
                  device: torch.device, timeout_s: float):  # fmt: skip
         self.name = f"link to engine {engine}, epoch {epoch}"
         self.device = device
         prefix = f"link/{engine}/{epoch}"
         self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
         pairs = dist.PrefixStore("pairs", self._keys)
-        self._group = _process_group(pairs, rank, trainers + engine_tp, device, timeout_s)
+        self._group = _process_group(pairs, rank, trainers + engine_ranks, device, timeout_s)
         self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
 
     def stream(self) -> contextlib.AbstractContextManager:
@@ -166,8 +166,9 @@ def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Co
     """Views of `pieces` in their parameters, and of the places in `flat` where they lie one after another."""
     held, packed, offset = [], [], 0
     for piece in pieces:
-        held.append(piece.view(parameters[piece.parameter]))
-        packed.append(flat[offset : offset + piece.box.size].view(piece.box.shape))
+        views = list(piece.views(parameters))
+        held += views
+        packed += flat[offset : offset + piece.box.size].view(len(views), *views[0].shape).unbind()
         offset += piece.box.size
     return held, packed
 

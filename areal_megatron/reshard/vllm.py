@@ -1,42 +1,74 @@
-"""The engine's layout: how vLLM holds a dense model, by tensor parallel rank. Imports no vllm."""
+"""The engine's layout: how vLLM holds a model, by rank. Imports no vllm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from areal_megatron.reshard.architectures import architecture, layer_prefix
-from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, Dimensions
+from areal_megatron.config import ConfigError, Rollout
+from areal_megatron.reshard.architectures import architecture
+from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, Dimensions
 from areal_megatron.reshard.layout import Layout, Rows
-from areal_megatron.reshard.shard import ShardBuilder
+from areal_megatron.reshard.shard import Share, ShardBuilder
 
 VOCABULARY_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
 
 
-def layout(hf_config: Mapping[str, Any], tp: int, rank: int) -> Layout:
-    """What tensor-parallel rank `rank` of an engine with `tp` ranks holds.
+@dataclass(frozen=True)
+class EngineSizes:
+    """Parallel sizes of one engine; its ranks are numbered tp first, then dp."""
 
-    Raises ConfigError where tp does not fit the model.
-    """
+    tp: int = 1
+    dp: int = 1
+    expert_parallel: bool = False
+    """Each rank holds whole experts, its share of them (vLLM's --enable-expert-parallel, linear placement);
+    otherwise a part of every expert."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> EngineSizes:
+        return cls(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+
+def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layout:
+    """What rank `rank` of an engine holds. Raises ConfigError where the sizes do not fit the model."""
     model = architecture(hf_config)
-    padded = -(-model.dimensions.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    shard = ShardBuilder(model.dimensions, tp, rank, vocabulary=padded, fuse_heads=_stacked_heads, key="rollout.tp")
+    dimensions, whole = model.dimensions, not sizes.expert_parallel
+    if sizes.expert_parallel and dimensions.experts < sizes.ranks:
+        raise ConfigError(f"rollout.expert_parallel: {dimensions.experts} experts for {sizes.ranks} ranks of an engine")
+    shard = ShardBuilder(
+        dimensions,
+        tensor=Share(rank % sizes.tp, sizes.tp, "rollout.tp"),
+        expert_tensor=Share(rank, sizes.ranks, "rollout.tp") if whole else Share(0, 1, "rollout.expert_parallel"),
+        experts=range(dimensions.experts) if whole else _own_experts(dimensions.experts, sizes.ranks, rank),
+        vocabulary=-(-dimensions.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        fuse_heads=_stacked_heads,
+    )
     shard.add(EMBEDDING, EMBEDDING.vllm)
-    for layer in range(model.dimensions.layers):
-        for row in model.family.layer:
-            shard.add(row, f"{layer_prefix(layer)}{row.vllm}", layer_prefix(layer))
+    for row in model.family.layer:
+        shard.add(row, LAYER_PREFIX + row.vllm, range(dimensions.layers))
     shard.add(FINAL_NORM, FINAL_NORM.vllm)
     if not model.tied:
         shard.add(HEAD, HEAD.vllm)
     return shard.build()
 
 
-def _stacked_heads(dimensions: Dimensions, tp: int, rank: int, names: tuple[str, str, str]) -> list[Rows]:
+def _own_experts(experts: int, ranks: int, rank: int) -> range:
+    """Consecutive ones, the first ranks with one more where they do not divide evenly."""
+    each, more = divmod(experts, ranks)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
     """Own query heads, then own key heads, then own value heads; with tp above kv_heads, heads are replicated."""
     query, key, value = names
-    own_queries = dimensions.query // tp
-    own_heads = max(dimensions.kv_heads // tp, 1)
-    first = rank * dimensions.kv_heads // tp
+    own_heads = max(dimensions.kv_heads // share.count, 1)
+    first = share.index * dimensions.kv_heads // share.count
     own = (first * dimensions.head_dim, (first + own_heads) * dimensions.head_dim)
-    return [Rows(query, rank * own_queries, (rank + 1) * own_queries), Rows(key, *own), Rows(value, *own)]
+    return [Rows(query, *share.of(dimensions.query)), Rows(key, *own), Rows(value, *own)]

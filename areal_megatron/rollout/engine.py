@@ -33,13 +33,18 @@ def server_command(config: Config, port: int) -> list[str]:
     command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     command += ["--max-model-len", str(config.data.max_prompt_tokens + rollout.max_new_tokens)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
-    command += ["--weight-transfer-config", json.dumps({"backend": "areal"}), "--enable-scale-out"]
+    backend = {"full": "areal", "streamed": "areal-streamed"}[rollout.staging]
+    command += ["--weight-transfer-config", json.dumps({"backend": backend}), "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--disable-uvicorn-access-log"]
+    if rollout.expert_parallel:
+        command += ["--enable-expert-parallel"]
     if runs_on_cpu(config):
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(rollout.kv_cache_gb * GIB))]
         if rollout.tp == 1:
             command += ["--distributed-executor-backend", "uni"]
+    else:
+        command += ["--moe-backend", "triton"]  # keeps experts as they are loaded, which updates rely on
     return command
 
 

@@ -116,8 +116,7 @@ def build_model(config: Config, sizes: MegatronSizes, device: torch.device) -> D
 
 def parallel_sizes(config: Config, device: torch.device) -> MegatronSizes:
     """The trainer pool's sizes; TransformerEngine's layers are taken where CUDA and it are there."""
-    trainer = config.trainer
-    return MegatronSizes(trainer.tp, trainer.pp, trainer.dp, fused_layernorm=device.type == "cuda" and HAVE_TE)
+    return MegatronSizes.of(config.trainer, transformer_engine=device.type == "cuda" and HAVE_TE)
 
 
 def transformer_config(

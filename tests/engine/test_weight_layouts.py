@@ -46,7 +46,7 @@ def loaded(tmp_path_factory):
 def test_layout_is_what_vllm_loads(loaded, name, tp):
     folder, ranks = loaded
     for rank in range(tp):
-        layout = vllm.layout(read_config(folder / name), tp, rank)
+        layout = vllm.layout(read_config(folder / name), vllm.EngineSizes(tp=tp), rank)
         parameters = {parameter: torch.full(shape, -7.0) for parameter, shape in layout.parameters.items()}
         hf.load(parameters, layout, folder / name)
         ours = {

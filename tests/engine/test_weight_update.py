@@ -58,7 +58,7 @@ class Server:
         self.live = [self._shard(0, rank) for rank in range(SIZES.ranks)]
         self.publishers = [
             Publisher(parameters=lambda rank=rank: self.live[rank], hf_config=self.hf_config, sizes=SIZES, rank=rank,
-                      engine_tp=tp, engines=1, dtype="float32", store_host="127.0.0.1", store_port=self.store.port,
+                      engine=EngineSizes(tp=tp), engines=1, dtype="float32", store_host="127.0.0.1", store_port=self.store.port,
                       timeout_s=20, on_delivered=self._delivered, timeline=timeline)
             for rank in range(SIZES.ranks)
         ]  # fmt: skip

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
 from areal_megatron.reshard.transport import Link, LinkError
+from areal_megatron.reshard.vllm import EngineSizes
 
 
 def say(**event) -> None:
@@ -42,7 +44,7 @@ def trainer(setup) -> None:
     host, port = setup["store"].split(":")
     publisher = Publisher(
         parameters=lambda: live, hf_config=setup["hf_config"], sizes=sizes, rank=setup["rank"],
-        engine_tp=setup["engine_tp"], engines=setup["engines"], dtype=setup["dtype"], store_host=host,
+        engine=EngineSizes(tp=setup["engine_tp"]), engines=setup["engines"], dtype=setup["dtype"], store_host=host,
         store_port=int(port), timeout_s=setup["timeout_s"], bucket_elements=setup["bucket_elements"],
         on_delivered=lambda engine, epoch, version, seconds, received, error: say(
             engine=engine, epoch=epoch, version=version, bytes=received, error=error),
@@ -69,7 +71,8 @@ def engine(setup) -> None:
     tensors = load_file(Path(setup["folder"]) / "model.safetensors")
     held = vllm_parameters(tensors, setup["hf_config"], tp=setup["engine_tp"], rank=setup["rank"])
     live = {name: torch.zeros(t.shape, dtype=getattr(torch, setup["dtype"])) for name, t in held.items()}
-    shard = Shard(live, reserve(live), setup["engine_tp"], setup["rank"])
+    sizes = EngineSizes(tp=setup["engine_tp"])
+    shard = Shard(live, reserve(live), sizes, setup["rank"])
     inlet = update = None
     say(up=True)
     for line in sys.stdin:
@@ -78,6 +81,7 @@ def engine(setup) -> None:
             if "join" in command:
                 session = {key: setup[key] for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine",
                                                        "bucket_elements")}  # fmt: skip
+                session["engine_sizes"] = asdict(sizes)
                 inlet = Inlet(shard, **session | {"epoch": command["join"]}, log=lambda text: None)
             elif "start" in command:
                 if command["start"]:

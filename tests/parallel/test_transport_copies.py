@@ -6,8 +6,9 @@ from reshard_oracle import megatron_parameters, vllm_parameters, write_model
 
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reshard.megatron import MegatronSizes
-from areal_megatron.reshard.plan import link_plan
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.transport import bind, pack, unpack
+from areal_megatron.reshard.vllm import EngineSizes
 
 TP = 2
 SIZES = MegatronSizes(tp=2, pp=2)
@@ -28,7 +29,8 @@ def test_messages_carry_every_parameter(tmp_path, device):
         for held in expected
     ]
     stream = torch.cuda.Stream() if device == "cuda" else None
-    for bucket in link_plan(config, SIZES, TP, 0, bucket_elements=2**15).buckets:
+    plan = Planner(config, SIZES, EngineSizes(tp=TP), bucket_elements=2**15).plan(0)
+    for bucket in (bucket for rank in range(TP) for bucket in plan.received_by(rank)):
         sent, arrived = (torch.empty(bucket.elements, dtype=torch.bfloat16, device=device) for _ in range(2))
         packing = bind((t.send for t in bucket.transfers), sources[bucket.source], sent)
         unpacking = bind((t.receive for t in bucket.transfers), received[bucket.destination], arrived)

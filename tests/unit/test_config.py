@@ -48,8 +48,6 @@ def test_at_most_sixty_fields():
         (MINIMAL, ["batch_size=many"], ["batch_size", "many"]),
         (MINIMAL, ["batch_size=30"], ["batch_size", "30", "rollout.group_size=8"]),
         (MINIMAL, ["mode=rll"], ["mode", "'rll'", "did you mean 'rl'"]),
-        (MINIMAL, ["rollout.top_p=0.9"], ["rollout.top_p", "refused"]),
-        (MINIMAL, ["rollout.top_k=5"], ["rollout.top_k", "refused"]),
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "above 0"]),
         (MINIMAL, ["trainer.sequence_parallel=true"], ["trainer.sequence_parallel", "trainer.tp"]),

@@ -12,9 +12,11 @@ from reshard_oracle import MODELS, SIZES, megatron_parameters, vllm_parameters, 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard import hf, megatron, plan, vllm
 from areal_megatron.reshard.architectures import architecture, read_config
-from areal_megatron.reshard.layout import STACKED, Box, Layout, LayoutError, Piece, whole
-from areal_megatron.reshard.megatron import Coordinates, MegatronSizes
+from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece, expand, whole
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.transport import bind, pack, unpack
+from areal_megatron.reshard.vllm import EngineSizes
 
 TRAINERS = [MegatronSizes(), MegatronSizes(tp=2), MegatronSizes(tp=4), MegatronSizes(pp=2), MegatronSizes(dp=2),
             MegatronSizes(tp=2, pp=2), MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=8)]  # fmt: skip
@@ -57,7 +59,7 @@ def test_checkpoint_loads_into_megatron_ranks(model, sizes):
 def test_checkpoint_loads_into_engine_ranks(model, tp):
     folder, config, tensors = model
     for rank in range(tp):
-        layout = vllm.layout(config, tp, rank)
+        layout = vllm.layout(config, EngineSizes(tp=tp), rank)
         parameters = empty(layout)
         hf.load(parameters, layout, folder)
         assert_equal(parameters, vllm_parameters(tensors, config, tp=tp, rank=rank))
@@ -66,7 +68,7 @@ def test_checkpoint_loads_into_engine_ranks(model, tp):
 def execute(transfers_plan: plan.Plan, sources, engine, dtype):
     """Runs a plan in this process; returns the elements that each engine rank received."""
     received = [0] * len(engine)
-    for bucket in transfers_plan.buckets:
+    for bucket in (bucket for rank in range(len(engine)) for bucket in transfers_plan.received_by(rank)):
         flat = torch.empty(bucket.elements, dtype=dtype)
         pack(bind((t.send for t in bucket.transfers), sources[bucket.source], flat))
         unpack(bind((t.receive for t in bucket.transfers), engine[bucket.destination], flat))
@@ -92,14 +94,16 @@ def test_plan_delivers_each_engine_rank_exactly_its_slice(model, sizes, engine_t
     _, config, tensors = model
     sources = [oracle(tensors, config, sizes, rank) for rank in range(sizes.ranks)]
     for number in range(2):
-        link = plan.link_plan(config, sizes, engine_tp, number, bucket_elements=3000)
+        link = Planner(config, sizes, EngineSizes(tp=engine_tp), bucket_elements=3000).plan(number)
         expected = [vllm_parameters(tensors, config, tp=engine_tp, rank=rank) for rank in range(engine_tp)]
         engine = [{name: torch.zeros_like(tensor) for name, tensor in rank.items()} for rank in expected]
         received = execute(link, sources, engine, torch.float32)
         for rank in range(engine_tp):
             assert_equal(engine[rank], expected[rank])
             assert received[rank] == slice_elements(expected[rank], rank)
-        assert max(bucket.elements for bucket in link.buckets) <= 3000
+        assert max(b.elements for rank in range(engine_tp) for b in link.received_by(rank)) <= 3000
+        assert sorted(map(repr, (b for rank in range(engine_tp) for b in link.received_by(rank)))) == sorted(
+            map(repr, (b for rank in range(sizes.ranks) for b in link.sent_by(rank))))
 
 
 def test_plan_casts_to_the_engines_dtype(model):
@@ -108,7 +112,7 @@ def test_plan_casts_to_the_engines_dtype(model):
     sources = [oracle(tensors, config, sizes, rank) for rank in range(2)]
     expected = vllm_parameters(tensors, config, tp=1, rank=0)
     engine = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
-    execute(plan.link_plan(config, sizes, 1, 0), sources, [engine], torch.bfloat16)
+    execute(Planner(config, sizes, EngineSizes()).plan(0), sources, [engine], torch.bfloat16)
     assert_equal(engine, {name: tensor.bfloat16() for name, tensor in expected.items()})
 
 
@@ -123,19 +127,21 @@ QWEN3_06B = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "interm
 def test_senders_carry_the_same_load(sizes, engine_tp):
     load = [0] * sizes.ranks
     for engine in range(2):
-        for bucket in plan.link_plan(QWEN3_06B, sizes, engine_tp, engine).buckets:
-            load[bucket.source] += bucket.elements
+        for transfer in Planner(QWEN3_06B, sizes, EngineSizes(tp=engine_tp)).plan(engine).transfers:
+            load[transfer.source] += transfer.receive.box.size
     assert max(load) / (sum(load) / len(load)) <= 1.05
 
 
 def test_all_processes_derive_the_same_plan():
-    here = plan.link_plan(QWEN3_06B, MegatronSizes(tp=2, dp=2), 2, 1).digest
+    here = Planner(QWEN3_06B, MegatronSizes(tp=2, dp=2), EngineSizes(tp=2)).plan(1).digest
     code = (
         "import json, sys\n"
-        "from areal_megatron.reshard import plan\n"
+        "from areal_megatron.reshard.plan import Planner\n"
         "from areal_megatron.reshard.megatron import MegatronSizes\n"
+        "from areal_megatron.reshard.vllm import EngineSizes\n"
         "config = json.loads(sys.argv[1])\n"
-        "print(plan.link_plan(config, MegatronSizes(tp=2, dp=2, fused_layernorm=True), 2, 1).digest)\n"
+        "sizes = MegatronSizes(tp=2, dp=2, fused_layernorm=True)\n"
+        "print(Planner(config, sizes, EngineSizes(tp=2)).plan(1).digest)\n"
         "assert 'torch' not in sys.modules\n"
     )
     there = subprocess.run([sys.executable, "-c", code, json.dumps(QWEN3_06B)], check=True, capture_output=True,
@@ -143,31 +149,81 @@ def test_all_processes_derive_the_same_plan():
     assert there.stdout.strip() == here
 
 
-def test_ranks_are_numbered_as_megatron_numbers_them():
-    sizes = MegatronSizes(tp=2, pp=3, dp=2, cp=2)
-    assert sizes.ranks == 24
-    assert sizes.coordinates(0) == Coordinates(tp=0, cp=0, dp=0, pp=0)
-    assert sizes.coordinates(1) == Coordinates(tp=1, cp=0, dp=0, pp=0)
-    assert sizes.coordinates(2) == Coordinates(tp=0, cp=1, dp=0, pp=0)
-    assert sizes.coordinates(4) == Coordinates(tp=0, cp=0, dp=1, pp=0)
-    assert sizes.coordinates(23) == Coordinates(tp=1, cp=1, dp=1, pp=2)
+ORDER = "tp-cp-ep-dp-pp"
+"""megatron-core's default."""
+
+
+def groups(sizes, *own):
+    """Ranks that differ in the coordinates `own` only, as Megatron lists its groups."""
+    coordinates = [sizes.coordinates(rank) for rank in range(sizes.ranks)]
+    expert = set(own) & {"etp", "ep", "edp"}
+    others = [name for name in (("etp", "ep", "edp", "pp") if expert else ("tp", "cp", "dp", "pp")) if name not in own]
+    found = {}
+    for rank, at in enumerate(coordinates):
+        found.setdefault(tuple(getattr(at, name) for name in others), []).append(rank)
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize("sizes", [MegatronSizes(tp=2, pp=3, dp=2, cp=2), MegatronSizes(tp=2, dp=4, ep=4),
+                                   MegatronSizes(tp=4, pp=2, dp=2, ep=4, etp=2), MegatronSizes(tp=2, dp=2, ep=4, etp=1),
+                                   MegatronSizes(tp=2, cp=2, dp=2, pp=2, ep=2, etp=1)], ids=str)  # fmt: skip
+def test_ranks_are_numbered_as_megatron_numbers_them(sizes):
+    from megatron.core.parallel_state import RankGenerator
+
+    dense = RankGenerator(tp=sizes.tp, ep=1, dp=sizes.dp, pp=sizes.pp, cp=sizes.cp, order=ORDER)
+    for name in ("tp", "cp", "dp", "pp"):
+        assert groups(sizes, name) == sorted(dense.get_ranks(name))
+    edp = sizes.ranks // (sizes.expert_tp * sizes.ep * sizes.pp)
+    experts = RankGenerator(tp=sizes.expert_tp, ep=sizes.ep, dp=edp, pp=sizes.pp, cp=1, order=ORDER)
+    for ours, theirs in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
+        assert groups(sizes, ours) == sorted(experts.get_ranks(theirs))
+
+
+@pytest.mark.parametrize(("layers", "pp", "vpp", "stages"), [
+    (28, 4, 1, [7, 7, 7, 7]), (94, 4, 1, [23, 24, 24, 23]), (61, 4, 1, [15, 16, 16, 14]), (5, 2, 1, [3, 2]),
+    (5, 4, 1, [2, 1, 1, 1]), (8, 2, 2, [4, 4]), (94, 4, 2, [24, 24, 24, 22]), (10, 4, 2, [4, 2, 2, 2]), (6, 2, 2, [4, 2]),
+])  # fmt: skip
+def test_layers_are_divided_over_stages_as_megatron_divides_them(layers, pp, vpp, stages):
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    sizes = MegatronSizes(pp=pp, vpp=vpp)
+    assert sizes.stage_sizes(layers) == stages
+    even = len(set(stages)) == 1
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, pipeline_dtype=torch.float32,
+        num_layers_in_first_pipeline_stage=None if even else stages[0],
+        num_layers_in_last_pipeline_stage=None if even else stages[-1],
+    )  # fmt: skip
+    for stage in range(pp):
+        for chunk, held in enumerate(sizes.chunk_layers(layers, stage)):
+            virtual = chunk if vpp > 1 else None
+            assert held.start == get_transformer_layer_offset(config, virtual, stage)
+            assert len(held) == get_num_layers_to_build(config, virtual, stage)
+    assert sorted(layer for stage in range(pp) for held in sizes.chunk_layers(layers, stage) for layer in held) == list(
+        range(layers)
+    )
 
 
 def test_transposed_and_stacked_parameters_are_pieces():
     canonical = torch.arange(12.0).reshape(3, 4)
     stack = torch.zeros(2, 4, 3)
-    piece = Piece("experts", Box((1, 0, 0), (2, 4, 3)), "w", whole((3, 4)), (STACKED, 1, 0))
-    piece.view(stack).copy_(canonical)
+    piece = Piece("experts", Box((1, 0, 0), (2, 4, 3)), "w{}", Box((5, 0, 0), (6, 3, 4)), (0, 2, 1))
+    ((name, region, view),) = piece.tensors({"experts": stack})
+    assert name == "w5" and canonical[region].shape == (3, 4)
+    view.copy_(canonical)
     assert torch.equal(stack[1], canonical.T) and not stack[0].any()
-    part = Box((1, 2), (3, 3))
-    assert torch.equal(piece.narrow(part).view(stack), canonical[1:3, 2:3])
+    ((_, region, view),) = piece.narrow(Box((5, 1, 2), (6, 3, 3))).tensors({"experts": stack})
+    assert torch.equal(view, canonical[region]) and view.shape == (2, 1)
 
 
 def test_sources_that_do_not_tile_the_model_are_refused():
     config = dict(QWEN3_06B, num_hidden_layers=1)
     half = megatron.layout(config, MegatronSizes(tp=2), 0)
     with pytest.raises(LayoutError, match=r"embed_tokens.weight of shape \[151936, 1024\]"):
-        plan.needs([half], [vllm.layout(config, 1, 0)])
+        plan.needs([half], [vllm.layout(config, EngineSizes(), 0)])
 
 
 @pytest.mark.parametrize(("change", "sizes", "message"), [
@@ -175,7 +231,7 @@ def test_sources_that_do_not_tile_the_model_are_refused():
     ({"hidden_size": None}, {}, "needs a positive integer hidden_size"),
     ({"num_attention_heads": 15}, {}, "no multiple of num_key_value_heads=8"),
     ({"attention_bias": True}, {}, "sets attention_bias"),
-    ({}, {"pp": 3}, "trainer.pp: 3 does not divide num_hidden_layers=28"),
+    ({"num_hidden_layers": 2}, {"pp": 3}, "trainer.pp: num_hidden_layers=2 of the model cannot be divided over 3 stages"),
     ({}, {"tp": 3}, "trainer.tp: 3 does not divide num_attention_heads=16"),
     ({"num_attention_heads": 12, "num_key_value_heads": 6}, {"tp": 4}, "neither a divisor nor a multiple"),
 ])  # fmt: skip
@@ -206,5 +262,4 @@ def test_wrong_shapes_are_named(tmp_path):
 
 def test_canonical_tensors_are_the_checkpoints(model):
     _, config, tensors = model
-    assert architecture(config).tensors == {name: tuple(tensors[name].shape) for name in architecture(config).tensors}
-    assert architecture(config).tensors.keys() == tensors.keys()
+    assert expand(architecture(config).canonical) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -12,17 +12,19 @@ from typing import Any
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard.architectures.llama import LLAMA
 from areal_megatron.reshard.architectures.qwen2 import QWEN2
-from areal_megatron.reshard.architectures.qwen3 import QWEN3
+from areal_megatron.reshard.architectures.qwen3 import QWEN3, QWEN3_MOE
 from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, Dimensions, Family, Row
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 """By the class that config.json names in `architectures`."""
 
-_CLASS_OF_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_CLASS_OF_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                        "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,10 @@ class Architecture:
     """The output layer is the embedding; the checkpoint has no lm_head."""
 
     @cached_property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Canonical tensors: checkpoint name → shape, in the order of the model."""
-
-        def shapes(row: Row, prefix: str = "") -> dict[str, tuple[int, ...]]:
-            return {prefix + name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
-
-        tensors = shapes(EMBEDDING)
-        for layer in range(self.dimensions.layers):
-            for row in self.family.layer:
-                tensors |= shapes(row, layer_prefix(layer))
-        return tensors | shapes(FINAL_NORM) | ({} if self.tied else shapes(HEAD))
+    def canonical(self) -> dict[str, tuple[int, ...]]:
+        """Canonical tensors: the checkpoint's names as patterns → shape, in the order of the model."""
+        rows = [EMBEDDING, *(row.of_layers() for row in self.family.layer), FINAL_NORM, *([] if self.tied else [HEAD])]
+        return {name: self.dimensions.shape(axes) for row in rows for name, axes in row.tensors.items()}
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -61,11 +56,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {file} holds no JSON object")
     return config
-
-
-def layer_prefix(layer: int) -> str:
-    """Of the canonical names of a decoder layer, counted from 0."""
-    return f"model.layers.{layer}."
 
 
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
@@ -103,7 +93,12 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=size("head_dim", hidden // heads),
-        ffn=size("intermediate_size"),
+        ffn=0 if family.has_experts else size("intermediate_size"),
         vocabulary=size("vocab_size"),
+        experts=size("num_experts") if family.has_experts else 0,
+        expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
     )
+    if family.has_experts and size("decoder_sparse_step", 1) != 1:
+        raise ConfigError("model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
+                          f"which the table of {name} lacks")  # fmt: skip
     return Architecture(name, family, dimensions, bool(hf_config.get("tie_word_embeddings", False)))

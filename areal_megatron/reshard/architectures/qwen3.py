@@ -1,22 +1,16 @@
-"""Qwen3, dense: RMSNorm on the query and key heads."""
+"""Qwen3: RMSNorm on the query and key heads; dense (0.6B – 32B) and with experts (30B-A3B, 235B-A22B)."""
 
-from areal_megatron.reshard.architectures.table import DENSE_LAYER, Cut, Family, Row
+from areal_megatron.reshard.architectures.table import ATTENTION, EXPERTS, MLP, Cut, Family, Row
 
-QWEN3 = Family(
-    (
-        *DENSE_LAYER,
-        Row(
-            Cut.WHOLE,
-            "self_attention.q_layernorm.weight",
-            "self_attn.q_norm.weight",
-            {"self_attn.q_norm.weight": "head_dim"},
-        ),
-        Row(
-            Cut.WHOLE,
-            "self_attention.k_layernorm.weight",
-            "self_attn.k_norm.weight",
-            {"self_attn.k_norm.weight": "head_dim"},
-        ),
-    ),
-    refused=("attention_bias",),
+HEAD_NORMS = tuple(
+    Row(
+        Cut.WHOLE,
+        f"self_attention.{head}_layernorm.weight",
+        f"self_attn.{head}_norm.weight",
+        {f"self_attn.{head}_norm.weight": "head_dim"},
+    )
+    for head in ("q", "k")
 )
+
+QWEN3 = Family((*ATTENTION, *HEAD_NORMS, *MLP), refused=("attention_bias",))
+QWEN3_MOE = Family((*ATTENTION, *HEAD_NORMS, *EXPERTS), refused=("attention_bias", "mlp_only_layers"))

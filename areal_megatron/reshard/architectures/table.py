@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Cut(enum.Enum):
@@ -18,12 +18,31 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter. `tensors`: checkpoint name → names of its axes (attributes of Dimensions)."""
+    """One parameter. `tensors`: checkpoint name → names of its axes (attributes of Dimensions).
+
+    Names are relative to the layer; each `{}` in them is an expert's number. A row of experts has its tensors
+    for every expert.
+    """
 
     cut: Cut
     megatron: str
     vllm: str
     tensors: dict[str, str]
+    grouped: str = ""
+    """Megatron's name where TransformerEngine computes all experts of a rank at once."""
+
+    @property
+    def of_experts(self) -> bool:
+        return any("experts.{}." in name for name in self.tensors)
+
+    def of_layers(self) -> Row:
+        """The row with the checkpoint's whole names, the layer's number first."""
+        tensors = {LAYER_PREFIX + name: f"layers {axes}" for name, axes in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+
+LAYER_PREFIX = "model.layers.{}."
+"""Of a layer's tensors, in the checkpoint and in vLLM."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +53,10 @@ class Dimensions:
     kv_heads: int
     head_dim: int
     ffn: int
+    """Of a dense layer; 0 in a model of experts."""
     vocabulary: int
+    experts: int = 0
+    expert_ffn: int = 0
 
     @property
     def query(self) -> int:
@@ -57,6 +79,10 @@ class Family:
     refused: tuple[str, ...] = ()
     """Flags of config.json that add parameters this table does not have."""
 
+    @property
+    def has_experts(self) -> bool:
+        return any(row.of_experts for row in self.layer)
+
 
 EMBEDDING = Row(
     Cut.VOCABULARY,
@@ -68,7 +94,7 @@ FINAL_NORM = Row(Cut.WHOLE, "decoder.final_layernorm.weight", "model.norm.weight
 HEAD = Row(Cut.VOCABULARY, "output_layer.weight", "lm_head.weight", {"lm_head.weight": "vocabulary hidden"})
 TIED_HEAD = Row(Cut.VOCABULARY, HEAD.megatron, EMBEDDING.vllm, EMBEDDING.tensors)
 
-DENSE_LAYER = (
+ATTENTION = (
     Row(Cut.WHOLE, "input_layernorm.weight", "input_layernorm.weight", {"input_layernorm.weight": "hidden"}),
     Row(
         Cut.HEADS,
@@ -92,6 +118,10 @@ DENSE_LAYER = (
         "post_attention_layernorm.weight",
         {"post_attention_layernorm.weight": "hidden"},
     ),
+)
+"""Of a Llama-style decoder layer, with both layer norms; the families add to it."""
+
+MLP = (
     Row(
         Cut.ROWS,
         "mlp.linear_fc1.weight",
@@ -100,4 +130,25 @@ DENSE_LAYER = (
     ),
     Row(Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.down_proj.weight", {"mlp.down_proj.weight": "hidden ffn"}),
 )
-"""A Llama-style decoder layer; the families add to it."""
+
+EXPERTS = (
+    Row(Cut.WHOLE, "mlp.router.weight", "mlp.gate.weight", {"mlp.gate.weight": "experts hidden"}),
+    Row(
+        Cut.ROWS,
+        "mlp.experts.local_experts.{}.linear_fc1.weight",
+        "mlp.experts.routed_experts.w13_weight",
+        {
+            "mlp.experts.{}.gate_proj.weight": "experts expert_ffn hidden",
+            "mlp.experts.{}.up_proj.weight": "experts expert_ffn hidden",
+        },
+        grouped="mlp.experts.linear_fc1.weight{}",
+    ),
+    Row(
+        Cut.COLUMNS,
+        "mlp.experts.local_experts.{}.linear_fc2.weight",
+        "mlp.experts.routed_experts.w2_weight",
+        {"mlp.experts.{}.down_proj.weight": "experts hidden expert_ffn"},
+        grouped="mlp.experts.linear_fc2.weight{}",
+    ),
+)
+"""A router and its experts, in place of MLP."""
