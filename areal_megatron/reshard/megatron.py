@@ -105,6 +105,15 @@ class MegatronSizes:
         raise ConfigError(f"trainer.pp: num_hidden_layers={layers} of the model cannot be divided over {pp} stages"
                           + (f" of {unit} virtual ones (trainer.vpp)" if unit > 1 else ""))  # fmt: skip
 
+    def uneven_stages(self, layers: int) -> dict[str, int]:
+        """What megatron-core's TransformerConfig must be told of stage_sizes."""
+        sizes = self.stage_sizes(layers)
+        if len(set(sizes)) == 1:
+            return {}
+        first = {"num_layers_in_first_pipeline_stage": sizes[0]}
+        # With two stages the second is what is left; megatron-core divides by zero if it is told both.
+        return first if self.pp == 2 else first | {"num_layers_in_last_pipeline_stage": sizes[-1]}
+
     def chunk_layers(self, layers: int, stage: int) -> list[range]:
         """The decoder layers of each model of a pipeline stage, counted over the whole model."""
         sizes = [size // self.vpp for size in self.stage_sizes(layers)]

@@ -190,12 +190,10 @@ def test_layers_are_divided_over_stages_as_megatron_divides_them(layers, pp, vpp
 
     sizes = MegatronSizes(pp=pp, vpp=vpp)
     assert sizes.stage_sizes(layers) == stages
-    even = len(set(stages)) == 1
     config = TransformerConfig(
         num_layers=layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, pipeline_dtype=torch.float32,
-        num_layers_in_first_pipeline_stage=None if even else stages[0],
-        num_layers_in_last_pipeline_stage=None if even else stages[-1],
+        **sizes.uneven_stages(layers),
     )  # fmt: skip
     for stage in range(pp):
         for chunk, held in enumerate(sizes.chunk_layers(layers, stage)):
