@@ -100,8 +100,9 @@ class MegatronSizes:
         for middle in (even + unit, even):
             rest = layers - middle * (pp - 2)
             last = rest // 2 // unit * unit
-            if pp > 1 and last > 0 and (rest - last) % unit == 0:
-                return [rest - last, *[middle] * (pp - 2), last]
+            stages = [rest - last, *[middle] * (pp - 2), last]
+            if pp > 1 and min(stages) > 0 and (rest - last) % unit == 0:
+                return stages
         raise ConfigError(f"trainer.pp: num_hidden_layers={layers} of the model cannot be divided over {pp} stages"
                           + (f" of {unit} virtual ones (trainer.vpp)" if unit > 1 else ""))  # fmt: skip
 
