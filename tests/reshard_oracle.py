@@ -20,7 +20,9 @@ MODELS = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
-}
+    "qwen3-moe": ("Qwen3Moe", {"tie_word_embeddings": False, "head_dim": 32, "num_experts": 8,
+                               "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}),
+}  # fmt: skip
 
 
 def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, torch.Tensor]:
@@ -39,55 +41,93 @@ def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, to
     return load_file(folder / "model.safetensors")
 
 
-def megatron_parameters(tensors, config, *, tp, pp, tp_rank, stage, fused_layernorm=False, multiple=128):
-    """GPTModel.named_parameters() of one rank."""
+def megatron_parameters(tensors, config, *, tp, pp, tp_rank, stage, chunks=None, ep=1, ep_rank=0, etp=None, etp_rank=None,
+                        fused_layernorm=False, grouped_experts=False, multiple=128):  # fmt: skip
+    """GPTModel.named_parameters() of one rank; `chunks`: the layers of each model of a stage with virtual stages."""
     held, per_stage = {}, config["num_hidden_layers"] // pp
-    groups = config["num_key_value_heads"]
+    groups, etp = config["num_key_value_heads"], etp or tp
+    etp_rank = tp_rank if etp_rank is None else etp_rank
+    models = chunks or [range(stage * per_stage, (stage + 1) * per_stage)]
 
     def vocabulary_part(tensor):
         padded = -(-len(tensor) // (multiple * tp)) * multiple * tp
         return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])]).chunk(tp)[tp_rank]
 
-    if stage == 0:
-        held["embedding.word_embeddings.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
-    for number in range(per_stage):
-        own, hf = f"decoder.layers.{number}.", f"model.layers.{stage * per_stage + number}."
-        first = "self_attention.linear_qkv.layer_norm_weight" if fused_layernorm else "input_layernorm.weight"
-        second = "mlp.linear_fc1.layer_norm_weight" if fused_layernorm else "pre_mlp_layernorm.weight"
-        held[own + first] = tensors[hf + "input_layernorm.weight"]
-        held[own + second] = tensors[hf + "post_attention_layernorm.weight"]
-        for kind in ("weight", "bias"):
-            if f"{hf}self_attn.q_proj.{kind}" in tensors:
-                by_group = [tensors[f"{hf}self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv"]
-                fused = torch.cat([part for group in zip(*by_group, strict=True) for part in group])
-                held[f"{own}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[tp_rank]
-        for x in "qk":
-            if f"{hf}self_attn.{x}_norm.weight" in tensors:
-                held[f"{own}self_attention.{x}_layernorm.weight"] = tensors[f"{hf}self_attn.{x}_norm.weight"]
-        held[own + "self_attention.linear_proj.weight"] = tensors[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
-        gate, up = (tensors[f"{hf}mlp.{x}_proj.weight"].chunk(tp)[tp_rank] for x in ("gate", "up"))
-        held[own + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
-        held[own + "mlp.linear_fc2.weight"] = tensors[hf + "mlp.down_proj.weight"].chunk(tp, 1)[tp_rank]
-    if stage == pp - 1:
-        held["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
-        if not config["tie_word_embeddings"]:
-            held["output_layer.weight"] = vocabulary_part(tensors["lm_head.weight"])
-        elif pp > 1:
-            held["output_layer.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
+    def gated(prefix, parts, part):
+        gate, up = (tensors[f"{prefix}{x}_proj.weight"].chunk(parts)[part] for x in ("gate", "up"))
+        return torch.cat([gate, up]), tensors[f"{prefix}down_proj.weight"].chunk(parts, 1)[part]
+
+    for number, layers in enumerate(models):
+        model = f"model{number}." if len(models) > 1 else ""
+        if stage == 0 and number == 0:
+            held[model + "embedding.word_embeddings.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
+        for local, layer in enumerate(layers):
+            own, hf = f"{model}decoder.layers.{local}.", f"model.layers.{layer}."
+            moe = f"{hf}mlp.gate.weight" in tensors
+            first = "self_attention.linear_qkv.layer_norm_weight" if fused_layernorm else "input_layernorm.weight"
+            second = "mlp.linear_fc1.layer_norm_weight" if fused_layernorm and not moe else "pre_mlp_layernorm.weight"
+            held[own + first] = tensors[hf + "input_layernorm.weight"]
+            held[own + second] = tensors[hf + "post_attention_layernorm.weight"]
+            for kind in ("weight", "bias"):
+                if f"{hf}self_attn.q_proj.{kind}" in tensors:
+                    by_group = [tensors[f"{hf}self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv"]
+                    fused = torch.cat([part for group in zip(*by_group, strict=True) for part in group])
+                    held[f"{own}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[tp_rank]
+            for x in "qk":
+                if f"{hf}self_attn.{x}_norm.weight" in tensors:
+                    held[f"{own}self_attention.{x}_layernorm.weight"] = tensors[f"{hf}self_attn.{x}_norm.weight"]
+            output = tensors[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
+            held[own + "self_attention.linear_proj.weight"] = output
+            if not moe:
+                held[own + "mlp.linear_fc1.weight"], held[own + "mlp.linear_fc2.weight"] = gated(
+                    f"{hf}mlp.", tp, tp_rank
+                )
+                continue
+            held[own + "mlp.router.weight"] = tensors[hf + "mlp.gate.weight"]
+            each = config["num_local_experts"] // ep
+            for expert in range(each):
+                fc1, fc2 = gated(f"{hf}mlp.experts.{ep_rank * each + expert}.", etp, etp_rank)
+                if grouped_experts:
+                    held[f"{own}mlp.experts.linear_fc1.weight{expert}"] = fc1
+                    held[f"{own}mlp.experts.linear_fc2.weight{expert}"] = fc2
+                else:
+                    held[f"{own}mlp.experts.local_experts.{expert}.linear_fc1.weight"] = fc1
+                    held[f"{own}mlp.experts.local_experts.{expert}.linear_fc2.weight"] = fc2
+        if stage == pp - 1 and number == len(models) - 1:
+            held[model + "decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
+            if not config["tie_word_embeddings"]:
+                held[model + "output_layer.weight"] = vocabulary_part(tensors["lm_head.weight"])
+            elif pp > 1:
+                held[model + "output_layer.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
     return held
 
 
-def vllm_parameters(tensors, config, *, tp, rank):
+def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
     """model.named_parameters() of one worker of an engine; the vocabulary's padding is zero."""
-    held = {}
+    held, ranks, worker = {}, tp * dp, rank
+    rank = rank % tp
     replicas = max(tp // config["num_key_value_heads"], 1)
 
     def vocabulary_part(tensor):
         padded = -(-len(tensor) // 64) * 64
         return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.shape[1])]).chunk(tp)[rank]
 
+    def experts(prefix):
+        """w13 [experts, 2 ffn, hidden] and w2 [experts, hidden, ffn]: some experts whole, or a part of all."""
+        own = torch.arange(config["num_local_experts"]).tensor_split(ranks)[worker] if expert_parallel else None
+        own, parts, part = (range(config["num_local_experts"]), ranks, worker) if own is None else (own.tolist(), 1, 0)
+        get = lambda expert, x: tensors[f"{prefix}.{expert}.{x}_proj.weight"].chunk(parts, int(x == "down"))[part]  # noqa: E731
+        w13 = torch.stack([torch.cat([get(expert, "gate"), get(expert, "up")]) for expert in own])
+        return {"w13_weight": w13, "w2_weight": torch.stack([get(expert, "down") for expert in own])}
+
     for name, tensor in tensors.items():
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if ".experts." in name:
+            prefix = name[: name.index(".experts.") + len(".experts")]
+            if f"{prefix}.routed_experts.w13_weight" not in held:
+                held |= {f"{prefix}.routed_experts.{kind}": stack for kind, stack in experts(prefix).items()}
+        elif name.endswith("mlp.gate.weight"):
+            held[name] = tensor
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             held[name] = vocabulary_part(tensor)
         elif "o_proj" in name or "down_proj" in name:
             held[name] = tensor.chunk(tp, 1)[rank]

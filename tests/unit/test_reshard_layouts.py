@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import asdict, fields
 
 import pytest
 import torch
@@ -19,20 +20,47 @@ from areal_megatron.reshard.transport import bind, pack, unpack
 from areal_megatron.reshard.vllm import EngineSizes
 
 TRAINERS = [MegatronSizes(), MegatronSizes(tp=2), MegatronSizes(tp=4), MegatronSizes(pp=2), MegatronSizes(dp=2),
-            MegatronSizes(tp=2, pp=2), MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=8)]  # fmt: skip
+            MegatronSizes(tp=2, pp=2), MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=8), MegatronSizes(pp=3),
+            MegatronSizes(pp=2, vpp=2), MegatronSizes(tp=2, cp=2)]  # fmt: skip
+EXPERT_TRAINERS = [MegatronSizes(dp=2, ep=2), MegatronSizes(tp=2, dp=2, ep=2), MegatronSizes(tp=2, dp=2, ep=4, etp=1),
+                   MegatronSizes(dp=2, etp=2), MegatronSizes(tp=2, pp=2, dp=4, ep=2, etp=2, vpp=2),
+                   MegatronSizes(tp=4, dp=2, ep=8, etp=1), MegatronSizes(cp=2, ep=2, pp=3)]  # fmt: skip
+ENGINES = [EngineSizes(), EngineSizes(tp=2), EngineSizes(tp=8)]
+EXPERT_ENGINES = [EngineSizes(tp=2, expert_parallel=True), EngineSizes(dp=3, expert_parallel=True),
+                  EngineSizes(tp=2, dp=2)]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    tensors = write_model(request.param, folder)
-    return folder, read_config(folder), tensors
+def brief(sizes) -> str:
+    """A test's name for sizes: those that differ from the default."""
+    return "-".join(f"{f.name}{getattr(sizes, f.name)}" for f in fields(sizes) if getattr(sizes, f.name) != f.default) or "one"
+
+
+def ids(value) -> str:
+    return value if isinstance(value, str) else brief(value)
+
+
+def of(name, dense, experts):
+    return dense + experts if name == "qwen3-moe" else dense
+
+
+LOADS = [(name, sizes) for name in MODELS for sizes in of(name, TRAINERS, EXPERT_TRAINERS)]
+PLANS = [(name, sizes, engine) for name, sizes in LOADS for engine in of(name, ENGINES, EXPERT_ENGINES)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Name → (folder, config, tensors) of a checkpoint that transformers wrote."""
+    folder = tmp_path_factory.mktemp("models")
+    tensors = {name: write_model(name, folder / name) for name in MODELS}
+    return {name: (folder / name, read_config(folder / name), tensors[name]) for name in MODELS}
 
 
 def oracle(tensors, config, sizes, rank):
     at = sizes.coordinates(rank)
     return megatron_parameters(tensors, config, tp=sizes.tp, pp=sizes.pp, tp_rank=at.tp, stage=at.pp,
-                               fused_layernorm=sizes.fused_layernorm)  # fmt: skip
+                               chunks=sizes.chunk_layers(config["num_hidden_layers"], at.pp), ep=sizes.ep,
+                               ep_rank=at.ep, etp=sizes.expert_tp, etp_rank=at.etp,
+                               fused_layernorm=sizes.fused_layernorm, grouped_experts=sizes.grouped_experts)  # fmt: skip
 
 
 def assert_equal(got, expected):
@@ -45,9 +73,12 @@ def empty(layout: Layout, dtype=torch.float32):
     return {name: torch.full(shape, math.nan, dtype=dtype) for name, shape in layout.parameters.items()}
 
 
-@pytest.mark.parametrize("sizes", [*TRAINERS, MegatronSizes(tp=2, pp=2, fused_layernorm=True)], ids=str)
-def test_checkpoint_loads_into_megatron_ranks(model, sizes):
-    folder, config, tensors = model
+FUSED = [MegatronSizes(tp=2, pp=2, fused_layernorm=True, grouped_experts=True)]
+
+
+@pytest.mark.parametrize(("name", "sizes"), LOADS + [(name, sizes) for name in MODELS for sizes in FUSED], ids=ids)
+def test_checkpoint_loads_into_megatron_ranks(models, name, sizes):
+    folder, config, tensors = models[name]
     for rank in range(sizes.ranks):
         layout = megatron.layout(config, sizes, rank)
         parameters = empty(layout)
@@ -55,14 +86,14 @@ def test_checkpoint_loads_into_megatron_ranks(model, sizes):
         assert_equal(parameters, oracle(tensors, config, sizes, rank))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_checkpoint_loads_into_engine_ranks(model, tp):
-    folder, config, tensors = model
-    for rank in range(tp):
-        layout = vllm.layout(config, EngineSizes(tp=tp), rank)
+@pytest.mark.parametrize(("name", "engine"), [(n, e) for n in MODELS for e in of(n, ENGINES, EXPERT_ENGINES)], ids=ids)
+def test_checkpoint_loads_into_engine_ranks(models, name, engine):
+    folder, config, tensors = models[name]
+    for rank in range(engine.ranks):
+        layout = vllm.layout(config, engine, rank)
         parameters = empty(layout)
         hf.load(parameters, layout, folder)
-        assert_equal(parameters, vllm_parameters(tensors, config, tp=tp, rank=rank))
+        assert_equal(parameters, vllm_parameters(tensors, config, rank=rank, **asdict(engine)))
 
 
 def execute(transfers_plan: plan.Plan, sources, engine, dtype):
@@ -87,27 +118,28 @@ def slice_elements(parameters, rank):
     return total
 
 
-@pytest.mark.parametrize("engine_tp", [1, 2, 8])
-@pytest.mark.parametrize("sizes", TRAINERS, ids=str)
-def test_plan_delivers_each_engine_rank_exactly_its_slice(model, sizes, engine_tp, monkeypatch):
+@pytest.mark.parametrize(("name", "sizes", "engine"), PLANS, ids=ids)
+def test_plan_delivers_each_engine_rank_exactly_its_slice(models, name, sizes, engine, monkeypatch):
     monkeypatch.setattr(plan, "_SMALLEST_CUT", 512)
-    _, config, tensors = model
+    _, config, tensors = models[name]
     sources = [oracle(tensors, config, sizes, rank) for rank in range(sizes.ranks)]
+    planner = Planner(config, sizes, engine, bucket_elements=3000)
+    expected = [vllm_parameters(tensors, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
     for number in range(2):
-        link = Planner(config, sizes, EngineSizes(tp=engine_tp), bucket_elements=3000).plan(number)
-        expected = [vllm_parameters(tensors, config, tp=engine_tp, rank=rank) for rank in range(engine_tp)]
-        engine = [{name: torch.zeros_like(tensor) for name, tensor in rank.items()} for rank in expected]
-        received = execute(link, sources, engine, torch.float32)
-        for rank in range(engine_tp):
-            assert_equal(engine[rank], expected[rank])
-            assert received[rank] == slice_elements(expected[rank], rank)
-        assert max(b.elements for rank in range(engine_tp) for b in link.received_by(rank)) <= 3000
-        assert sorted(map(repr, (b for rank in range(engine_tp) for b in link.received_by(rank)))) == sorted(
-            map(repr, (b for rank in range(sizes.ranks) for b in link.sent_by(rank))))
+        link = planner.plan(number)
+        held = [{name: torch.zeros_like(tensor) for name, tensor in rank.items()} for rank in expected]
+        received = execute(link, sources, held, torch.float32)
+        for rank in range(engine.ranks):
+            assert_equal(held[rank], expected[rank])
+            assert received[rank] == slice_elements(expected[rank], rank % engine.tp)
+        arriving = [bucket for rank in range(engine.ranks) for bucket in link.received_by(rank)]
+        leaving = [bucket for rank in range(sizes.ranks) for bucket in link.sent_by(rank)]
+        assert sorted(map(repr, arriving)) == sorted(map(repr, leaving))
+        assert max(bucket.elements for bucket in arriving) <= 3000
 
 
-def test_plan_casts_to_the_engines_dtype(model):
-    _, config, tensors = model
+def test_plan_casts_to_the_engines_dtype(models):
+    _, config, tensors = models["qwen2"]
     sizes = MegatronSizes(tp=2)
     sources = [oracle(tensors, config, sizes, rank) for rank in range(2)]
     expected = vllm_parameters(tensors, config, tp=1, rank=0)
@@ -258,6 +290,7 @@ def test_wrong_shapes_are_named(tmp_path):
         hf.load(empty(layout), layout, tmp_path / "nowhere")
 
 
-def test_canonical_tensors_are_the_checkpoints(model):
-    _, config, tensors = model
+@pytest.mark.parametrize("name", MODELS)
+def test_canonical_tensors_are_the_checkpoints(models, name):
+    _, config, tensors = models[name]
     assert expand(architecture(config).canonical) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}

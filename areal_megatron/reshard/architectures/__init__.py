@@ -95,7 +95,8 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         head_dim=size("head_dim", hidden // heads),
         ffn=0 if family.has_experts else size("intermediate_size"),
         vocabulary=size("vocab_size"),
-        experts=size("num_experts") if family.has_experts else 0,
+        # transformers 5 writes num_local_experts, the published checkpoints have num_experts
+        experts=size("num_experts", hf_config.get("num_local_experts")) if family.has_experts else 0,
         expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
     )
     if family.has_experts and size("decoder_sparse_step", 1) != 1:
