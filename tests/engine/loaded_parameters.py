@@ -1,9 +1,11 @@
-"""What vLLM itself builds and loads: one process a rank, started by test_weight_layouts.py.
+"""What vLLM itself builds and loads, and what an update makes of it: one process a rank, started by
+test_weight_layouts.py.
 
     python loaded_parameters.py RANK PORT FOLDER
 
-Loads each model FOLDER/NAME with the sizes FOLDER names in cases.json and writes FOLDER/RANK.json: case →
-parameter → [shape, dtype, contiguous, sha256].
+Loads each model FOLDER/NAME with the sizes that FOLDER/cases.json names, writes zeros over it, fills it again as an
+update does, and writes FOLDER/RANK.json: case → [parameters as loaded, parameters as filled], each parameter →
+[shape, dtype, contiguous, sha256].
 """
 
 import hashlib
@@ -18,6 +20,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 
+from areal_megatron.reshard import hf, vllm
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.reshard.live import live_parameters
+
 
 def describe(model: torch.nn.Module) -> dict[str, list]:
     return {
@@ -26,23 +32,40 @@ def describe(model: torch.nn.Module) -> dict[str, list]:
     }
 
 
+@torch.no_grad()
+def load_and_fill(folder: Path, vllm_config, sizes: vllm.EngineSizes, rank: int) -> list[dict[str, list]]:
+    model = get_model(vllm_config=vllm_config)
+    loaded = describe(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    parameters, repack = live_parameters(model)
+    hf.load(parameters, vllm.layout(read_config(folder), sizes, rank), folder)
+    repack()
+    return [loaded, describe(model)]
+
+
 def main() -> None:
     rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
     load_general_plugins()
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does the same
     result = {}
-    for name, tp in json.loads((folder / "cases.json").read_text()):
+    cases = json.loads((folder / "cases.json").read_text())
+    for name, tp, expert_parallel in cases:
         config = EngineArgs(model=str(folder / name), dtype="float32", tensor_parallel_size=tp, enforce_eager=True,
-                            max_model_len=64, distributed_executor_backend="external_launcher").create_engine_config()  # fmt: skip
+                            enable_expert_parallel=expert_parallel, max_model_len=64,
+                            distributed_executor_backend="external_launcher").create_engine_config()  # fmt: skip
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
-                parallel_state.init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+                world = max(tp for _, tp, _ in cases)
+                parallel_state.init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
             else:
                 parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp)
             if rank < tp:
-                result[f"{name} {tp}"] = describe(get_model(vllm_config=config))
+                sizes = vllm.EngineSizes(tp=tp, expert_parallel=expert_parallel)
+                result[f"{name} {tp} {expert_parallel}"] = load_and_fill(folder / name, config, sizes, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
