@@ -1,4 +1,4 @@
-"""Weights of a TP2×PP2 trainer into a real vLLM server while it generates.
+"""Weights of a trainer (TP2×PP2; with experts TP2×EP2) into a real vLLM server while it generates.
 
 The trainers are four Publishers of this process: they hold what Megatron ranks hold and share nothing.
 """
@@ -21,10 +21,15 @@ from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import init_body
+from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
 
-SIZES = MegatronSizes(tp=2, pp=2)
+SERVERS = {
+    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes()),
+    "tp2": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2)),
+    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2)),
+}
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 900
 TOLERANCE = 1e-4
@@ -33,21 +38,22 @@ TOLERANCE = 1e-4
 class Server:
     """One engine of a run whose trainers live in this process; versions take turns between two checkpoints."""
 
-    def __init__(self, folder: Path, tp: int):
+    def __init__(self, folder: Path, model: str, sizes: MegatronSizes, engine: EngineSizes):
+        self.sizes, self.engine = sizes, engine
         self.folders = [folder / "a", folder / "b"]
-        sizes = {"max_position_embeddings": 2048, "initializer_range": 0.1}
-        self.tensors = [write_model("qwen3", path, seed, **sizes) for seed, path in enumerate(self.folders)]
+        changes = {"max_position_embeddings": 2048, "initializer_range": 0.1}
+        self.tensors = [write_model(model, path, seed, **changes) for seed, path in enumerate(self.folders)]
         self.hf_config = read_config(self.folders[0])
         self.run = Run(folder / "run")
         self.run.create()
         OmegaConf.save(
             {"name": "run", "runs_dir": str(folder), "updates": 1, "batch_size": 8,
              "model": {"path": str(self.folders[0]), "dtype": "float32"}, "data": {"train": "none"},
-             "machine": {"device": "cpu", "timeout_s": 20}, "trainer": {"tp": SIZES.tp, "pp": SIZES.pp},
-             "rollout": {"tp": tp, "group_size": 2, "max_new_tokens": 1000, "max_running": 8, "kv_cache_gb": 0.25}},
+             "machine": {"device": "cpu", "timeout_s": 20}, "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
+             "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": 1000, "max_running": 8, "kv_cache_gb": 0.25}},
             self.run.config,
         )  # fmt: skip
-        self.config, self.tp = load(self.run.config), tp
+        self.config = load(self.run.config)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=self.run.log("engine-0").open("wb"),
@@ -55,12 +61,12 @@ class Server:
         )  # fmt: skip
         self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
-        self.live = [self._shard(0, rank) for rank in range(SIZES.ranks)]
+        self.live = [self._shard(0, rank) for rank in range(sizes.ranks)]
         self.publishers = [
-            Publisher(parameters=lambda rank=rank: self.live[rank], hf_config=self.hf_config, sizes=SIZES, rank=rank,
-                      engine=EngineSizes(tp=tp), engines=1, dtype="float32", store_host="127.0.0.1", store_port=self.store.port,
+            Publisher(parameters=lambda rank=rank: self.live[rank], hf_config=self.hf_config, sizes=sizes, rank=rank,
+                      engine=engine, engines=1, dtype="float32", store_host="127.0.0.1", store_port=self.store.port,
                       timeout_s=20, on_delivered=self._delivered, timeline=timeline)
-            for rank in range(SIZES.ranks)
+            for rank in range(sizes.ranks)
         ]  # fmt: skip
         self.epoch = 0
 
@@ -68,9 +74,9 @@ class Server:
         return EngineClient("engine-0", self.run.endpoint("engine-0", 30), self.run.token, 60)
 
     def _shard(self, version, rank):
-        at = SIZES.coordinates(rank)
-        parameters = megatron_parameters(self.tensors[version % 2], self.hf_config, tp=SIZES.tp, pp=SIZES.pp,
-                                         tp_rank=at.tp, stage=at.pp)  # fmt: skip
+        sizes, at = self.sizes, self.sizes.coordinates(rank)
+        parameters = megatron_parameters(self.tensors[version % 2], self.hf_config, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep,
+                                         tp_rank=at.tp, stage=at.pp, ep_rank=at.ep, etp_rank=at.etp)  # fmt: skip
         return {name: tensor.clone() for name, tensor in parameters.items()}
 
     def _delivered(self, engine, epoch, version, seconds, received, error):
@@ -104,12 +110,13 @@ class Server:
         await client.resume()
 
     def slice_bytes(self):
-        tensors = self.tensors[0].values()
-        return 4 * (sum(t.numel() for t in tensors) + (self.tp - 1) * sum(t.numel() for t in tensors if t.dim() == 1))
+        tensors = self.tensors[0].items()
+        on_every_rank = sum(t.numel() for name, t in tensors if t.dim() == 1 or name.endswith("mlp.gate.weight"))
+        return 4 * (sum(t.numel() for _, t in tensors) + (self.engine.tp - 1) * on_every_rank)
 
     async def assert_holds(self, client, version):
-        """Every parameter of every rank, bit for bit, by vLLM's own checksums."""
-        expected = expected_checksums(self.tensors[version % 2], self.hf_config, tp=self.tp)
+        """Every parameter of every rank but the experts, which vLLM packs, bit for bit, by its own checksums."""
+        expected = expected_checksums(self.tensors[version % 2], self.hf_config, tp=self.engine.tp)
         assert await held_checksums(client) == expected
 
     def close(self):
@@ -117,9 +124,9 @@ class Server:
         self.process.wait(30)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request, tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("engine"), request.param)
+    server = Server(tmp_path_factory.mktemp("engine"), *SERVERS[request.param])
     yield server
     server.close()
 

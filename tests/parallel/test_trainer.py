@@ -18,7 +18,9 @@ LAYOUTS = {
     "tp2-pp2": {"tp": 2, "pp": 2},
     "dp2": {"dp": 2},
 }
-
+SPECIAL = {
+    "etp4": {"ep": 4}
+}
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
@@ -41,7 +43,7 @@ def folder(tmp_path, models):
 def test_every_layout_trains_as_one_process_does(folder, on_ranks, layout):
     sizes = LAYOUTS[layout]
     world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
-    on_ranks("check_layout", world, trainer=sizes)
+    on_ranks("check_layouts", world, cases={f"run-{family}": [family, sizes] for family in FAMILIES})
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks):

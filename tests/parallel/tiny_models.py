@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,16 +13,21 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_fre
 SIZES = {"vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32768,
          "initializer_range": 0.05, "rms_norm_eps": 1e-6}  # fmt: skip
+YARN = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                                           "original_max_position_embeddings": 32}}  # fmt: skip
 TIED_AND_SMALL = {"tie_word_embeddings": True, "vocab_size": 100}
 """Padded to 256 for two tensor-parallel ranks: the second holds nothing but padding."""
+EXPERTS = {"head_dim": 32, "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 48, "norm_topk_prob": True}  # fmt: skip
 FAMILIES = {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, TIED_AND_SMALL),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**TIED_AND_SMALL, **YARN}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
     "llama": (
         transformers.LlamaConfig,
         transformers.LlamaForCausalLM,
         {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
     ),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, EXPERTS),
 }
 
 
@@ -41,5 +47,23 @@ def save_model(family: str, folder: Path, **sizes) -> Path:
 
 def load_oracle(folder: Path) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
     )
+
+
+def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters or gradients by the names of a checkpoint; a model in memory has all experts of a layer in one."""
+    named = {}
+    for name, tensor in tensors.items():
+        layer, experts, part = name.rpartition(".experts.")
+        for number, expert in enumerate(tensor if experts else ()):
+            projections = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+            for projection, rows in zip(projections, expert.chunk(len(projections)), strict=True):
+                named[f"{layer}.experts.{number}.{projection}.weight"] = rows
+        if not experts:
+            named[name] = tensor
+    return named

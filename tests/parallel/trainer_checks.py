@@ -11,21 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import training_oracle as oracle
-from tiny_models import FAMILIES, load_oracle
+from comparison import assert_gradient, assert_parameters, gather_sequence, gather_vocabulary
+from tiny_models import load_oracle
 
 from areal_megatron.config import PPO, Config, Data, Machine, Model, Optimizer, Rollout
 from areal_megatron.config import Trainer as TrainerSettings
 from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
-from areal_megatron.reshard.megatron import layout
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
-from areal_megatron.trainer.parallel import parallel_state
 from areal_megatron.trainer.step import Trainer
 from areal_megatron.trainer.tally import Tally
 
@@ -35,13 +33,13 @@ TOKENS = 100
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {"optimizer": Optimizer(lr=1e-3, warmup_fraction=0.0, weight_decay=0.1),
-                "ppo": PPO(minibatches=2), "rollout": Rollout(group_size=4, temperature=0.7), **sections}  # fmt: skip
+                "ppo": PPO(minibatches=2), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
     return Config(
         name="test",
         updates=50,
         batch_size=12,
         model=Model(path=str(folder / family), dtype=sections.pop("dtype", "float32")),
-        data=Data(train=""),
+        data=Data(train="", max_prompt_tokens=8),
         machine=Machine(timeout_s=60),
         trainer=TrainerSettings(**{"microbatch_tokens": 128, "logprob_chunk_tokens": 50, **layout}),
         **sections,
@@ -81,55 +79,11 @@ def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajector
     return trajectories
 
 
-def gather_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(logits) for _ in range(group.size())]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)[..., :size]
-
-
-def gather_sequence(hidden: torch.Tensor, config: Config) -> torch.Tensor:
-    if not config.trainer.sequence_parallel:
-        return hidden
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(hidden) for _ in range(group.size())]
-    dist.all_gather(parts, hidden.contiguous(), group=group)
-    return torch.cat(parts)
-
-
-def whole_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Gradients of this rank's parameters, the shards of all data-parallel ranks put together."""
-    group = parallel_state.get_data_parallel_group()
-    for buffer in trainer._model.buffers:
-        own = buffer.grad_data.chunk(group.size())[group.rank()].clone()
-        dist.all_gather_into_tensor(buffer.grad_data, own, group=group)
-    return {name: parameter.main_grad for name, parameter in trainer._model.module.named_parameters()}
-
-
-def pieces(trainer: Trainer, held: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
-    """(name, ours, theirs) for each piece of a canonical tensor that this rank holds."""
-    for piece in layout(trainer.hf_config, trainer.sizes, trainer.rank).pieces:
-        yield piece.tensor, piece.view(held[piece.parameter]).float(), expected[piece.tensor][piece.box.slices]
-
-
-def assert_parameters(trainer: Trainer, reference: torch.nn.Module, atol: float) -> None:
-    for name, ours, theirs in pieces(trainer, trainer.parameters(), reference.state_dict()):
-        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def assert_gradient(trainer: Trainer, reference: torch.nn.Module) -> None:
-    """Within 1e-6 of the norm of the whole gradient."""
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    for name, ours, theirs in pieces(trainer, whole_gradients(trainer), expected):
-        assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"
-
-
-def check_layout(folder: Path, rank: int, trainer: dict) -> None:
-    """Everything that must not depend on the parallel layout, for each family of models."""
-    for family in FAMILIES:
-        with open_trainer(folder, rank, make_config(folder, family, trainer), f"run-{family}") as subject:
-            reference = load_oracle(folder / family)
+def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Everything that must not depend on the parallel layout. cases: run folder → model, layout."""
+    for run, (model, trainer) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
+            reference = load_oracle(folder / model)
             check_logits(subject, reference)
             check_logprobs(subject, reference)
             check_gradient(subject, reference)
@@ -149,12 +103,13 @@ def check_logits(subject: Trainer, reference: torch.nn.Module) -> None:
     def logits(hidden):
         return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T, size)
 
-    for row, found in zip(rows, pipeline.forward(subject._model, [(b, logits) for b in batches]), strict=False):
+    for row, found in zip(rows, pipeline.forward(subject._chunks, [(b, logits) for b in batches]), strict=False):
         expected = torch.cat([reference(torch.from_numpy(s)[None].long()).logits[0] for s in row])
         torch.testing.assert_close(found[: len(expected)], expected, atol=1e-4, rtol=0)
     if subject.config.trainer.pp == 1:
         tokens = torch.from_numpy(random.integers(0, TOKENS, (3, 24)))
-        hidden = gather_sequence(subject._model(tokens, None, None), subject.config)
+        [model] = subject._chunks
+        hidden = gather_sequence(model(tokens, None, None), subject.config)
         found = gather_vocabulary(hidden.detach() @ weight.T, size).transpose(0, 1)
         torch.testing.assert_close(found, reference(tokens).logits, atol=1e-4, rtol=0)
 
@@ -163,7 +118,7 @@ def check_logprobs(subject: Trainer, reference: torch.nn.Module) -> None:
     trajectories, temperature = make_trajectories(7, version=0), subject.config.rollout.temperature
     batch = pack_trajectories(trajectories, [0.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
     work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-    for logprobs, entropy in pipeline.forward(subject._model, work):
+    for logprobs, entropy in pipeline.forward(subject._chunks, work):
         with torch.no_grad():
             expected = [oracle.response_logprobs(reference, t, temperature)[t.loss_mask == 1] for t in trajectories]
             spread = [oracle.distributions(reference, np.concatenate((t.prompt, t.response)), temperature)
@@ -198,7 +153,7 @@ def check_gradient(subject: Trainer, reference: torch.nn.Module) -> None:
                     lambda hidden, b=batch: subject._objective.ppo(hidden, sampled=b, first=False, tally=Tally()),
                 )
             )
-        pipeline.forward_backward(subject._model, work)
+        pipeline.forward_backward(subject._chunks, work)
         assert_gradient(subject, exact)
 
 
@@ -356,7 +311,7 @@ def check_cuda(folder: Path, rank: int) -> None:
         assert subject.device.type == "cuda"
         batch = pack_trajectories(trajectories, [0.0] * 12, 0, "recompute", 1, subject.device)
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-        [(logprobs, _)] = pipeline.forward(subject._model, work)
+        [(logprobs, _)] = pipeline.forward(subject._chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
         assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
         before = {name: value.clone() for name, value in subject.parameters().items()}

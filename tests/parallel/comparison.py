@@ -1,0 +1,67 @@
+"""What trainer ranks hold together, and how it compares with a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from tiny_models import canonical
+from torch import Tensor
+
+from areal_megatron.config import Config
+from areal_megatron.reshard.megatron import layout
+from areal_megatron.trainer.parallel import parallel_state
+from areal_megatron.trainer.step import Trainer
+
+
+def gather_vocabulary(logits: Tensor, size: int) -> Tensor:
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :size]
+
+
+def gather_sequence(hidden: Tensor, config: Config) -> Tensor:
+    if not config.trainer.sequence_parallel:
+        return hidden
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(hidden) for _ in range(group.size())]
+    dist.all_gather(parts, hidden.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Gradients of this rank's parameters, the shards of all data-parallel ranks put together."""
+    groups = {
+        "buffers": parallel_state.get_data_parallel_group(),
+        "expert_parallel_buffers": parallel_state.get_expert_data_parallel_group(),
+    }
+    for kind, group in groups.items():
+        for buffer in (buffer for chunk in trainer._chunks for buffer in getattr(chunk, kind)):
+            own = buffer.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(buffer.grad_data, own, group=group)
+    return {name: parameter.main_grad for name, parameter in trainer._named_parameters()}
+
+
+def pieces(
+    trainer: Trainer, held: dict[str, Tensor], expected: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, ours, theirs) for each part of a canonical tensor that this rank holds."""
+    for piece in layout(trainer.hf_config, trainer.sizes, trainer.rank).pieces:
+        for name, region, view in piece.tensors(held):
+            yield name, view.float(), expected[name][region]
+
+
+def assert_parameters(trainer: Trainer, reference: torch.nn.Module, atol: float) -> None:
+    for name, ours, theirs in pieces(trainer, trainer.parameters(), canonical(reference.state_dict())):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_gradient(trainer: Trainer, reference: torch.nn.Module) -> None:
+    """Every part within 1e-6 of the norm of the whole gradient; the norm is the one that gradients are clipped by."""
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    assert abs(trainer._optimizer.gradient_norm() / norm - 1) < 1e-5
+    for name, ours, theirs in pieces(trainer, whole_gradients(trainer), canonical(gradients)):
+        assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"
