@@ -127,7 +127,7 @@ class Controller:
         await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
         for engine in engines:
             self.schedule.add_engine(engine.index, engine.version)
-            self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed))
+            self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed, self.generation.wake))
         self._connected.set()
 
     async def _handle(self, message: Request) -> Reply:

@@ -33,7 +33,7 @@ class Evaluation:
         """
         if not self._prompts:
             return None
-        engines = [engine for engine in self._engines if engine.version >= version]
+        engines = [engine for engine in self._engines if engine.version >= version and engine.state != "torn"]
         if not engines:
             raise EngineError(f"version {version} cannot be evaluated: no engine has committed it, see the log above")
         slots = asyncio.Semaphore(max(1, int(self._config.rollout.max_running * share)) * len(engines))

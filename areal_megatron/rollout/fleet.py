@@ -79,6 +79,8 @@ class Engine:
             self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
             if load.generated_tokens != tokens or not load.running + load.waiting:
                 progress = now
+            elif self.state == "receiving":  # paused while its link, which has a timeout, brings weights
+                progress = now
             elif now - progress > timeout_s:
                 raise EngineError(f"{self.name} holds {load.running + load.waiting} requests but has sampled "
                                   f"nothing for {timeout_s:.0f} s")  # fmt: skip

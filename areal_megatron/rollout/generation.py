@@ -12,7 +12,7 @@ from areal_megatron.config import Config, Rollout
 from areal_megatron.data.prompts import Cursor, Prompt
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.rollout.client import Completion
+from areal_megatron.rollout.client import Completion, EngineError
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.schedule import Group, Schedule
 from areal_megatron.rollout.scoring import Score, Scorer
@@ -55,7 +55,11 @@ class Generation:
     def _free_engine(self) -> Engine | None:
         """The least loaded engine that may take a group, by Eq. 3 and by rollout.max_running."""
         room = self._config.rollout.max_running - self._config.rollout.group_size
-        free = [e for e in self._engines if e.running <= room and self._schedule.may_admit(e.index)]
+        whole = [e for e in self._engines if e.state != "torn"]
+        if not whole:
+            raise EngineError("every engine holds a mixture of versions after a streamed update that failed (the "
+                              "reason is logged above); nothing can generate the batch that would bring the next")  # fmt: skip
+        free = [e for e in whole if e.running <= room and self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
 
     def _draw(self) -> tuple[int, Prompt]:

@@ -1,8 +1,10 @@
 """Weight updates as the controller drives them: one link per engine, each on its own, in the background.
 
 The trainers publish a version; each engine receives it into staging while it generates, and once the trainers
-report the delivery it commits under a short pause. A failed link costs a new epoch at the next version and
-leaves its engine behind; the others do not notice.
+report the delivery it commits under a short pause. With `streamed` staging the pause begins before the first
+message. A failed link costs a new epoch at the next version and leaves its engine behind, or, if weights were
+streaming in, `torn`: it stays paused and gets no request until it has a whole version again. The others do not
+notice.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ class _Update:
 class EngineLink:
     """The updates of one engine, one after the other."""
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], engine: Engine, on_committed: Callable[[int, int], None]):  # fmt: skip
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], engine: Engine, on_committed: Callable[[int, int], None],
+                 on_torn: Callable[[], None]):  # fmt: skip
         self._config, self._hf_config, self._engine = config, hf_config, engine
-        self._on_committed = on_committed
+        self._on_committed, self._on_torn = on_committed, on_torn
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
         self._pending: dict[tuple[int, int], _Update] = {}
         self._epoch = 0
@@ -82,6 +85,9 @@ class EngineLink:
         if update.opens_epoch:
             await client.join_link(init_body(config=config, engine=self._engine.index, epoch=update.epoch,
                                              store=update.store, hf_config=self._hf_config))  # fmt: skip
+        streamed = config.rollout.staging == "streamed"
+        if streamed:
+            paused = await self._pause("receiving")
         await client.start_update()
         try:
             # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
@@ -93,7 +99,7 @@ class EngineLink:
             await client.abandon_update()
             self._fail(update, delivered.error)
             return
-        start = time.time_ns()
+        start = paused if streamed else await self._pause("committing")
         await self._commit(update.version)
         end = time.time_ns()
         self._engine.timeline.event("commit", start, end, version=update.version)
@@ -101,21 +107,30 @@ class EngineLink:
         self._engine.version = update.version
         self._on_committed(self._engine.index, update.version)
 
+    async def _pause(self, state: str) -> int:
+        """When it began, in ns of the wall clock."""
+        start, self._engine.state = time.time_ns(), state
+        await self._engine.client.pause(clear_cache=self._config.rollout.kv_policy == "recompute")
+        return start
+
     async def _commit(self, version: int) -> None:
-        client = self._engine.client
-        self._engine.state = "committing"
-        await client.pause(clear_cache=self._config.rollout.kv_policy == "recompute")
+        client, whole = self._engine.client, self._config.rollout.staging == "full"
         try:
             await client.finish_update(version)
+            whole = True
         except EngineError:
             await client.abandon_update()
             raise
         finally:
-            await client.resume()
-            self._engine.state = "ready"
+            if whole:
+                await client.resume()
+                self._engine.state = "ready"
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1
+        if self._engine.state == "receiving":
+            self._engine.state = "torn"
+            self._on_torn()
         if update.epoch == self._epoch:
             self._usable = False
         log.error("%s stays at version %d: version %d did not arrive in epoch %d: %s", self._engine.name,

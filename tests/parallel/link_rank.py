@@ -1,6 +1,7 @@
 """One rank of a link as its own process, driven by JSON lines; started by test_transport.py.
 
 Trainer ranks hold what the oracle says that Megatron's hold; engine ranks start from zeros in vLLM's shapes.
+Engine 0 has `full` staging, engine 1 `streamed`.
 """
 
 import hashlib
@@ -72,7 +73,9 @@ def engine(setup) -> None:
     held = vllm_parameters(tensors, setup["hf_config"], tp=setup["engine_tp"], rank=setup["rank"])
     live = {name: torch.zeros(t.shape, dtype=getattr(torch, setup["dtype"])) for name, t in held.items()}
     sizes = EngineSizes(tp=setup["engine_tp"])
-    shard = Shard(live, reserve(live), sizes, setup["rank"])
+    streamed = setup["engine"] == 1  # with room for two messages of the dozens
+    staging = reserve(live)[: 2 * setup["bucket_elements"]] if streamed else reserve(live)
+    shard = Shard(live, staging, sizes, setup["rank"], streamed)
     inlet = update = None
     say(up=True)
     for line in sys.stdin:
