@@ -109,9 +109,6 @@ class Rollout:
     tp: int = 1
     expert_parallel: bool = False
     """The ranks of an engine hold whole experts instead of a part of each."""
-    staging: str = choice("full", "streamed")
-    """Where new weights land in an engine: a second copy of its shard while it generates, or, where that does
-    not fit, room for one layer while it is paused."""
     group_size: int = 16
     """Answers sampled per prompt (n)."""
     max_staleness: int = 8
@@ -126,6 +123,18 @@ class Rollout:
     """KV cache of a CPU engine; on CUDA vLLM takes 90% of the memory."""
     filter_uniform_groups: bool = False
     """Drop groups whose answers all have the same reward: they carry no gradient."""
+
+
+@dataclass
+class Reshard:
+    staging: str = choice("full", "streamed")
+    """Where new weights land in an engine: a second copy of its shard while it generates, or, where that does
+    not fit, room for one layer while it is paused."""
+    check_finite: bool = False
+    """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
+    timeout_s: float = 120.0
+    """Longest time for one version to reach an engine; a slower one stays at its old version, and the next
+    optimizer step waits no longer than this."""
 
 
 @dataclass
@@ -163,6 +172,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     ppo: PPO = field(default_factory=PPO)
     rollout: Rollout = field(default_factory=Rollout)
+    reshard: Reshard = field(default_factory=Reshard)
     reward: Reward = field(default_factory=Reward)
 
     @property
@@ -253,7 +263,7 @@ def check(config: Config, where=lambda key: key) -> None:
                 "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "trainer.logprob_chunk_tokens", "ppo.minibatches",
                 "ppo.behaviour_cap", "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
                 "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
-                "reward.timeout_s"]  # fmt: skip
+                "reward.timeout_s", "reshard.timeout_s"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")

@@ -37,7 +37,8 @@ class Weights:
             dtype=config.model.dtype,
             store_host=host,
             store_port=int(port),
-            timeout_s=config.machine.timeout_s,
+            timeout_s=config.reshard.timeout_s,
+            check_finite=config.reshard.check_finite,
             on_delivered=self._report,
             timeline=trainer.timeline,
         )

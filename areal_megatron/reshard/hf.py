@@ -45,7 +45,9 @@ def load(parameters: Mapping[str, Tensor], layout: Layout, path: str | Path) -> 
             for tensor, region, view in piece.tensors(parameters):
                 source = find(tensor)
                 if (shape := source.get_shape()) != expected:
-                    raise ConfigError(f"model.path: {path}: {tensor} has shape {shape}, config.json asks for {expected}")
+                    raise ConfigError(
+                        f"model.path: {path}: {tensor} has shape {shape}, config.json asks for {expected}"
+                    )
                 view.copy_(source[region])
 
 

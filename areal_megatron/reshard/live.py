@@ -40,7 +40,11 @@ def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable
 
 
 def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, module) for name, module in model.named_modules() if "w13_weight" in dict(module.named_parameters(recurse=False)))
+    return (
+        (name, module)
+        for name, module in model.named_modules()
+        if "w13_weight" in dict(module.named_parameters(recurse=False))
+    )
 
 
 class _Plain:

@@ -16,7 +16,7 @@ from areal_megatron.config import ConfigError, Trainer
 from areal_megatron.reshard.architectures import Architecture, architecture
 from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Dimensions, Row
 from areal_megatron.reshard.layout import Layout, Rows, window
-from areal_megatron.reshard.shard import Share, ShardBuilder
+from areal_megatron.reshard.shard import ShardBuilder, Share
 
 
 class Coordinates(NamedTuple):

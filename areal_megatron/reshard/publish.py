@@ -16,6 +16,7 @@ from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, bind, pack
 from areal_megatron.reshard.vllm import EngineSizes
+from areal_megatron.run import RunError
 
 OnDelivered = Callable[[int, int, int, float, int, str], None]
 """(engine, epoch, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
@@ -46,6 +47,7 @@ class Publisher:
         on_delivered: OnDelivered | None,
         timeline: Timeline,
         bucket_elements: int = BUCKET_ELEMENTS,
+        check_finite: bool = False,
     ):
         held = parameters()
         megatron.layout(hf_config, sizes, rank).check({n: p.shape for n, p in held.items()}, f"trainer rank {rank}")
@@ -53,15 +55,21 @@ class Publisher:
         self.dtype, self.device = getattr(torch, dtype), next(iter(held.values())).device
         self.store, self.timeout_s, self.timeline = f"{store_host}:{store_port}", timeout_s, timeline
         self.on_delivered = on_delivered if rank == 0 else None
+        self._check_finite = check_finite
         planner = Planner(hf_config, sizes, engine, bucket_elements)
         self._plans = [planner.plan(number) for number in range(engines)]
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Update] = []
 
     def publish(self, version: int, links: Sequence[tuple[int, int]]) -> None:
-        """Starts sending `version` to each (engine, epoch) in the background; returns at once."""
+        """Starts sending `version` to each (engine, epoch) in the background; returns at once.
+
+        Raises RunError, before anything is sent, for a weight that is NaN or Inf if check_finite is set.
+        """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
         parameters = self.parameters()
+        if self._check_finite:
+            _refuse_not_finite(parameters, f"trainer-{self.rank}, version {version}")
         for engine, epoch in links:
             outlet = self._outlets.get(engine)
             if outlet is None or outlet.epoch != epoch:
@@ -89,6 +97,13 @@ class Publisher:
         for update in self._updates:
             update.thread.join(update.deadline.left.total_seconds() + 1)
         self._outlets.clear()
+
+
+def _refuse_not_finite(parameters: Mapping[str, Tensor], holder: str) -> None:
+    largest = torch.stack(torch._foreach_norm(list(parameters.values()), torch.inf))  # one look at the device
+    for name, finite in zip(parameters, largest.isfinite().tolist(), strict=True):
+        if not finite:
+            raise RunError(f"{holder}: {name} holds NaN or Inf and is not published (reshard.check_finite)")
 
 
 class Outlet:

@@ -41,7 +41,7 @@ def init_body(*, config: Config, engine: int, epoch: int, store: str, hf_config:
             "sizes": asdict(MegatronSizes.of(config.trainer)),
             "engine_sizes": asdict(EngineSizes.of(config.rollout)),
             "dtype": config.model.dtype,
-            "timeout_s": config.machine.timeout_s,
+            "timeout_s": config.reshard.timeout_s,
         }
     }
 

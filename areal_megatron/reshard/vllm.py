@@ -10,7 +10,7 @@ from areal_megatron.config import ConfigError, Rollout
 from areal_megatron.reshard.architectures import architecture
 from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, Dimensions
 from areal_megatron.reshard.layout import Layout, Rows
-from areal_megatron.reshard.shard import Share, ShardBuilder
+from areal_megatron.reshard.shard import ShardBuilder, Share
 
 VOCABULARY_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""

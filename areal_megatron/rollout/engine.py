@@ -33,7 +33,7 @@ def server_command(config: Config, port: int) -> list[str]:
     command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     command += ["--max-model-len", str(config.data.max_prompt_tokens + rollout.max_new_tokens)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
-    backend = {"full": "areal", "streamed": "areal-streamed"}[rollout.staging]
+    backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
     command += ["--weight-transfer-config", json.dumps({"backend": backend}), "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--disable-uvicorn-access-log"]

@@ -77,9 +77,7 @@ class Engine:
             self._ended = started - (load.running + load.waiting)
             on_room()
             self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
-            if load.generated_tokens != tokens or not load.running + load.waiting:
-                progress = now
-            elif self.state == "receiving":  # paused while its link, which has a timeout, brings weights
+            if load.generated_tokens != tokens or not load.running + load.waiting or self.state == "receiving":
                 progress = now
             elif now - progress > timeout_s:
                 raise EngineError(f"{self.name} holds {load.running + load.waiting} requests but has sampled "

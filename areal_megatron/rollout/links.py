@@ -85,16 +85,16 @@ class EngineLink:
         if update.opens_epoch:
             await client.join_link(init_body(config=config, engine=self._engine.index, epoch=update.epoch,
                                              store=update.store, hf_config=self._hf_config))  # fmt: skip
-        streamed = config.rollout.staging == "streamed"
+        streamed = config.reshard.staging == "streamed"
         if streamed:
             paused = await self._pause("receiving")
         await client.start_update()
         try:
             # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
-            delivered = await asyncio.wait_for(update.delivered, 2 * config.machine.timeout_s)
+            delivered = await asyncio.wait_for(update.delivered, 2 * config.reshard.timeout_s)
         except TimeoutError:
             raise EngineError(f"the trainers did not report the delivery of version {update.version} to "
-                              f"{self._engine.name} within {2 * config.machine.timeout_s:.0f} s") from None  # fmt: skip
+                              f"{self._engine.name} within {2 * config.reshard.timeout_s:.0f} s") from None  # fmt: skip
         if delivered.error:
             await client.abandon_update()
             self._fail(update, delivered.error)
@@ -114,7 +114,7 @@ class EngineLink:
         return start
 
     async def _commit(self, version: int) -> None:
-        client, whole = self._engine.client, self._config.rollout.staging == "full"
+        client, whole = self._engine.client, self._config.reshard.staging == "full"
         try:
             await client.finish_update(version)
             whole = True

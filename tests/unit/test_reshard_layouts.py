@@ -13,7 +13,7 @@ from reshard_oracle import MODELS, SIZES, megatron_parameters, vllm_parameters, 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard import hf, megatron, plan, vllm
 from areal_megatron.reshard.architectures import architecture, read_config
-from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece, expand, whole
+from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece, expand
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.transport import bind, pack, unpack
@@ -32,7 +32,10 @@ EXPERT_ENGINES = [EngineSizes(tp=2, expert_parallel=True), EngineSizes(dp=3, exp
 
 def brief(sizes) -> str:
     """A test's name for sizes: those that differ from the default."""
-    return "-".join(f"{f.name}{getattr(sizes, f.name)}" for f in fields(sizes) if getattr(sizes, f.name) != f.default) or "one"
+    return (
+        "-".join(f"{f.name}{getattr(sizes, f.name)}" for f in fields(sizes) if getattr(sizes, f.name) != f.default)
+        or "one"
+    )
 
 
 def ids(value) -> str:

@@ -1,0 +1,172 @@
+"""Who sends which weights to whom, how many bytes that is, and how long it should take. Starts nothing.
+
+    python tools/explain_reshard.py CONFIG [key=value …] [--rank TRAINER] [--link 45] [--memory 2000] [--json FILE]
+
+CONFIG is a run's config; of the model only model.path/config.json is read, so that a cluster's plan can be looked at
+anywhere (configs/models has the sizes of some). --rank lists what one trainer rank sends. The prediction assumes that
+every rank sends and receives at --link GB/s at the same time, that all engines are served at once, and that a
+commit reads and writes the engine rank's shard once at --memory GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.reshard.architectures import architecture, read_config
+from areal_megatron.reshard.layout import numbers
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.plan import Plan, Planner, Transfer
+from areal_megatron.reshard.vllm import EngineSizes
+
+BYTES = {"bfloat16": 2, "float32": 4}
+ROWS = 16
+"""Trainer ranks listed before the table is cut short."""
+
+
+class Explained:
+    """The plans of all engines and their sums, in elements where nothing else is said."""
+
+    def __init__(self, config: Config):
+        hf_config = read_config(config.model.path)
+        self.config, self.model = config, architecture(hf_config)
+        self.trainers, self.engine = MegatronSizes.of(config.trainer), EngineSizes.of(config.rollout)
+        self.element = BYTES[config.model.dtype]
+        start = time.process_time()
+        planner = Planner(hf_config, self.trainers, self.engine)
+        self.plans = [planner.plan(number) for number in range(config.rollout.engines)]
+        self.seconds = time.process_time() - start
+        self.slices = [layout.size for layout in planner.destinations]
+        self.sent = [0] * self.trainers.ranks
+        self.received = [[0] * self.engine.ranks for _ in self.plans]
+        self.peers: list[set[tuple[int, int]]] = [set() for _ in self.sent]
+        for number, plan in enumerate(self.plans):
+            for transfer in plan.transfers:
+                self.sent[transfer.source] += transfer.receive.box.size
+                self.received[number][transfer.destination] += transfer.receive.box.size
+                self.peers[transfer.source].add((number, transfer.destination))
+
+    def figures(self, link: float, memory: float) -> dict[str, float]:
+        """`link` and `memory` in GB/s."""
+        sent, received = max(self.sent) * self.element, max(map(max, self.received)) * self.element
+        shard = max(self.slices) * self.element
+        senders = [size for size in self.sent if size]
+        return {
+            "model_gb": sum(map(_size, self.model.canonical.values())) * self.element / 1e9,
+            "bytes_over_minimum": max(got / own for rank in self.received
+                                      for got, own in zip(rank, self.slices, strict=True)),
+            "received_gb_per_engine_rank": received / 1e9,
+            "sent_gb_per_trainer_rank_max": sent / 1e9,
+            "sender_load_max_over_mean": max(senders) / (sum(senders) / len(senders)),
+            "predicted_transfer_s": max(sent, received) / 1e9 / link,
+            "predicted_commit_s": 2 * shard / 1e9 / memory,
+            "planning_s": self.seconds,
+            "planning_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }  # fmt: skip
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+def describe(explained: Explained, link: float, memory: float) -> str:
+    config, trainers, figures = explained.config, explained.trainers, explained.figures(link, memory)
+    stages = "+".join(map(str, trainers.stage_sizes(explained.model.dimensions.layers)))
+    lines = [
+        f"{Path(config.model.path).name}: {figures['model_gb']:,.1f} GB in {config.model.dtype}",
+        f"{trainers.ranks} trainer ranks: tp {trainers.tp}, pp {trainers.pp} ({stages} layers), dp {trainers.dp}, "
+        f"ep {trainers.ep}, etp {trainers.expert_tp}, vpp {trainers.vpp}",
+        f"{config.rollout.engines} engines of {explained.engine.ranks} ranks: tp {explained.engine.tp}"
+        + (", expert parallel" if explained.engine.expert_parallel else ""),
+        "",
+        f"{'trainer rank':>12}{'tp':>4}{'dp':>4}{'pp':>4}{'ep':>4}{'MB sent':>12}{'to engine ranks':>17}",
+    ]
+    for rank in range(min(trainers.ranks, ROWS)):
+        at, megabytes = trainers.coordinates(rank), explained.sent[rank] * explained.element / 1e6
+        lines.append(
+            f"{rank:>12}{at.tp:>4}{at.dp:>4}{at.pp:>4}{at.ep:>4}{megabytes:>12,.2f}{len(explained.peers[rank]):>17}"
+        )
+    if trainers.ranks > ROWS:
+        lines.append(f"{'…':>12}  and {trainers.ranks - ROWS} more; --rank N lists what one of them sends")
+    lines += [
+        "",
+        f"each engine rank receives at most {figures['received_gb_per_engine_rank']:,.3f} GB, "
+        f"{figures['bytes_over_minimum']:.3f} of its own slice",
+        f"the busiest trainer rank sends {figures['sent_gb_per_trainer_rank_max']:,.3f} GB, "
+        f"{figures['sender_load_max_over_mean']:.3f} of the mean",
+        f"predicted: transfer {figures['predicted_transfer_s']:.3f} s at {link:g} GB/s a rank, while engines generate; "
+        f"commit {1e3 * figures['predicted_commit_s']:.1f} ms at {memory:g} GB/s, plus vLLM's fixed pause",
+        f"planned in {figures['planning_s']:.2f} s of one core with {figures['planning_peak_mb']:,.0f} MB",
+    ]
+    return "\n".join(lines)
+
+
+def list_rank(explained: Explained, rank: int) -> str:
+    """Every tensor that trainer rank `rank` sends, by engine rank, boxes of one tensor together."""
+    lines = [f"{'engine':>6}{'rank':>5}{'MB':>12}{'boxes':>7}  tensor, layers and experts"]
+    for number, plan in enumerate(explained.plans):
+        for (destination, tensor), transfers in _by_tensor(plan, rank).items():
+            megabytes = sum(transfer.receive.box.size for transfer in transfers) * explained.element / 1e6
+            lines.append(
+                f"{number:>6}{destination:>5}{megabytes:>12,.3f}{len(transfers):>7}  {_numbers(tensor, transfers)}"
+            )
+    return "\n".join(lines)
+
+
+def _by_tensor(plan: Plan, rank: int) -> dict[tuple[int, str], list[Transfer]]:
+    found: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+    for transfer in plan.transfers:
+        if transfer.source == rank:
+            found[transfer.destination, transfer.receive.tensor].append(transfer)
+    return dict(sorted(found.items()))
+
+
+def _numbers(tensor: str, transfers: list[Transfer]) -> str:
+    """The name with the ranges of its numbers, as model.layers.{0–6}.mlp…"""
+    boxes = [transfer.receive.box for transfer in transfers]
+    ranges = [
+        (min(box.start[axis] for box in boxes), max(box.stop[axis] for box in boxes) - 1)
+        for axis in range(numbers(tensor))
+    ]
+    return tensor.format(*(f"{{{first}–{last}}}" if first < last else first for first, last in ranges))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--rank", type=int, help="list what this trainer rank sends")
+    parser.add_argument("--link", type=float, default=45.0, help="GB/s that a rank sends and receives")
+    parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of an engine rank's memory")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_intermixed_args()
+    try:
+        explained = Explained(configuration.load(options.config, options.overrides))
+        if options.rank is not None and not 0 <= options.rank < explained.trainers.ranks:
+            raise ConfigError(f"--rank: {options.rank} is none of the {explained.trainers.ranks} trainer ranks")
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    if options.rank is None:
+        print(describe(explained, options.link, options.memory))
+    else:
+        print(list_rank(explained, options.rank))
+    if options.json:
+        temporary = options.json.with_suffix(".partial")
+        temporary.write_text(json.dumps(explained.figures(options.link, options.memory), indent=2) + "\n")
+        os.replace(temporary, options.json)
+
+
+if __name__ == "__main__":
+    main()
