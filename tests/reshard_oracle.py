@@ -102,6 +102,16 @@ def megatron_parameters(tensors, config, *, tp, pp, tp_rank, stage, chunks=None,
     return held
 
 
+def megatron_shard(tensors, config, sizes, rank):
+    """The same of rank `rank` of a MegatronSizes, which says no more here than where the rank stands."""
+    at = sizes.coordinates(rank)
+    return megatron_parameters(
+        tensors, config, tp=sizes.tp, pp=sizes.pp, tp_rank=at.tp, stage=at.pp, ep=sizes.ep, ep_rank=at.ep,
+        chunks=sizes.chunk_layers(config["num_hidden_layers"], at.pp), etp=sizes.expert_tp, etp_rank=at.etp,
+        fused_layernorm=sizes.fused_layernorm, grouped_experts=sizes.grouped_experts,
+    )  # fmt: skip
+
+
 def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
     """model.named_parameters() of one worker of an engine; the vocabulary's padding is zero."""
     held, ranks, worker = {}, tp * dp, rank

@@ -13,7 +13,7 @@ import pytest
 import torch
 from link_store import open_store
 from omegaconf import OmegaConf
-from reshard_oracle import expected_checksums, held_checksums, megatron_parameters, write_model
+from reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 
 from areal_megatron.config import load
 from areal_megatron.observe.timeline import Timeline
@@ -74,9 +74,7 @@ class Server:
         return EngineClient("engine-0", self.run.endpoint("engine-0", 30), self.run.token, 60)
 
     def _shard(self, version, rank):
-        sizes, at = self.sizes, self.sizes.coordinates(rank)
-        parameters = megatron_parameters(self.tensors[version % 2], self.hf_config, tp=sizes.tp, pp=sizes.pp, ep=sizes.ep,
-                                         tp_rank=at.tp, stage=at.pp, ep_rank=at.ep, etp_rank=at.etp)  # fmt: skip
+        parameters = megatron_shard(self.tensors[version % 2], self.hf_config, self.sizes, rank)
         return {name: tensor.clone() for name, tensor in parameters.items()}
 
     def _delivered(self, engine, epoch, version, seconds, received, error):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from reshard_oracle import megatron_parameters
+from reshard_oracle import megatron_shard
 from safetensors.torch import load_file
 
 from areal_megatron.reshard import hf
@@ -24,9 +24,8 @@ if __name__ == "__main__":
                             timeout=timedelta(seconds=60))  # fmt: skip
     for export in exports:
         source, sizes = Path(export["source"]), MegatronSizes(**export["sizes"])
-        config, at = read_config(source), sizes.coordinates(rank)
-        parameters = megatron_parameters(load_file(source / "model.safetensors"), config, tp=sizes.tp, pp=sizes.pp,
-                                         tp_rank=at.tp, stage=at.pp)  # fmt: skip
+        config = read_config(source)
+        parameters = megatron_shard(load_file(source / "model.safetensors"), config, sizes, rank)
         parameters = {name: tensor.to(getattr(torch, export["dtype"])) for name, tensor in parameters.items()}
         hf.export(parameters, hf_config=config, sizes=sizes, rank=rank, source=source, path=export["path"],
                   shard_bytes=export["shard_bytes"])  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from reshard_oracle import megatron_parameters, vllm_parameters
+from reshard_oracle import megatron_shard, vllm_parameters
 from safetensors.torch import load_file
 
 from areal_megatron.observe.timeline import Timeline
@@ -35,11 +35,10 @@ def fingerprint(parameters) -> dict[str, str]:
 
 def trainer(setup) -> None:
     sizes = MegatronSizes(**setup["sizes"])
-    at = sizes.coordinates(setup["rank"])
 
     def shard(folder: str):
         tensors = load_file(Path(folder) / "model.safetensors")
-        return megatron_parameters(tensors, setup["hf_config"], tp=sizes.tp, pp=sizes.pp, tp_rank=at.tp, stage=at.pp)
+        return megatron_shard(tensors, setup["hf_config"], sizes, setup["rank"])
 
     live = {name: tensor.clone() for name, tensor in shard(setup["folder"]).items()}
     host, port = setup["store"].split(":")

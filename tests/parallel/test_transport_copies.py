@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reshard_oracle import megatron_parameters, vllm_parameters, write_model
+from reshard_oracle import megatron_shard, vllm_parameters, write_model
 
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reshard.megatron import MegatronSizes
@@ -22,7 +22,7 @@ def test_messages_carry_every_parameter(tmp_path, device):
     """The sender packs on a stream of its own and the message crosses through pinned memory where there is any."""
     tensors = write_model("qwen2", tmp_path, hidden_size=256, intermediate_size=512)
     config = read_config(tmp_path)
-    sources = [_on(device, _megatron(tensors, config, rank)) for rank in range(SIZES.ranks)]
+    sources = [_on(device, megatron_shard(tensors, config, SIZES, rank)) for rank in range(SIZES.ranks)]
     expected = [vllm_parameters(tensors, config, tp=TP, rank=rank) for rank in range(TP)]
     received = [
         {name: torch.zeros_like(tensor, dtype=torch.bfloat16, device=device) for name, tensor in held.items()}
@@ -45,11 +45,6 @@ def test_messages_carry_every_parameter(tmp_path, device):
     for held, wanted in zip(received, expected, strict=True):
         for name, tensor in wanted.items():
             assert torch.equal(held[name].cpu(), tensor.bfloat16()), name
-
-
-def _megatron(tensors, config, rank):
-    at = SIZES.coordinates(rank)
-    return megatron_parameters(tensors, config, tp=SIZES.tp, pp=SIZES.pp, tp_rank=at.tp, stage=at.pp)
 
 
 def _on(device, parameters):

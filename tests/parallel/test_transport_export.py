@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 
 TESTS = Path(__file__).parent.parent
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+EXPERT_LAYOUTS = {"ep2": {"dp": 2, "ep": 2}, "etp2": {"dp": 2, "etp": 2}, "vpp2": {"pp": 2, "vpp": 2}}
+MODELS = {"qwen2": LAYOUTS, "qwen3-tied": LAYOUTS, "qwen3-moe": EXPERT_LAYOUTS}
+CASES = [(model, layout) for model, layouts in MODELS.items() for layout in layouts]
 LARGE, SMALL = 2**30, 60_000
 
 
@@ -22,10 +25,10 @@ def world(tmp_path_factory):
     """Folder with models, their exports as MODEL-LAYOUT, and the tensors that transformers wrote."""
     folder = tmp_path_factory.mktemp("export")
     written, exports = {}, []
-    for model in ("qwen2", "qwen3-tied"):
+    for model, layouts in MODELS.items():
         written[model] = write_model(model, folder / model)
         (folder / model / "tokenizer.json").write_text('{"some": "tokenizer"}')
-        for layout, sizes in LAYOUTS.items():
+        for layout, sizes in layouts.items():
             exports.append({"source": str(folder / model), "sizes": sizes, "path": str(folder / f"{model}-{layout}"),
                             "dtype": "float32", "shard_bytes": SMALL if layout == "pp2" else LARGE})  # fmt: skip
     again = exports[0] | {"dtype": "bfloat16", "source": str(folder / "qwen2")}
@@ -47,8 +50,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", ["qwen2", "qwen3-tied"])
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_is_the_checkpoint_that_transformers_wrote(world, model, layout):
     folder, written = world
     exported = read(folder / f"{model}-{layout}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 
 import pytest
 import torch
-from reshard_oracle import MODELS, SIZES, megatron_parameters, vllm_parameters, write_model
+from reshard_oracle import MODELS, SIZES, megatron_shard, vllm_parameters, write_model
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard import hf, megatron, plan, vllm
@@ -58,14 +58,6 @@ def models(tmp_path_factory):
     return {name: (folder / name, read_config(folder / name), tensors[name]) for name in MODELS}
 
 
-def oracle(tensors, config, sizes, rank):
-    at = sizes.coordinates(rank)
-    return megatron_parameters(tensors, config, tp=sizes.tp, pp=sizes.pp, tp_rank=at.tp, stage=at.pp,
-                               chunks=sizes.chunk_layers(config["num_hidden_layers"], at.pp), ep=sizes.ep,
-                               ep_rank=at.ep, etp=sizes.expert_tp, etp_rank=at.etp,
-                               fused_layernorm=sizes.fused_layernorm, grouped_experts=sizes.grouped_experts)  # fmt: skip
-
-
 def assert_equal(got, expected):
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -86,7 +78,7 @@ def test_checkpoint_loads_into_megatron_ranks(models, name, sizes):
         layout = megatron.layout(config, sizes, rank)
         parameters = empty(layout)
         hf.load(parameters, layout, folder)
-        assert_equal(parameters, oracle(tensors, config, sizes, rank))
+        assert_equal(parameters, megatron_shard(tensors, config, sizes, rank))
 
 
 @pytest.mark.parametrize(("name", "engine"), [(n, e) for n in MODELS for e in of(n, ENGINES, EXPERT_ENGINES)], ids=ids)
@@ -125,7 +117,7 @@ def slice_elements(parameters, rank):
 def test_plan_delivers_each_engine_rank_exactly_its_slice(models, name, sizes, engine, monkeypatch):
     monkeypatch.setattr(plan, "_SMALLEST_CUT", 512)
     _, config, tensors = models[name]
-    sources = [oracle(tensors, config, sizes, rank) for rank in range(sizes.ranks)]
+    sources = [megatron_shard(tensors, config, sizes, rank) for rank in range(sizes.ranks)]
     planner = Planner(config, sizes, engine, bucket_elements=3000)
     expected = [vllm_parameters(tensors, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
     for number in range(2):
@@ -144,7 +136,7 @@ def test_plan_delivers_each_engine_rank_exactly_its_slice(models, name, sizes, e
 def test_plan_casts_to_the_engines_dtype(models):
     _, config, tensors = models["qwen2"]
     sizes = MegatronSizes(tp=2)
-    sources = [oracle(tensors, config, sizes, rank) for rank in range(2)]
+    sources = [megatron_shard(tensors, config, sizes, rank) for rank in range(2)]
     expected = vllm_parameters(tensors, config, tp=1, rank=0)
     engine = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
     execute(Planner(config, sizes, EngineSizes()).plan(0), sources, [engine], torch.bfloat16)

@@ -13,7 +13,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.reshard.architectures.llama import LLAMA
 from areal_megatron.reshard.architectures.qwen2 import QWEN2
 from areal_megatron.reshard.architectures.qwen3 import QWEN3, QWEN3_MOE
-from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, Dimensions, Family, Row
+from areal_megatron.reshard.architectures.table import EMBEDDING, FINAL_NORM, HEAD, Dimensions, Family
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
