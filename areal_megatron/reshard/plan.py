@@ -21,10 +21,13 @@ from math import prod
 from typing import Any
 
 from areal_megatron.reshard import megatron, vllm
-from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece
+from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece, numbers
 
 BUCKET_ELEMENTS = 4 * 2**20
 """Elements of the largest message between two ranks (8 MiB in bfloat16)."""
+DIRECT_ELEMENTS = 2**20
+"""From this size on a tensor's part is a message of its own, which a sender that need not cast or gather it sends from
+the parameter itself, without a copy."""
 _SHARES = 32
 """Boxes with several holders are cut to at most 1/32 of a sender's fair load, so the balance is within 1/32."""
 _SMALLEST_CUT = 2**16
@@ -204,14 +207,21 @@ def _cut(box: Box, elements: int, axis: int = 0) -> Iterator[Box]:
 
 
 def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfer]]:
+    """The transfers of a pair in groups of at most `elements`: large tensors alone, the others together."""
     group: list[Transfer] = []
     size = 0
     for transfer in transfers:
-        for box in _cut(transfer.receive.box, elements):
-            if group and size + box.size > elements:
+        box = transfer.receive.box
+        tensor = prod(box.shape[numbers(transfer.receive.tensor) :])
+        if tensor >= min(DIRECT_ELEMENTS, elements):
+            for part in _cut(box, tensor):
+                yield from ([transfer.narrow(cut)] for cut in _cut(part, elements))
+            continue
+        for part in _cut(box, elements):
+            if group and size + part.size > elements:
                 yield group
                 group, size = [], 0
-            group.append(transfer.narrow(box))
-            size += box.size
+            group.append(transfer.narrow(part))
+            size += part.size
     if group:
         yield group

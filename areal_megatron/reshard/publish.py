@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import megatron
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, bind, pack
+from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, pack
 from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.run import RunError
 
@@ -112,12 +114,13 @@ class Outlet:
     def __init__(self, publisher: Publisher, plan: Plan, engine: int, epoch: int):
         self.publisher, self.plan, self.engine, self.epoch = publisher, plan, engine, epoch
         self.buckets = plan.sent_by(publisher.rank)
+        self.senders = sorted({transfer.source for transfer in plan.transfers})
         self.updates = 0
         self.busy = threading.Lock()
         self._link: Link | None = None
         self._broken = ""
         self._buffers: list[Tensor] = []
-        self._copies: list[Copies] = []
+        self._messages: list[Outgoing] = []
         self._bound_to: list[int] = []
 
     def link(self) -> Link:
@@ -141,25 +144,45 @@ class Outlet:
             return self._broken
         return reason
 
-    def messages(self, parameters: Mapping[str, Tensor]) -> list[tuple[Bucket, Tensor, Copies]]:
-        """Buckets with the buffer that each is packed into and the copies that pack it.
-
-        Indexed once; again only where the parameters moved to other storage. Two buffers take turns.
-        """
+    def messages(self, parameters: Mapping[str, Tensor]) -> list[Outgoing]:
+        """One for each bucket, indexed once; again only where the parameters moved to other storage."""
         p = self.publisher
         storage = [parameter.data_ptr() for parameter in parameters.values()]
         if storage != self._bound_to:
-            largest = max((bucket.elements for bucket in self.buckets), default=0)
+            views = [list(self._views(bucket, parameters)) for bucket in self.buckets]
+            direct = [_is_message(held, p.dtype) for held in views]
+            largest = max((b.elements for b, as_is in zip(self.buckets, direct, strict=True) if not as_is), default=0)
             self._buffers = [torch.empty(largest, dtype=p.dtype, device=p.device) for _ in range(2)]
-            self._copies = [
-                bind((transfer.send for transfer in bucket.transfers), parameters, self._buffers[i % 2])
-                for i, bucket in enumerate(self.buckets)
-            ]
+            turns = itertools.cycle(self._buffers)
+            self._messages = [
+                Outgoing(bucket, held[0].view(-1), None)
+                if as_is
+                else Outgoing(bucket, buffer := next(turns)[: bucket.elements],
+                              bind((transfer.send for transfer in bucket.transfers), parameters, buffer))
+                for bucket, held, as_is in zip(self.buckets, views, direct, strict=True)
+            ]  # fmt: skip
             self._bound_to = storage
-        return [
-            (bucket, self._buffers[i % 2][: bucket.elements], copies)
-            for i, (bucket, copies) in enumerate(zip(self.buckets, self._copies, strict=True))
-        ]
+        return self._messages
+
+    @staticmethod
+    def _views(bucket: Bucket, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        for transfer in bucket.transfers:
+            yield from transfer.send.views(parameters)
+
+
+def _is_message(views: list[Tensor], dtype: torch.dtype) -> bool:
+    """Whether the parameter itself can be sent."""
+    return len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype
+
+
+class Outgoing(NamedTuple):
+    """One message."""
+
+    bucket: Bucket
+    flat: Tensor
+    """A buffer, or the part of a parameter that is the message as it stands."""
+    copies: Copies | None
+    """What packs the buffer; two buffers take turns."""
 
 
 class Update:
@@ -182,7 +205,7 @@ class Update:
         self.thread.start()
 
     def cut_off(self) -> None:
-        """Reads no parameter from here on; what has not been read by now fails."""
+        """The update fails unless all of it has been read by now; nothing read from here on reaches an engine's commit."""
         with self._reading:
             self._cut_off = True
             self.read.set()
@@ -222,19 +245,28 @@ class Update:
             self._send_buckets(link)
 
     def _send_buckets(self, link: Link) -> None:
-        sent = []
-        for number, (bucket, flat, copies) in enumerate(self.outlet.messages(self.parameters)):
-            if number >= 2:
-                sent[number - 2].wait(self.deadline)
+        first = self.outlet.publisher.trainers
+        packed: deque[Message] = deque()
+        direct: list[Message] = []
+        for bucket, flat, copies in self.outlet.messages(self.parameters):
+            if copies is not None and len(packed) == 2:
+                packed.popleft().wait(self.deadline)
             with self._reading:
                 self._stop()
-                pack(copies)
-                link.settle()
-            sent.append(link.send(flat, self.outlet.publisher.trainers + bucket.destination, bucket))
-        self.read.set()
-        for message in sent[-2:]:
+                if copies is not None:
+                    pack(copies)
+                    link.settle()
+            (direct if copies is None else packed).append(link.send(flat, first + bucket.destination, bucket))
+        for message in direct:
             message.wait(self.deadline)
         link.settle()
+        with self._reading:
+            self._stop()  # else what was read since may be of the next version
+            self.read.set()
+        for message in packed:
+            message.wait(self.deadline)
+        link.settle()
+        link.say(f"sent/{self._number}/{self.outlet.publisher.rank}", "")
 
     def _stop(self) -> None:
         if self._cut_off:
@@ -242,8 +274,10 @@ class Update:
                             f"read within {self.deadline.timeout_s:.0f} s and given up for the next step")  # fmt: skip
 
     def _wait_received(self) -> int:
-        """Bytes that the engine received, once all its ranks have them."""
+        """Bytes that the engine received, once all its ranks have them and no sender was cut off."""
         n, link = self._number, self.outlet.link()
         ranks = range(self.outlet.publisher.engine_ranks)
-        keys = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
-        return sum(map(int, link.wait(keys, self.deadline, update=n, stop=lambda: None)))
+        received = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
+        sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in self.outlet.senders}
+        values = link.wait(received | sent, self.deadline, update=n, stop=lambda: None)
+        return sum(map(int, values[: len(received)]))

@@ -7,6 +7,7 @@ of the trainers' TCPStore under the link's own prefix:
 |---|---|---|
 | ready/N/R | engine rank R | digest of the plan it follows; it waits for update N |
 | sending/N/S | trainer rank S | its first message of update N is on its way |
+| sent/N/S | trainer rank S | it read every parameter before any could change |
 | received/N/R | engine rank R | bytes received; staging holds the update |
 | failed/N | the first rank of either side that failed | why |
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from areal_megatron.reshard.plan import Bucket
 
-POLL_S = (0.001, 0.02)
+POLL_S = (0.001, 0.005)
 """Between two looks at the store: at first, and at most after a long wait."""
 
 

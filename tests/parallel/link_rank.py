@@ -40,7 +40,9 @@ def trainer(setup) -> None:
         tensors = load_file(Path(folder) / "model.safetensors")
         return megatron_shard(tensors, setup["hf_config"], sizes, setup["rank"])
 
-    live = {name: tensor.clone() for name, tensor in shard(setup["folder"]).items()}
+    # Ranks 0 and 1 have the engines' dtype and send large parameters as they are; the others must cast them.
+    own = torch.bfloat16 if setup["rank"] < 2 else torch.float32
+    live = {name: tensor.to(own, copy=True) for name, tensor in shard(setup["folder"]).items()}
     host, port = setup["store"].split(":")
     publisher = Publisher(
         parameters=lambda: live, hf_config=setup["hf_config"], sizes=sizes, rank=setup["rank"],
