@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.reshard import megatron, vllm
 from areal_megatron.reshard.architectures import Dimensions, architecture, read_config
+from areal_megatron.rollout.engine import runs_on_cpu
 
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings whose frequencies depend neither on the sequence nor on a scale of the attention."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on the sequence."""
 
 
 def check_model(config: Config) -> None:
@@ -23,16 +25,23 @@ def check_model(config: Config) -> None:
     hf = read_config(path)
     model = architecture(hf)
     _check_computation(hf, path)
-    _check_layout(config, model.dimensions)
+    if model.dimensions.experts:
+        _check_experts(config, hf, model.dimensions)
+    for key, size in (("ep", config.trainer.ep), ("etp", config.trainer.etp)):
+        if size > 1 and not model.dimensions.experts:
+            raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
+    megatron.layout(hf, megatron.MegatronSizes.of(config.trainer), rank=0)
     if config.mode == "rl":
-        _check_engine(config, hf, model.dimensions)
+        if config.rollout.expert_parallel and runs_on_cpu(config):
+            raise ConfigError("rollout.expert_parallel: vLLM's CPU kernels fail with it; set it to false")
+        vllm.layout(hf, vllm.EngineSizes.of(config.rollout), rank=0)
+        _check_length(config, hf)
     if not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
 
 
 def _check_computation(hf: dict[str, Any], path: str) -> None:
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type, _ = _rope(hf)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(f"model.path: {path}/config.json asks for rotary embeddings of type {rope_type!r}; "
                           f"known are {', '.join(ROPE_TYPES)}")  # fmt: skip
@@ -42,22 +51,29 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
         raise ConfigError(f"model.path: {path}/config.json has hidden_act {hf['hidden_act']!r}; known is silu")
 
 
-def _check_layout(config: Config, model: Dimensions) -> None:
-    tp = config.trainer.tp
-    for key, count in (
-        ("num_attention_heads", model.heads),
-        ("num_key_value_heads", model.kv_heads),
-        ("intermediate_size", model.ffn),
-    ):
-        if count % tp:
-            raise ConfigError(f"trainer.tp: {tp} does not divide {key}={count} of {config.model.path}")
+def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> None:
+    path, chosen = config.model.path, hf.get("num_experts_per_tok")
+    if not isinstance(chosen, int) or not 0 < chosen <= model.experts:
+        raise ConfigError(f"model.path: {path}/config.json has num_experts_per_tok={chosen} of {model.experts} experts")
+    if chosen == 1 and hf.get("norm_topk_prob"):
+        raise ConfigError(f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
+                          "probability is always 1, and the router could learn nothing")  # fmt: skip
+    if config.trainer.tp > 1 and not config.trainer.sequence_parallel:
+        raise ConfigError(f"trainer.sequence_parallel: set it to true, Megatron trains experts with trainer.tp="
+                          f"{config.trainer.tp} in no other way")  # fmt: skip
 
 
-def _check_engine(config: Config, hf: dict[str, Any], model: Dimensions) -> None:
-    tp, longest = config.rollout.tp, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
-        raise ConfigError(f"rollout.tp: {tp} does not divide num_attention_heads={model.heads} and "
-                          f"num_key_value_heads={model.kv_heads} of {config.model.path}")  # fmt: skip
-    if longest > (limit := hf.get("max_position_embeddings", longest)):
+def _check_length(config: Config, hf: dict[str, Any]) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    limit, (rope_type, rope) = hf.get("max_position_embeddings", longest), _rope(hf)
+    if rope_type == "yarn":  # which a user may add to a checkpoint without changing anything else, as Qwen3's card says
+        limit = max(limit, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", limit)))
+    if longest > limit:
         raise ConfigError(f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
                           f"may reach {longest} tokens, {config.model.path} has max_position_embeddings={limit}")  # fmt: skip
+
+
+def _rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Type and parameters of the rotary embeddings, under the names of transformers 5 or older ones."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    return rope.get("rope_type", rope.get("type", "default")), rope

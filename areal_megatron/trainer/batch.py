@@ -25,6 +25,13 @@ class MicroBatch:
     labels: Tensor
     """int64 [N]: the trained tokens"""
 
+    @property
+    def untrained(self) -> Tensor:
+        """bool [1, T]: tokens whose hidden state predicts no trained token"""
+        untrained = torch.ones_like(self.tokens, dtype=torch.bool)
+        untrained[0, self.rows] = False
+        return untrained
+
 
 @dataclass
 class PPOMicroBatch:

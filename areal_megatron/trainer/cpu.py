@@ -2,7 +2,8 @@
 
 megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the
 name `torch` inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in
-that forwards everything to torch except the few calls below. With a CUDA device nothing is touched.
+that forwards everything to torch except the few calls below. With a CUDA device nothing is touched, but for a
+name that megatron-core forgets to define without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 MODULES = (
     "megatron.core.distributed",
@@ -26,6 +28,7 @@ MODULES = (
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
     "megatron.core.tensor_parallel",
+    "megatron.core.transformer.moe.moe_layer",
 )
 """What the trainer imports; whatever these import in their turn is adapted with them."""
 
@@ -42,12 +45,16 @@ def adapt_megatron() -> None:
     with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
         for name in MODULES:
             importlib.import_module(name)
+    routing = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    if not hasattr(routing, "te_general_gemm"):
+        routing.te_general_gemm = None  # what its callers ask for where there is no TransformerEngine
     if on_cpu:
         stand_in = _Torch()
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
                 module.torch = stand_in
         _use_cpu_generator()
+        _exchange_uneven_parts()
 
 
 @contextlib.contextmanager
@@ -101,11 +108,23 @@ class _Cuda(_StandIn):
 
     def __init__(self):
         super().__init__(torch.cuda)
+        stream = _Stream()
+        self.Stream = self.current_stream = lambda: stream
+        self.stream = lambda _: contextlib.nullcontext()
         self.current_device = lambda: torch.device("cpu")
         self.synchronize = lambda *_: None
         self.empty_cache = lambda: None
         self.manual_seed = torch.manual_seed
         self.get_rng_state = lambda *_: torch.get_rng_state()
+
+
+class _Stream:
+    """The one stream of a CPU, and an event on it: everything has happened already."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
 
 
 class _Torch(_StandIn):
@@ -133,3 +152,36 @@ def _use_cpu_generator() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU's generator is in use
+
+
+def _exchange_uneven_parts() -> None:
+    """Ranks send each expert as many tokens as chose it.
+
+    gloo gathers and scatters equal parts only, and an all-to-all takes the sizes of its parts as numbers, to
+    which megatron-core turns CUDA tensors but no others.
+    """
+    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def move(tensor, as_numpy=False, **_):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    def gather_parts(part, group, sizes=None, use_global_buffer=False):
+        if sizes is None or group.size() == 1:
+            return gather(part, group, sizes, use_global_buffer)
+        longest = max(1, *sizes)
+        padding = [0, 0] * (part.dim() - 1) + [0, longest - len(part)]
+        parts = gather(F.pad(part, padding), group).split(longest)
+        return torch.cat([rows[:size] for rows, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_parts(whole, group, sizes=None, use_global_buffer=False):
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, sizes, use_global_buffer)
+        whole = whole.clone()
+        torch.distributed.all_reduce(whole, group=group)
+        return whole.split(sizes)[group.rank()].clone()
+
+    dispatcher.maybe_move_tensor_to_cpu = move
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_parts

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_megatron.config import Config
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.pipeline import Chunks
 
 
 class PolicyOptimizer:
-    """Optimizer states are float32 and divided over the data-parallel ranks; biases and norms do not decay."""
+    """Optimizer states are float32 and divided over the ranks that hold the same parameters; biases and norms
+    do not decay."""
 
-    def __init__(self, config: Config, model: DistributedDataParallel):
-        settings, dtype = config.optimizer, model.config.params_dtype
+    def __init__(self, config: Config, chunks: Chunks):
+        settings, dtype = config.optimizer, chunks[0].config.params_dtype
         with cpu_passes_for_cuda():
             self.megatron = get_megatron_optimizer(
                 OptimizerConfig(
@@ -33,12 +34,12 @@ class PolicyOptimizer:
                     bf16=dtype == torch.bfloat16,
                     clip_grad=0.0,  # done in `step`, once the gradient is known to be finite
                 ),
-                [model],
+                chunks,
                 use_gloo_process_groups=False,
             )
         self._clip_grad = settings.clip_grad
         self._schedule = schedule(config, self.megatron)
-        self._model = model
+        self._chunks = chunks
 
     @property
     def lr(self) -> float:
@@ -46,7 +47,8 @@ class PolicyOptimizer:
         return self.megatron.param_groups[0]["lr"]
 
     def zero_grad(self) -> None:
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     @torch.no_grad()
@@ -59,7 +61,8 @@ class PolicyOptimizer:
     def step(self, norm: float) -> None:
         """Clips the gradient of that (finite) norm and changes the parameters."""
         if 0 < self._clip_grad < norm:
-            gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
+            parameters = (p for group in self.megatron.param_groups for p in group["params"])
+            gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(gradients, self._clip_grad / norm)
         self._schedule.step(1)
         self.megatron.step_with_ready_grads()

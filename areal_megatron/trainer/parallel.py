@@ -1,4 +1,4 @@
-"""Process groups of the trainer pool: Megatron's tp, pp and dp, and two small groups for control."""
+"""Process groups of the trainer pool: Megatron's tp, pp, dp, ep and etp, and two small groups for control."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.run import Run, RunError
 
 STORE = "trainer-store"
@@ -22,7 +23,7 @@ STORE = "trainer-store"
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this rank stands. Ranks lie in Megatron's order: tp fastest, then dp, then pp."""
+    """Where this rank stands. Ranks lie in Megatron's order, see reshard.megatron.MegatronSizes."""
 
     device: torch.device
     rank: int
@@ -104,15 +105,19 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     except RuntimeError as e:
         raise RunError(f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.timeout_s:.0f} s "
                        f"({str(e).splitlines()[0]}); see the logs of the others in {run.folder / 'logs'}") from e  # fmt: skip
+    sizes = MegatronSizes.of(config.trainer)
     parallel_state.initialize_model_parallel(
-        config.trainer.tp,
-        config.trainer.pp,
+        sizes.tp,
+        sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.expert_tp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(config.machine.timeout_s / 60)),
     )
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
-    replica, replica_control = _replica_group(config, rank, timeout)
+    replica, replica_control = _replica_group(sizes, rank, timeout)
     return Parallel(
         device=device,
         rank=rank,
@@ -171,15 +176,13 @@ def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist
     return store
 
 
-def _replica_group(config: Config, rank: int, timeout: timedelta) -> tuple[int, dist.ProcessGroup]:
+def _replica_group(sizes: MegatronSizes, rank: int, timeout: timedelta) -> tuple[int, dist.ProcessGroup]:
     """This rank's replica and its gloo group; every rank makes every group, as torch requires."""
-    groups = []
-    for replica in range(config.trainer.dp):
-        ranks = [
-            (stage * config.trainer.dp + replica) * config.trainer.tp + shard
-            for stage in range(config.trainer.pp)
-            for shard in range(config.trainer.tp)
-        ]
-        groups.append((ranks, dist.new_group(ranks, backend="gloo", timeout=timeout)))
-    replica = next(i for i, (ranks, _) in enumerate(groups) if rank in ranks)
-    return replica, groups[replica][1]
+    replica_of = [sizes.coordinates(member).dp for member in range(sizes.ranks)]
+    groups = [
+        dist.new_group(
+            [member for member, at in enumerate(replica_of) if at == replica], backend="gloo", timeout=timeout
+        )
+        for replica in range(sizes.dp)
+    ]
+    return replica_of[rank], groups[replica_of[rank]]

@@ -1,4 +1,4 @@
-"""Micro-batches through the pipeline stages, with Megatron's 1F1B schedule (or without one, on one stage)."""
+"""Micro-batches through the pipeline stages, with Megatron's 1F1B schedules (or without one, on one stage)."""
 
 from __future__ import annotations
 
@@ -6,36 +6,47 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from areal_megatron.trainer.batch import MicroBatch
+from areal_megatron.trainer.batch import MicroBatch, pack
 
 Work = tuple[MicroBatch, Callable[[Tensor], Any]]
 """A micro-batch, and what the last stage makes of its final hidden states [T, 1, h]."""
 
+Chunks = list[DistributedDataParallel]
+"""The models of this rank, one for each of its virtual pipeline stages."""
 
-def forward_backward(model: DistributedDataParallel, work: Sequence[Work]) -> None:
+
+def forward_backward(chunks: Chunks, work: Sequence[Work]) -> None:
     """Gradients of the summed losses over the number of trained tokens, both of all micro-batches and replicas.
 
     The function of each micro-batch gives the sum of the losses of its trained tokens. Every replica must
     call with the same number of micro-batches.
     """
-    _run(model, work, forward_only=False)
+    _run(chunks, work, forward_only=False)
 
 
 @torch.no_grad()
-def forward(model: DistributedDataParallel, work: Sequence[Work]) -> list[Any]:
+def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
     """What the functions return, in order; [] on other stages than the last."""
-    return _run(model, work, forward_only=True)
+    return _run(chunks, work, forward_only=True)[: len(work)]
 
 
-def _run(model: DistributedDataParallel, work: Sequence[Work], forward_only: bool) -> list[Any]:
+def row_multiple(chunks: Chunks) -> int:
+    """The tokens of a micro-batch are a multiple of it, so that sequence parallelism cuts them evenly."""
+    config = chunks[0].config
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+
+def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
+    work = [*work, *_filling(chunks, len(work))]
     return get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=iter(work),
-        model=[model],
+        data_iterator=[iter(work) for _ in chunks],
+        model=chunks,
         num_microbatches=len(work),
         seq_length=work[0][0].tokens.size(1),  # a bound that Megatron asks for; stages send each other the true one
         micro_batch_size=1,
@@ -44,9 +55,20 @@ def _run(model: DistributedDataParallel, work: Sequence[Work], forward_only: boo
     )
 
 
-def _forward_step(iterator, model):
+def _filling(chunks: Chunks, count: int) -> list[Work]:
+    """Empty micro-batches after `count` others: virtual stages take them in groups of as many as there are stages."""
+    missing = -count % chunks[0].config.pipeline_model_parallel_size if len(chunks) > 1 else 0
+    if not missing:
+        return []
+    empty = pack([], [], row_multiple(chunks), next(chunks[0].parameters()).device)
+    return [(empty, lambda hidden: 0.0 * hidden.sum())] * missing
+
+
+def _forward_step(iterator, chunk):
     microbatch, function = next(iterator)
-    hidden = model(microbatch.tokens, None, None, packed_seq_params=microbatch.packed)
+    hidden = chunk(
+        microbatch.tokens, None, None, packed_seq_params=microbatch.packed, padding_mask=_unbalanced(chunk, microbatch)
+    )
 
     def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
         result = function(hidden)
@@ -55,3 +77,14 @@ def _forward_step(iterator, model):
         return result, torch.tensor(len(microbatch.rows), dtype=torch.int, device=hidden.device), None
 
     return hidden, finish
+
+
+def _unbalanced(chunk: DistributedDataParallel, microbatch: MicroBatch) -> Tensor | None:
+    """bool [1, T]: tokens that do not count in the load-balancing loss of the routers; None without that loss."""
+    if not chunk.config.moe_aux_loss_coeff:
+        return None
+    untrained = microbatch.untrained
+    if chunk.config.sequence_parallel and not chunk.module.pre_process:  # Megatron cuts it for the first stage only
+        group = parallel_state.get_tensor_model_parallel_group()
+        untrained = untrained.chunk(group.size(), dim=1)[group.rank()]
+    return untrained

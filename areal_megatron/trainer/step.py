@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,17 +81,17 @@ class Trainer:
         self.device = self.parallel.device
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
-        self._model = build_model(config, self.sizes, self.device)
+        self._chunks = build_model(config, self.sizes, self.device)
         hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
-        self._optimizer = PolicyOptimizer(config, self._model)
+        self._optimizer = PolicyOptimizer(config, self._chunks)
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
             temperature=config.rollout.temperature,
             chunk=config.trainer.logprob_chunk_tokens,
             sequence_parallel=config.trainer.sequence_parallel,
         )
-        self._objective = Objective(self._model.module, vocabulary, config.ppo)
-        self._row_multiple = config.trainer.tp if config.trainer.sequence_parallel else 1
+        self._objective = Objective(self._chunks[-1].module, vocabulary, config.ppo)
+        self._row_multiple = pipeline.row_multiple(self._chunks)
 
     def __enter__(self) -> Trainer:
         return self
@@ -130,7 +130,13 @@ class Trainer:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters as `reshard.megatron.layout` names them; they change only in optimizer steps."""
-        return {name: parameter.data for name, parameter in self._model.module.named_parameters()}
+        return {name: parameter.data for name, parameter in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, chunk in enumerate(self._chunks):
+            prefix = f"model{number}." if len(self._chunks) > 1 else ""
+            for name, parameter in chunk.module.named_parameters():
+                yield prefix + name, parameter
 
     def train_batch(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
         """One PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
@@ -177,7 +183,7 @@ class Trainer:
     def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
         self._optimizer.zero_grad()
         with self.timeline.span("train", tokens=sum(microbatch.tokens.numel() for microbatch, _ in work)):
-            pipeline.forward_backward(self._model, work)
+            pipeline.forward_backward(self._chunks, work)
             norm = self._optimizer.gradient_norm()
         if math.isfinite(norm):
             steps.before_first()
@@ -231,7 +237,7 @@ class Trainer:
         if later:
             with self.timeline.span("proximal", tokens=sum(e.microbatch.tokens.numel() for e in later)):
                 work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
-                for sampled, (logprobs, _) in zip(later, pipeline.forward(self._model, work), strict=False):
+                for sampled, (logprobs, _) in zip(later, pipeline.forward(self._chunks, work), strict=False):
                     sampled.proximal = logprobs
 
     def _record(self, part: BatchPart, applied: bool) -> None:

@@ -22,7 +22,7 @@ def launch(world, tmp_path, *overrides):
         (["rollout.engine=2"], ["rollout.engine", "did you mean 'rollout.engines'"]),
         (["rollout.engines=5", "machine.slots=4"], ["need 6 slots", "there are 4"]),
         (["trainer.tp=3", "machine.slots=8"], ["trainer.tp", "num_attention_heads=4"]),
-        (["trainer.pp=3", "machine.slots=8"], ["trainer.pp", "num_hidden_layers=4"]),
+        (["trainer.pp=5", "machine.slots=8"], ["trainer.pp", "num_hidden_layers=4"]),
         (["rollout.tp=3", "machine.slots=8"], ["rollout.tp", "num_attention_heads=4"]),
         (["model.path=nowhere"], ["model.path", "nowhere"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),

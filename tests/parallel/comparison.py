@@ -62,6 +62,6 @@ def assert_gradient(trainer: Trainer, reference: torch.nn.Module) -> None:
     """Every part within 1e-6 of the norm of the whole gradient; the norm is the one that gradients are clipped by."""
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    assert abs(trainer._optimizer.gradient_norm() / norm - 1) < 1e-5
+    assert (error := abs(trainer._optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
     for name, ours, theirs in pieces(trainer, whole_gradients(trainer), canonical(gradients)):
         assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"

@@ -5,45 +5,59 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, save_model
+from tiny_models import MODELS, save_model
 
 from areal_megatron.config import Config, Data, Model, Optimizer
 from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
 
-LAYOUTS = {
-    "tp1": {},
-    "tp2-sp": {"tp": 2, "sequence_parallel": True},
-    "pp2": {"pp": 2},
-    "tp2-pp2": {"tp": 2, "pp": 2},
-    "dp2": {"dp": 2},
+DENSE = ("qwen2", "qwen3", "llama")
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+CASES = {
+    "tp1": [(model, {}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
+    "tp2-sp": [(model, SEQUENCE) for model in (*DENSE, "qwen3_moe")],
+    "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
+    "tp2-pp2": [(model, {"tp": 2, "pp": 2}) for model in DENSE],
+    "dp2": [(model, {"dp": 2}) for model in (*DENSE, "qwen3_moe")],
+    "virtual-and-uneven-stages": [("qwen2", {"pp": 2, "vpp": 2}), ("qwen3_deep", {"pp": 2})],
+    "experts-on-2-ranks": [
+        ("qwen3_moe", {"dp": 2, "ep": 2}),
+        ("qwen3_moe", {"dp": 2, "etp": 2}),
+        ("qwen3_moe", {**SEQUENCE, "etp": 1}),
+    ],
+    "experts-on-4-ranks": [
+        ("qwen3_moe", {**SEQUENCE, "dp": 2, "ep": 2}),
+        ("qwen3_moe", {**SEQUENCE, "dp": 2, "ep": 2, "etp": 1}),
+        ("qwen3_moe", {**SEQUENCE, "pp": 2, "vpp": 2}),
+        ("qwen3_balanced", {**SEQUENCE, "pp": 2}),
+        ("qwen3", {"tp": 4}),  # more ranks than KV heads
+    ],
 }
-SPECIAL = {
-    "etp4": {"ep": 4}
-}
+"""Models and layouts that ranks try one after the other: to start them takes longer than to try one."""
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {family: save_model(family, folder / family) for family in FAMILIES}
+    return {name: save_model(name, folder / name) for name in MODELS}
 
 
 @pytest.fixture
 def folder(tmp_path, models):
-    """Where ranks work: the models and the run folders they may ask for."""
-    for family, path in models.items():
-        (tmp_path / family).symlink_to(path)
-    names = ("bad", "none", "selective", "full", "naive", "bfloat16", "decay", "memory", "alone", "cuda")
-    for name in (*FAMILIES, *names):
-        Run(tmp_path / f"run-{name}").create()
+    """Where ranks work: the models, and a run folder."""
+    for name, path in models.items():
+        (tmp_path / name).symlink_to(path)
+    Run(tmp_path / "run").create()
     return tmp_path
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_process_does(folder, on_ranks, layout):
-    sizes = LAYOUTS[layout]
-    world = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
-    on_ranks("check_layouts", world, cases={f"run-{family}": [family, sizes] for family in FAMILIES})
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
+    runs = {f"run-{number}": pair for number, pair in enumerate(CASES[case])}
+    for name in runs:
+        Run(folder / name).create()
+    [world] = {layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) for _, layout in CASES[case]}
+    on_ranks("check_layouts", world, cases=runs)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks):

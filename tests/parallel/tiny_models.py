@@ -17,23 +17,29 @@ YARN = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn",
                                                            "original_max_position_embeddings": 32}}  # fmt: skip
 TIED_AND_SMALL = {"tie_word_embeddings": True, "vocab_size": 100}
 """Padded to 256 for two tensor-parallel ranks: the second holds nothing but padding."""
-EXPERTS = {"head_dim": 32, "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,
-           "moe_intermediate_size": 48, "norm_topk_prob": True}  # fmt: skip
-FAMILIES = {
+HEADS = {"head_dim": 32, "tie_word_embeddings": False}
+EXPERTS = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+MODELS = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**TIED_AND_SMALL, **YARN}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": False}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, HEADS),
     "llama": (
         transformers.LlamaConfig,
         transformers.LlamaForCausalLM,
         {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
     ),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, EXPERTS),
+    "qwen3_balanced": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**EXPERTS, "norm_topk_prob": False, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    ),
+    "qwen3_deep": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**HEADS, "num_hidden_layers": 5}),
 }
 
 
-def save_model(family: str, folder: Path, **sizes) -> Path:
-    """A model of that family in `folder`; norms and biases are random too, so that no test passes by luck."""
-    make_config, make_model, own = FAMILIES[family]
+def save_model(name: str, folder: Path, **sizes) -> Path:
+    """One of MODELS in `folder`; norms and biases are random too, so that no test passes by luck."""
+    make_config, make_model, own = MODELS[name]
     torch.manual_seed(7)
     model = make_model(make_config(**{**SIZES, **own, **sizes}))
     with torch.no_grad():

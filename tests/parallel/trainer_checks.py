@@ -6,6 +6,9 @@ import copy
 import json
 import resource
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +50,9 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
 
 
 @contextmanager
-def open_trainer(folder: Path, rank: int, config: Config, name: str):
-    """A trainer in the run folder `name`, which the test has made."""
-    with Trainer(config, Run(folder / name), rank) as trainer:
+def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
+    """A trainer in the run folder `run`, which the test has made; several ranks need a new one each time."""
+    with Trainer(config, Run(folder / run), rank) as trainer:
         yield trainer
 
 
@@ -85,6 +88,9 @@ def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
         with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
             reference = load_oracle(folder / model)
             check_logits(subject, reference)
+            if model == "qwen3_balanced":
+                check_balance(subject, reference)
+                continue
             check_logprobs(subject, reference)
             check_gradient(subject, reference)
             check_training(subject, reference)
@@ -129,32 +135,58 @@ def check_logprobs(subject: Trainer, reference: torch.nn.Module) -> None:
 
 def check_gradient(subject: Trainer, reference: torch.nn.Module) -> None:
     """The gradient of one mini-batch, whatever the packing, is that of the plain formula in float64."""
-    config, replicas = subject.config, subject.config.trainer.dp
-    trajectories = make_trajectories(9, version=0, seed=2)
-    values = oracle.advantages(trajectories, "token")
-    random = np.random.default_rng(3)
-    proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
-                 for t in trajectories]  # fmt: skip
+    batch = MiniBatch.random(subject)
     exact = copy.deepcopy(reference).double()
-    oracle.ppo_loss(exact, trajectories, values, proximals, config).backward()
+    batch.loss(exact).backward()
     for cap in (40, 400):
-        [mine] = partition([t.length for t in trajectories], replicas, 1, cap, seed=cap)[subject.replica]
-        subject._optimizer.zero_grad()
-        work = []
-        for members in [*mine, []]:  # an empty micro-batch changes nothing
-            chosen = [trajectories[i] for i in members]
-            batch = pack_trajectories(chosen, [values[i] for i in members], 0, "recompute",
-                                      subject._row_multiple, subject.device)  # fmt: skip
-            kept = [proximals[i][trajectories[i].loss_mask == 1] for i in members]
-            batch.proximal = torch.cat([torch.zeros(0), *kept])
-            work.append(
-                (
-                    batch.microbatch,
-                    lambda hidden, b=batch: subject._objective.ppo(hidden, sampled=b, first=False, tally=Tally()),
-                )
-            )
-        pipeline.forward_backward(subject._chunks, work)
+        batch.forward_backward(cap)
         assert_gradient(subject, exact)
+
+
+@dataclass
+class MiniBatch:
+    """A mini-batch of PPO for the trainer and for plain code."""
+
+    subject: Trainer
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    proximals: list[torch.Tensor]
+
+    @classmethod
+    def random(cls, subject: Trainer) -> MiniBatch:
+        trajectories, random = make_trajectories(9, version=0, seed=2), np.random.default_rng(3)
+        proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
+                     for t in trajectories]  # fmt: skip
+        return cls(subject, trajectories, oracle.advantages(trajectories, "token"), proximals)
+
+    def loss(self, model: torch.nn.Module) -> torch.Tensor:
+        return oracle.ppo_loss(model, self.trajectories, self.advantages, self.proximals, self.subject.config)
+
+    def microbatches(self, cap: int) -> list[list[list[int]]]:
+        """By [replica][micro-batch]; the last is empty, which changes nothing."""
+        plan = partition([t.length for t in self.trajectories], self.subject.config.trainer.dp, 1, cap, seed=cap)
+        return [[*minibatch, []] for [minibatch] in plan]
+
+    def forward_backward(self, cap: int) -> None:
+        subject, work = self.subject, []
+        for members in self.microbatches(cap)[subject.replica]:
+            chosen = [self.trajectories[i] for i in members]
+            batch = pack_trajectories(chosen, [self.advantages[i] for i in members], 0, "recompute",
+                                      subject._row_multiple, subject.device)  # fmt: skip
+            kept = [self.proximals[i][self.trajectories[i].loss_mask == 1] for i in members]
+            batch.proximal = torch.cat([torch.zeros(0), *kept])
+            work.append((batch.microbatch, partial(subject._objective.ppo, sampled=batch, first=False, tally=Tally())))
+        subject._optimizer.zero_grad()
+        pipeline.forward_backward(subject._chunks, work)
+
+
+def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
+    """The routers' load-balancing loss, of trained tokens only, is part of the gradient where config.json asks for it."""
+    batch, exact = MiniBatch.random(subject), copy.deepcopy(reference).double()
+    members = [members for replica in batch.microbatches(100) for members in replica]
+    (batch.loss(exact) + oracle.balance_loss(exact, batch.trajectories, members)).backward()
+    batch.forward_backward(100)
+    assert_gradient(subject, exact)
 
 
 def check_training(subject: Trainer, reference: torch.nn.Module) -> None:
@@ -208,7 +240,7 @@ def check_sharing(subject: Trainer) -> None:
 def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
     """A NaN in one trajectory of one replica: that step is skipped on every rank, the other one is taken."""
     config = make_config(folder, "qwen3", trainer)
-    with open_trainer(folder, rank, config, "run-bad") as subject:
+    with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
         for bad, taken in (({0, 1}, False), ({0}, True)):
             trajectories = make_trajectories(12, 0)
@@ -229,31 +261,30 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
 def check_variants(folder: Path, rank: int) -> None:
     """One rank: recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 runs."""
     weights = {}
-    for recompute in ("none", "selective", "full"):
-        config = make_config(folder, "qwen3", {"recompute": recompute})
-        with open_trainer(folder, rank, config, f"run-{recompute}") as subject:
+    for model, recompute in product(("qwen3", "qwen3_moe"), ("none", "selective", "full")):
+        with open_trainer(folder, rank, make_config(folder, model, {"recompute": recompute})) as subject:
             train_once(subject)
-            weights[recompute] = subject.parameters()
-    for recompute in ("selective", "full"):
-        for name, value in weights["none"].items():
-            torch.testing.assert_close(weights[recompute][name], value, atol=1e-7, rtol=0)
+            weights[model, recompute] = subject.parameters()
+    for (model, _), changed in weights.items():
+        for name, value in weights[model, "none"].items():
+            torch.testing.assert_close(changed[name], value, atol=1e-7, rtol=0)
 
     settings = PPO(minibatches=2, objective="naive", advantage_weighting="sequence")
     config = make_config(folder, "llama", {}, ppo=settings)
-    with open_trainer(folder, rank, config, "run-naive") as subject:
+    with open_trainer(folder, rank, config) as subject:
         reference = load_oracle(folder / "llama")
         trajectories, plan = train_once(subject)
         oracle.Learner(reference, config).ppo_update(trajectories, plan)
         assert_parameters(subject, reference, atol=3e-5)
 
-    config = make_config(folder, "qwen2", {}, dtype="bfloat16")
-    with open_trainer(folder, rank, config, "run-bfloat16") as subject:
-        assert {value.dtype for value in subject.parameters().values()} == {torch.bfloat16}
-        reference = load_oracle(folder / "qwen2")
-        examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
-        learner = oracle.Learner(reference, config)
-        for _ in range(3):
-            assert abs(subject.sft_step(examples)["loss"] - learner.sft_step(examples)) < 0.05
+    for model in ("qwen2", "qwen3_moe"):
+        config = make_config(folder, model, {}, dtype="bfloat16")
+        with open_trainer(folder, rank, config) as subject:
+            assert {value.dtype for value in subject.parameters().values()} == {torch.bfloat16}
+            examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
+            learner = oracle.Learner(load_oracle(folder / model), config)
+            for _ in range(3):
+                assert abs(subject.sft_step(examples)["loss"] - learner.sft_step(examples)) < 0.05
 
 
 def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
@@ -267,7 +298,7 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 def check_decay(folder: Path, rank: int) -> None:
     """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
     config = make_config(folder, "qwen2", {}, optimizer=Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0))
-    with open_trainer(folder, rank, config, "run-decay") as subject:
+    with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
         trajectories = make_trajectories(12, 0)
         for trajectory in trajectories:
@@ -283,7 +314,7 @@ def check_logprob_memory(folder: Path, rank: int) -> None:
     """Log-probabilities of T tokens over V columns, and their gradient, need far less than T × V floats."""
     config = make_config(folder, "qwen3", {})
     tokens, columns = 8192, 16384
-    with open_trainer(folder, rank, config, "run-memory"):
+    with open_trainer(folder, rank, config):
         hidden = torch.randn(tokens, 1, 64, requires_grad=True)
         weight = torch.randn(columns, 64, requires_grad=True)
         labels = torch.randint(columns - 7, (tokens,))
@@ -300,14 +331,14 @@ def check_missing_peer(folder: Path, rank: int) -> None:
     config = make_config(folder, "qwen3", {"dp": 2})
     config.machine.timeout_s = 3
     with pytest.raises(RunError, match="trainer-0: not all 2 trainer ranks joined within 3 s"):
-        Trainer(config, Run(folder / "run-alone"), rank)
+        Trainer(config, Run(folder / "run"), rank)
 
 
 def check_cuda(folder: Path, rank: int) -> None:
     """bfloat16 on one CUDA device: log-probabilities and the loss are near those of float32 on the CPU."""
     config = make_config(folder, "qwen3", {}, dtype="bfloat16")
     reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
-    with open_trainer(folder, rank, config, "run-cuda") as subject, torch.no_grad():
+    with open_trainer(folder, rank, config) as subject, torch.no_grad():
         assert subject.device.type == "cuda"
         batch = pack_trajectories(trajectories, [0.0] * 12, 0, "recompute", 1, subject.device)
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
@@ -323,7 +354,7 @@ def check_cuda(folder: Path, rank: int) -> None:
 def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
     """Peak memory of the log-probabilities of 32k tokens over 152k columns, forward and backward; printed."""
     tokens, columns, hidden_size = 32768, 151936, 4096
-    with open_trainer(folder, rank, make_config(folder, "qwen3", {}, dtype="bfloat16"), "run-cuda") as subject:
+    with open_trainer(folder, rank, make_config(folder, "qwen3", {}, dtype="bfloat16")) as subject:
         make = {"device": subject.device, "dtype": torch.bfloat16, "requires_grad": True}
         hidden, weight = torch.randn(tokens, 1, hidden_size, **make), torch.randn(columns, hidden_size, **make)
         labels = torch.randint(columns, (tokens,), device=subject.device)

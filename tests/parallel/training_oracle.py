@@ -50,6 +50,24 @@ def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tens
     return total / max(count, 1)
 
 
+def balance_loss(model: torch.nn.Module, trajectories: list[Trajectory], microbatches: list[list[int]]) -> Tensor:
+    """Switch Transformer, Equation 4, of the trained tokens of each micro-batch; their mean over trained tokens."""
+    config, total = model.config, torch.zeros(())
+    for members in microbatches:
+        layers = [[] for _ in range(config.num_hidden_layers)]
+        for t in (trajectories[i] for i in members if trajectories[i].loss_mask.any()):
+            tokens = torch.from_numpy(np.concatenate((t.prompt, t.response)).astype(np.int64))[None]
+            predicting = len(t.prompt) - 1 + np.flatnonzero(t.loss_mask)
+            for layer, logits in zip(layers, model(tokens, output_router_logits=True).router_logits, strict=True):
+                layer.append(logits[predicting].softmax(-1))
+        for probabilities in (torch.cat(layer) for layer in layers if layer):
+            chosen = probabilities.topk(config.num_experts_per_tok).indices.flatten()
+            share = torch.bincount(chosen, minlength=config.num_experts) / len(chosen)
+            balance = config.num_experts * (share * probabilities.mean(0)).sum()
+            total = total + config.router_aux_loss_coef * balance * len(probabilities)
+    return total / sum(int(t.loss_mask.sum()) for t in trajectories)
+
+
 class Learner:
     """A Hugging Face model trained by the book."""
 

@@ -12,6 +12,9 @@ from areal_megatron.model_check import check_model
 GOOD = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 100, "hidden_act": "silu",
         "max_position_embeddings": 4096}  # fmt: skip
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+           "norm_topk_prob": True}  # fmt: skip
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 
 def config(folder, hf=GOOD, **trainer) -> Config:
@@ -23,19 +26,44 @@ def config(folder, hf=GOOD, **trainer) -> Config:
     )
 
 
-def test_a_model_that_fits_passes(tmp_path):
-    check_model(config(tmp_path, tp=4, pp=3))
+@pytest.mark.parametrize(
+    ("hf", "trainer"),
+    [
+        ({}, {"tp": 4, "pp": 3}),
+        ({}, {"tp": 8}),
+        ({"num_hidden_layers": 7}, {"pp": 3}),
+        ({}, {"pp": 3, "vpp": 2}),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}),
+        (EXPERTS, {**SEQUENCE, "dp": 3, "ep": 3}),
+        (EXPERTS, {"dp": 4, "ep": 2, "etp": 2}),
+    ],
+)
+def test_a_model_that_fits_passes(tmp_path, hf, trainer):
+    check_model(config(tmp_path, GOOD | hf, **trainer))
 
 
 @pytest.mark.parametrize(
     ("hf", "trainer", "message"),
     [
         ({}, {"tp": 3}, r"trainer.tp: 3 does not divide num_attention_heads=8 "),
-        ({}, {"tp": 8}, r"trainer.tp: 8 does not divide num_key_value_heads=4 "),
-        ({}, {"pp": 4}, r"trainer.pp: 4 does not divide num_hidden_layers=6 "),
+        (
+            {"num_attention_heads": 12},
+            {"tp": 6},
+            r"trainer.tp: 6 is neither a divisor nor a multiple of num_key_value_heads=4 ",
+        ),
+        ({}, {"pp": 7}, r"trainer.pp: num_hidden_layers=6 of the model cannot be divided over 7 stages"),
+        ({}, {"pp": 2, "vpp": 6}, r"trainer.pp: num_hidden_layers=6 .* over 2 stages of 6 virtual ones"),
+        ({}, {"vpp": 2}, r"trainer.vpp: 2 virtual stages need trainer.pp above 1"),
+        ({}, {"dp": 2, "ep": 2}, r"trainer.ep: 2, but the model of .* has no experts"),
+        (EXPERTS, {"dp": 4, "ep": 4}, r"trainer.ep: 4 does not divide num_experts=6 "),
+        (EXPERTS, {"dp": 2, "ep": 3}, r"trainer.ep: 3 times etp=1 does not divide the 2 ranks of a pipeline stage"),
+        (EXPERTS, {"dp": 3, "etp": 3}, r"trainer.etp: 3 does not divide moe_intermediate_size=32 "),
+        (EXPERTS, {"tp": 2}, r"trainer.sequence_parallel: set it to true"),
+        (EXPERTS | {"num_experts_per_tok": 7}, {}, r"model.path: .*num_experts_per_tok=7 of 6 experts"),
+        (EXPERTS | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
         ({"intermediate_size": 98}, {"tp": 4}, r"trainer.tp: 4 does not divide intermediate_size=98 "),
         ({"model_type": "gpt2"}, {}, r"model.path: .*'gpt2'.*Qwen3ForCausalLM"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, {}, r"model.path: .*rotary embeddings of type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, {}, r"model.path: .*rotary embeddings of type 'longrope'"),
         ({"use_sliding_window": True}, {}, r"model.path: .*use_sliding_window"),
         ({"hidden_act": "gelu"}, {}, r"model.path: .*hidden_act 'gelu'"),
         ({"attention_bias": True}, {}, r"model.path: .*attention_bias"),
@@ -44,6 +72,15 @@ def test_a_model_that_fits_passes(tmp_path):
 def test_what_does_not_fit_is_named(tmp_path, hf, trainer, message):
     with pytest.raises(ConfigError, match=message):
         check_model(config(tmp_path, GOOD | hf, **trainer))
+
+
+def test_expert_parallel_engines_need_experts_and_cuda(tmp_path):
+    subject = config(tmp_path, GOOD | EXPERTS)
+    subject.rollout.expert_parallel, subject.machine.device = True, "cuda"
+    check_model(subject)
+    subject.machine.device = "cpu"
+    with pytest.raises(ConfigError, match=r"rollout.expert_parallel: vLLM's CPU kernels fail with it"):
+        check_model(subject)
 
 
 def test_missing_folder_file_and_weights(tmp_path):

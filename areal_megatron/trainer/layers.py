@@ -1,0 +1,114 @@
+"""The decoder layers of GPTModel: which modules they are made of, on CUDA with TransformerEngine and elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.trainer.attention import CoreAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm in float32 whatever the dtype, as Hugging Face has it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each rank sees a part of the tokens only, so Megatron must sum this gradient over tp.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Router(TopKRouter):
+    """Megatron's router with a load-balancing loss of the trained tokens only.
+
+    Megatron's own loss is too small by 1/tp under sequence parallelism, and not a number in a micro-batch
+    without a trained token.
+    """
+
+    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
+        """Attaches coefficient · N · E · Σ_e f_e · P_e (Switch Transformer, Equation 4) to the probabilities.
+
+        N: the trained tokens of the micro-batch, since the gradient is divided by those of the whole batch later;
+        f_e: the part of their top-k places that expert e takes; P_e: its mean probability, chosen or not.
+        scores [tokens, experts] and routing_map (bool) are zero at tokens that are not trained.
+        """
+        taken = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
+        tokens = taken.sum().clamp(min=1) / self.topk
+        coefficient = self.get_aux_loss_coeff("aux_loss") * self.num_experts / self.topk
+        return MoEAuxLossAutoScaler.apply(probs, coefficient * (scores.sum(dim=0) * taken).sum() / tokens)
+
+
+def block_spec(config: TransformerConfig, sizes: MegatronSizes, stage: int) -> TransformerBlockSubmodules:
+    """The layers of a virtual pipeline stage of this rank (0 without virtual stages) and the norm after the last."""
+    layer, norm = (_engine_layer(config), TENorm) if sizes.fused_layernorm else (_local_layer(config), RMSNorm)
+    count = get_num_layers_to_build(config, vp_stage=stage if sizes.vpp > 1 else None)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def _engine_layer(config: TransformerConfig) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+    )
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.router = Router
+    return layer
+
+
+def _local_layer(config: TransformerConfig) -> ModuleSpec:
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if config.num_moe_experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linear)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
