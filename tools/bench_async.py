@@ -17,7 +17,9 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from statistics import NormalDist, mean, median
+from statistics import NormalDist, mean
+
+from figures import Figure, cell, spread, spreads, write_json
 
 from areal_megatron import config as configuration
 from areal_megatron.observe.metrics import read_metrics
@@ -25,6 +27,8 @@ from areal_megatron.observe.spans import overlap, read_spans, union
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
+"""Of the runs, whose reward is tools.bench_async:score."""
 WORKLOAD = ROOT / "tools" / "bench_async.jsonl"
 MEDIAN, SIGMA, CAP = 24, 1.0, 256
 """Of the answers' lengths, lognormal, in tokens."""
@@ -67,7 +71,7 @@ def run_variant(name: str, out: Path, repetition: int) -> Path:
     command = [sys.executable, "-m", "launch.local", "configs/bench_async.yaml", f"runs_dir={out}",
                f"name={name}-{repetition}", f"model.path={out / 'model'}", *VARIANTS[name]]  # fmt: skip
     try:
-        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=RUN_TIMEOUT_S,
+        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=PYTHONPATH), timeout=RUN_TIMEOUT_S,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     except subprocess.TimeoutExpired:
         sys.exit(f"error: {name} took more than {RUN_TIMEOUT_S} s; see the logs in {out}")
@@ -120,18 +124,14 @@ def generation_seconds(
 
 def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, object]:
     """What --json writes: medians and spreads of every figure, and the two speedups, paired by repetition."""
-
-    def spread(values: list[float]) -> dict[str, float]:
-        return {"median": median(values), "min": min(values), "max": max(values)}
-
     report: dict[str, object] = {}
     for base in ("eta0", "colocated"):
         ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(results["eta4"], results[base], strict=True)]
         name = "speedup_eta4_over_" + base
-        report[name], report[f"{name}_spread"] = median(ratios), spread(ratios)
+        figure = spread(ratios)
+        report[name], report[f"{name}_spread"] = figure["median"], figure
     report["repetitions"] = len(results["eta4"])
-    report["variants"] = {name: {key: spread([run[key] for run in runs]) for key in runs[0]}
-                          for name, runs in results.items()}  # fmt: skip
+    report["variants"] = {name: spreads(runs) for name, runs in results.items()}
     return report
 
 
@@ -140,8 +140,7 @@ def table(report: dict) -> str:
     lines = [f"median (lowest – highest) of {report['repetitions']} repetitions, seconds per update", ""]
     lines.append(f"{'':<18}" + "".join(f"{name:>28}" for name in variants))
     for key in next(iter(variants.values())):
-        cells = (variants[name][key] for name in variants)
-        lines.append(f"{key:<18}" + "".join(f"{_cell(cell):>28}" for cell in cells))
+        lines.append(f"{key:<18}" + "".join(f"{_cell(variants[name][key]):>28}" for name in variants))
     lines.append("")
     for base in ("eta0", "colocated"):
         name = "speedup_eta4_over_" + base
@@ -149,9 +148,8 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def _cell(values: dict[str, float]) -> str:
-    digits = 0 if values["median"] >= 100 else 2
-    return "{median:,.{d}f} ({min:,.{d}f} – {max:,.{d}f})".format(d=digits, **values)
+def _cell(figure: Figure) -> str:
+    return cell(figure, digits=0 if figure["median"] >= 100 else 2)
 
 
 def main() -> None:
@@ -174,7 +172,7 @@ def main() -> None:
     report = summary(results)
     print("\n" + table(report))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(options.json, report)
 
 
 if __name__ == "__main__":

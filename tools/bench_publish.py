@@ -10,13 +10,13 @@ trainer rank has one core, for computing and for sending.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
+from figures import line, spreads, write_json
 from make_arithmetic import save_model
 
 from areal_megatron.observe.metrics import read_metrics
@@ -24,6 +24,8 @@ from areal_megatron.observe.spans import read_spans, speed_by_company
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
+"""Of the runs, whose reward is tools.bench_async:score."""
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
          "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 # Without proximal passes every mini-batch is the same work; only the first meets the sending thread.
@@ -40,7 +42,7 @@ KEYS = [
 def measure(out: Path, repetition: int) -> dict[str, float]:
     command = [sys.executable, "-m", "launch.local", "configs/bench_async.yaml", f"runs_dir={out}", f"name=run-{repetition}",
                f"model.path={out / 'model'}", *KEYS]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=900,
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=PYTHONPATH), timeout=900,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     if done.returncode:
         sys.exit(f"{done.stdout[-3000:]}\nerror: the run ended with exit code {done.returncode}; see {out}")
@@ -77,13 +79,12 @@ def main() -> None:
     out.mkdir(parents=True)
     save_model(out / "model", 1, **SIZES)
     runs = [measure(out, repetition) for repetition in range(1, options.repetitions + 1)]
-    report = {key: {"median": median(values), "min": min(values), "max": max(values)}
-              for key in runs[0] for values in [[run[key] for run in runs]]}  # fmt: skip
+    report = spreads(runs)
     print(f"median (lowest – highest) of {len(runs)} repetitions")
-    for key, spread in report.items():
-        print(f"{key:<50}{spread['median']:>10,.2f} ({spread['min']:,.2f} – {spread['max']:,.2f})")
+    for key, figure in report.items():
+        print(line(key, figure))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(options.json, report)
 
 
 if __name__ == "__main__":

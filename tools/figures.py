@@ -1,0 +1,38 @@
+"""What the benchmarks share: figures of several repetitions, how they are printed, and where they are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from areal_megatron.run import write_atomically
+
+Figure = dict[str, float]
+"""`median`, `min` and `max` of the repetitions."""
+
+
+def spread(values: Iterable[float]) -> Figure:
+    values = list(values)
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def spreads(repetitions: list[dict[str, float]]) -> dict[str, Figure]:
+    """One figure for each key that the repetitions have."""
+    return {key: spread(repetition[key] for repetition in repetitions) for key in repetitions[0]}
+
+
+def cell(figure: Figure, digits: int = 2, width: int = 0) -> str:
+    """`median (lowest – highest)`, the median right-aligned in `width` characters."""
+    return "{median:>{w},.{d}f} ({min:,.{d}f} – {max:,.{d}f})".format(w=width, d=digits, **figure)
+
+
+def line(name: str, figure: Figure, digits: int = 2) -> str:
+    return f"{name:<50}{cell(figure, digits, width=10)}"
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Whoever reads `path` sees the old report or the new one, never a part."""
+    write_atomically(path, json.dumps(report, indent=2) + "\n")
