@@ -41,7 +41,7 @@ AIMS = {
 """The figures that --json has at its top."""
 BYTES = 2
 """Of an element of the model, bfloat16."""
-UNDISTURBED_TOKENS = 48
+UNDISTURBED_TOKENS = 12
 """Of each answer, watched before an update."""
 
 
@@ -199,6 +199,7 @@ async def idle_repetition(bench: Bench) -> dict[str, float]:
         "commit_ms_of_idle_engines": 1e3 * ours.stall_s,
         "gather_broadcast_ms": 1e3 * theirs.seconds,
         "gather_ms": 1e3 * (theirs.began - theirs.start),
+        "broadcast_and_load_ms": 1e3 * theirs.transfer_s,
     }
 
 
