@@ -50,7 +50,7 @@ def ledger(run: Run):
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
     started = local_run(f"eta-{eta}", *small(world, **{
-        "rollout.staging": "streamed" if eta == 1 else "full", "rollout.max_staleness": eta, "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse",
+        "reshard.staging": "streamed" if eta == 1 else "full", "rollout.max_staleness": eta, "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse",
     }))  # fmt: skip
     assert started.wait() == 0, started.output
     run = Run(started.folder)
