@@ -124,7 +124,7 @@ class Gathering:
 
     def __init__(self, config: Config, model: torch.nn.Module, rank: int):
         self._model, self._rank = model, rank
-        self._bridge = _bridge(config)
+        self._bridge = bridge_of(config)
         self.buckets: list[list[tuple[str, Tensor]]] = []
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ def _in_buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[st
     yield bucket
 
 
-def _bridge(config: Config) -> Any:
+def bridge_of(config: Config) -> Any:
     """mbridge's bridge for the model, told of layer norms that stand beside the linear layers, not in them."""
     import mbridge.core.util
     from mbridge import AutoBridge

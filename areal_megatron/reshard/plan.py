@@ -25,7 +25,7 @@ from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece, numbe
 
 BUCKET_ELEMENTS = 4 * 2**20
 """Elements of the largest message between two ranks (8 MiB in bfloat16)."""
-DIRECT_ELEMENTS = 2**20
+DIRECT_ELEMENTS = 2**19
 """From this size on a tensor's part is a message of its own, which a sender that need not cast or gather it sends from
 the parameter itself, without a copy."""
 _SHARES = 32

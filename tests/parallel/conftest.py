@@ -16,7 +16,9 @@ TIMEOUT_S = 240
 
 @pytest.fixture
 def on_ranks(tmp_path):
-    """on_ranks(check, world, **arguments): calls trainer_checks.<check>(folder, rank, **arguments) on `world` ranks.
+    """on_ranks(check, world, **arguments): calls <module>.<check>(folder, rank, **arguments) on `world` ranks.
+
+    The module is trainer_checks unless the check is named module:check.
 
     Fails with the output of the first rank that failed; the others are ended.
     """
@@ -25,7 +27,7 @@ def on_ranks(tmp_path):
         program = [
             sys.executable,
             str(Path(__file__).parent / "trainer_rank.py"),
-            check,
+            check if ":" in check else f"trainer_checks:{check}",
             str(tmp_path),
             json.dumps(arguments),
         ]
@@ -48,7 +50,14 @@ def on_ranks(tmp_path):
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    tools = str(Path(__file__).parents[2] / "tools")
+    return {
+        **os.environ,
+        "PYTHONPATH": tools,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
 
 
 def _first_failure(ranks: list[subprocess.Popen]) -> int | None:

@@ -60,6 +60,11 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
     on_ranks("check_layouts", world, cases=runs)
 
 
+def test_exports_are_those_of_mbridge(folder, on_ranks):
+    """Of a dense model: mbridge knows no experts outside TransformerEngine's grouped ones."""
+    on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={**SEQUENCE, "pp": 2})
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks):
     on_ranks("check_bad_gradient", 2, trainer={"dp": 2})
 

@@ -1,0 +1,23 @@
+"""Exports beside those of mbridge, which shares no code with them."""
+
+from pathlib import Path
+
+import torch
+from reshard_peers import bridge_of
+from safetensors.torch import load_file
+from trainer_checks import make_config, open_trainer
+
+from areal_megatron.reshard import hf
+
+
+def check_mbridge(folder: Path, rank: int, model: str, layout: dict) -> None:
+    config = make_config(folder, model, layout)
+    with open_trainer(folder, rank, config) as trainer, torch.no_grad():
+        hf.export(parameters=trainer.parameters(), hf_config=trainer.hf_config, sizes=trainer.sizes, rank=rank,
+                  source=config.model.path, path=folder / "exported", group=trainer.parallel.control)  # fmt: skip
+        theirs = dict(bridge_of(config).export_weights([chunk.module for chunk in trainer._chunks]))
+        if rank == 0:
+            ours = load_file(folder / "exported" / "model.safetensors")
+            assert ours.keys() == theirs.keys()
+            for name, tensor in ours.items():
+                assert torch.equal(tensor, theirs[name][: len(tensor)]), name  # mbridge leaves the padded rows
