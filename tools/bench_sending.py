@@ -3,9 +3,9 @@
     python tools/bench_sending.py [--repetitions 10] [--seconds 3] [--json FILE] [--out runs/bench-sending-N]
 
 One trainer rank (18 million parameters) runs forward and backward passes on one thread, and one engine rank, a process
-of its own without vLLM, receives version after version into staging. Both may use every core of the machine: on two,
-one computes while the other packs, sends and receives. In each repetition one stretch of --seconds with sending and
-one without follow each other, in turns first.
+of its own without vLLM, receives version after version into staging. The computing thread has one core to itself;
+packing, sending and receiving share the others, as on a trainer node with more cores than ranks. In each repetition
+one stretch of --seconds with sending and one without follow each other, in turns first.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ TOKENS = 128
 """Of a forward and backward pass, in sequences of 32."""
 TIMEOUT_S = 60.0
 WARM_UP = 5
+CORES = sorted(os.sched_getaffinity(0))
 
 
 class Engine:
@@ -79,6 +80,7 @@ class Sender:
         self._delivered.set()
 
     def _run(self) -> None:
+        os.sched_setaffinity(0, _other_cores())  # of this thread and those that it starts
         while not self._stop:
             if not self.on.wait(0.05):
                 self._idle.set()
@@ -110,6 +112,7 @@ class Sender:
 def receive(model: Path, store: str) -> None:
     """The engine rank: starts to receive the next update for each line of its input."""
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, _other_cores())
     hf_config, sizes = read_config(model), EngineSizes()
     held = {name: torch.zeros(shape) for name, shape in vllm.layout(hf_config, sizes, 0).parameters.items()}
     shard = Shard(held, reserve(held), sizes, 0)
@@ -134,6 +137,7 @@ def measure(folder: Path, repetitions: int, seconds: float) -> list[dict[str, fl
         engine = Engine(folder / "model", store)
         sender = Sender(lambda told: _publisher(trainer, store, told), engine)
         step = _step(trainer)
+        os.sched_setaffinity(0, {CORES[0]})
         sender.on.set()
         for _ in range(WARM_UP):
             step()
@@ -196,6 +200,11 @@ def _speed(step, seconds: float) -> float:
     return passes * TOKENS / elapsed
 
 
+def _other_cores() -> set[int]:
+    """All but the one that computes, or that one where there is no other."""
+    return set(CORES[1:] or CORES)
+
+
 def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -220,7 +229,7 @@ def main() -> None:
     report = spreads(measure(out, options.repetitions, options.seconds))
     megabytes = sum(file.stat().st_size for file in (out / "model").glob("*.safetensors")) / 1e6
     print(
-        f"{megabytes:.0f} MB a version, {os.cpu_count()} cores; median (lowest – highest) of {options.repetitions} repetitions"
+        f"{megabytes:.0f} MB a version, {len(CORES)} cores; median (lowest – highest) of {options.repetitions} repetitions"
     )
     for key, figure in report.items():
         print(line(key, figure))
