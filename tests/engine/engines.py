@@ -41,16 +41,20 @@ def started_engine(run):
     with run.log("engine-0").open("wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                    env=os.environ | {"AREAL_CPUS": "0"})  # fmt: skip
+    server = psutil.Process(process.pid)
+    members: set[psutil.Process] = {server}
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not ask(run, is_healthy):
             assert process.poll() is None, run.log("engine-0").read_text()[-2000:]
             assert time.monotonic() < deadline, f"no engine after {START_TIMEOUT_S} s"
             time.sleep(0.5)
+        # Now, since vLLM's EngineCore is nobody's child any more if a test kills the server.
+        members.update(server.children(recursive=True))
         yield process
     finally:
-        server = psutil.Process(process.pid)
-        members = [server, *server.children(recursive=True)] if process.poll() is None else []
+        if process.poll() is None:
+            members.update(server.children(recursive=True))
         process.terminate()
         _, left = psutil.wait_procs(members, 30)
         for member in left:
