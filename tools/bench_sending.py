@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from bench_publish import SIZES
 from figures import line, spreads, write_json
 from make_arithmetic import save_model
 
@@ -34,8 +35,6 @@ from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 TOKENS = 128
 """Of a forward and backward pass, in sequences of 32."""
 TIMEOUT_S = 60.0

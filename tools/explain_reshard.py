@@ -11,13 +11,14 @@ commit reads and writes the engine rank's shard once at --memory GB/s.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import resource
 import sys
 import time
 from collections import defaultdict
+from math import prod
 from pathlib import Path
+
+from figures import write_json
 
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError
@@ -60,7 +61,7 @@ class Explained:
         shard = max(self.slices) * self.element
         senders = [size for size in self.sent if size]
         return {
-            "model_gb": sum(map(_size, self.model.canonical.values())) * self.element / 1e9,
+            "model_gb": sum(map(prod, self.model.canonical.values())) * self.element / 1e9,
             "bytes_over_minimum": max(got / own for rank in self.received
                                       for got, own in zip(rank, self.slices, strict=True)),
             "received_gb_per_engine_rank": received / 1e9,
@@ -71,13 +72,6 @@ class Explained:
             "planning_s": self.seconds,
             "planning_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }  # fmt: skip
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
 
 
 def describe(explained: Explained, link: float, memory: float) -> str:
@@ -163,9 +157,7 @@ def main() -> None:
     else:
         print(list_rank(explained, options.rank))
     if options.json:
-        temporary = options.json.with_suffix(".partial")
-        temporary.write_text(json.dumps(explained.figures(options.link, options.memory), indent=2) + "\n")
-        os.replace(temporary, options.json)
+        write_json(options.json, explained.figures(options.link, options.memory))
 
 
 if __name__ == "__main__":
