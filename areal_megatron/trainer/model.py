@@ -27,6 +27,8 @@ RECOMPUTE = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+BUCKET_ELEMENTS: int | None = None
+"""Of a bucket in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's own choice."""
 
 
 class Policy(GPTModel):
@@ -36,6 +38,10 @@ class Policy(GPTModel):
     """
 
     def _postprocess(self, hidden_states, *_, **__):
+        if self.post_process:
+            # The layer itself is never called, before which Megatron would await its gathered weight.
+            for settle in self.output_layer._forward_pre_hooks.values():
+                settle(self.output_layer, ())
         return hidden_states
 
     @property
@@ -77,13 +83,22 @@ def build_model(config: Config, sizes: MegatronSizes, device: torch.device) -> l
     hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     held = architecture(read_config(config.model.path))
     transformer = transformer_config(config, sizes, hf, held, device)
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    overlap = config.trainer.dp > 1
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        bucket_size=BUCKET_ELEMENTS,
+    )
     chunks = []
     for stage in range(sizes.vpp):
         with device, cpu_passes_for_cuda():
             chunk = _chunk(transformer, sizes, hf, held, stage)
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
+    if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
+        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if sizes.vpp > 1 else chunks[0].no_sync
     return chunks
 
 

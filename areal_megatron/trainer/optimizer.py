@@ -33,6 +33,7 @@ class PolicyOptimizer:
                     params_dtype=dtype,
                     bf16=dtype == torch.bfloat16,
                     clip_grad=0.0,  # done in `step`, once the gradient is known to be finite
+                    overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
                 ),
                 chunks,
                 use_gloo_process_groups=False,
@@ -59,13 +60,23 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self, norm: float) -> None:
-        """Clips the gradient of that (finite) norm and changes the parameters."""
+        """Clips the gradient of that (finite) norm and changes the parameters.
+
+        With data parallelism each rank has changed its part of them afterwards; the others' arrive during the
+        next forward pass, or in `settle`.
+        """
         if 0 < self._clip_grad < norm:
             parameters = (p for group in self.megatron.param_groups for p in group["params"])
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(gradients, self._clip_grad / norm)
         self._schedule.step(1)
         self.megatron.step_with_ready_grads()
+
+    def settle(self) -> None:
+        """Returns when the parameters of this rank are whole. Collective."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
 
 def schedule(config: Config, optimizer) -> OptimizerParamScheduler:

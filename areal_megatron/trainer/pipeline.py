@@ -32,7 +32,7 @@ def forward_backward(chunks: Chunks, work: Sequence[Work]) -> None:
 @torch.no_grad()
 def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
     """What the functions return, in order; [] on other stages than the last."""
-    return _run(chunks, work, forward_only=True)[: len(work)]
+    return _run(chunks, work, forward_only=True)[-len(work) :]
 
 
 def row_multiple(chunks: Chunks) -> int:
@@ -42,7 +42,9 @@ def row_multiple(chunks: Chunks) -> int:
 
 
 def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
-    work = [*work, *_filling(chunks, len(work))]
+    # Before the others: the backward pass of the last one must reach every parameter, the output layer's too, for
+    # that is when gradients are reduced.
+    work = [*_filling(chunks, len(work)), *work]
     return get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[iter(work) for _ in chunks],
@@ -56,7 +58,7 @@ def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
 
 
 def _filling(chunks: Chunks, count: int) -> list[Work]:
-    """Empty micro-batches after `count` others: virtual stages take them in groups of as many as there are stages."""
+    """Empty micro-batches beside `count` others: virtual stages take them in groups of as many as there are stages."""
     missing = -count % chunks[0].config.pipeline_model_parallel_size if len(chunks) > 1 else 0
     if not missing:
         return []

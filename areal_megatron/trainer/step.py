@@ -150,6 +150,7 @@ class Trainer:
         for minibatch in minibatches:
             loss = partial(self._objective.ppo, first=not steps.norms, tally=tally)
             self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
+        self._optimizer.settle()
         self._record(part, applied=bool(steps.norms))
         totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
         metrics = {"ratio_max": totals["ratio_max"]}
@@ -177,6 +178,7 @@ class Trainer:
             )
             work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, tally=tally)))
         self._step(work, steps)
+        self._optimizer.settle()
         totals = tally.totals(self.parallel, ("tokens", "loss"))
         return self._metrics(totals, ("loss",), steps, start)
 

@@ -65,6 +65,16 @@ def test_exports_are_those_of_mbridge(folder, on_ranks):
     on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={**SEQUENCE, "pp": 2})
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_communication_beside_computation_changes_nothing(folder, on_ranks, pp):
+    cases = {f"run-{model}": [model, {"dp": 2, "pp": pp}] for model in ("qwen2", "qwen3", "qwen3_moe")}
+    if pp > 1:
+        cases["run-virtual"] = ["qwen2", {"dp": 2, "pp": 2, "vpp": 2}]
+    for name in cases:
+        Run(folder / name).create()
+    on_ranks("check_overlap", 2 * pp, cases=cases)
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks):
     on_ranks("check_bad_gradient", 2, trainer={"dp": 2})
 

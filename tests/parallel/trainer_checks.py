@@ -23,6 +23,7 @@ from areal_megatron.config import Trainer as TrainerSettings
 from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.run import Run, RunError
+from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
 from areal_megatron.trainer.batch import pack, pack_trajectories
@@ -235,6 +236,27 @@ def check_sharing(subject: Trainer) -> None:
     assert subject.share(value if subject.is_leader else None) == value
     assert subject.share(b"" if subject.is_leader else None) == b""
     assert subject.share_all(b"to all" if subject.is_first else None) == b"to all"
+
+
+def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """With many small buckets, whose gradients are reduced and whose parameters gathered beside the computation, two
+    replicas train as one process does; a rank has all parameters when an update ends, and not a moment before."""
+    trainer_model.BUCKET_ELEMENTS = 3000
+    for run, (model, trainer) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
+            buckets = [group for chunk in subject._chunks for group in chunk.bucket_groups]
+            assert len(buckets) > 4 or subject.parallel.pp_rank  # Megatron divides the first stage only
+            changed_by_settling, settle = [], subject._optimizer.settle
+
+            def spied():
+                before = {name: value.clone() for name, value in subject.parameters().items()}
+                settle()  # noqa: B023
+                after = subject.parameters()
+                changed_by_settling.append(sum(not torch.equal(before[name], after[name]) for name in after))  # noqa: B023
+
+            subject._optimizer.settle = spied
+            check_training(subject, load_oracle(folder / model))
+            assert len(changed_by_settling) == 4 and all(changed_by_settling)
 
 
 def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
