@@ -68,13 +68,10 @@ class Trainer:
     """Tensor parallelism of the experts; 0: as tp."""
     vpp: int = 1
     """Virtual pipeline stages of a rank: smaller bubbles, more messages."""
-    sequence_parallel: bool = False
     recompute: str = choice("none", "selective", "full")
     """Activations recomputed in the backward pass."""
     microbatch_tokens: int = 32768
     """Token cap of a packed micro-batch; a longer trajectory gets a micro-batch of its own."""
-    logprob_chunk_tokens: int = 1024
-    """Log-probabilities are computed for this many tokens at a time, which bounds logits memory."""
 
 
 @dataclass
@@ -84,9 +81,8 @@ class Optimizer:
     """Of the learning rate after warm-up; cosine and linear end at 0."""
     warmup_fraction: float = 0.001
     weight_decay: float = 0.05
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-5
+    adam: list[float] = field(default_factory=lambda: [0.9, 0.95, 1e-5])
+    """β1, β2 and ε."""
     clip_grad: float = 1.0
 
 
@@ -138,16 +134,28 @@ class Reshard:
 
 
 @dataclass
+class Checkpoint:
+    every: int = 0
+    """Updates between checkpoints, of which the last is saved too; 0: none."""
+    keep: int = 2
+    """The newest ones that stay; older ones are removed once a newer one is complete."""
+    keep_every: int = 0
+    """Those of a version that is a multiple of it stay for good; 0: none."""
+    hf_every: int = 0
+    """Versions between exports of checkpoints to Hugging Face format, a multiple of `every`; 0: none."""
+
+
+@dataclass
 class Reward:
     function: str = "math"
     """`math`, or the import path `package.module:function` of `f(prompt, response, answer) -> float`."""
     workers: int = 1
     timeout_s: float = 10.0
-    """A reward that takes longer scores `incorrect` and is counted."""
-    correct: float = 5.0
-    incorrect: float = -5.0
+    """A reward that takes longer counts as a wrong answer and is counted."""
+    range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
+    """Rewards of a wrong and of a right answer; scores between 0 and 1 lie in between."""
     truncated: str = choice("incorrect", "masked", "scored")
-    """An answer cut at max_new_tokens: scores `incorrect`, is not trained, or is scored as it stands."""
+    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands."""
 
 
 @dataclass
@@ -155,6 +163,8 @@ class Config:
     name: str = MISSING
     """Run folder: runs_dir/name."""
     runs_dir: str = "runs"
+    resume: str = ""
+    """`auto`: from the newest complete checkpoint of the run if it exists; or the path of a checkpoint."""
     mode: str = choice("rl", "sft")
     seed: int = 1
     updates: int = MISSING
@@ -173,6 +183,7 @@ class Config:
     ppo: PPO = field(default_factory=PPO)
     rollout: Rollout = field(default_factory=Rollout)
     reshard: Reshard = field(default_factory=Reshard)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     reward: Reward = field(default_factory=Reward)
 
     @property
@@ -260,19 +271,28 @@ def check(config: Config, where=lambda key: key) -> None:
             require(value in choices, key, f"{value!r} is none of {', '.join(choices)}{hint}")
 
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
-                "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "trainer.logprob_chunk_tokens", "ppo.minibatches",
+                "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
                 "ppo.behaviour_cap", "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
                 "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
-                "reward.timeout_s", "reshard.timeout_s"]  # fmt: skip
+                "reward.timeout_s", "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")
     for key in ("machine.slots", "optimizer.lr", "optimizer.weight_decay", "rollout.max_staleness", "eval_every", "trainer.etp",
+                "checkpoint.every", "checkpoint.keep_every", "checkpoint.hf_every",
                 "eval_items", "optimizer.clip_grad"):  # fmt: skip
         require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
+    for key, length in (("optimizer.adam", 3), ("reward.range", 2)):
+        require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
     require(0 < config.ppo.clip < 1, "ppo.clip", f"must lie between 0 and 1, is {config.ppo.clip}")
     require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
+    every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
+    require(not hf_every or (every and hf_every % every == 0), "checkpoint.hf_every",
+            f"must be a multiple of checkpoint.every={every}: checkpoints are what is exported")  # fmt: skip
+    if config.mode == "sft":
+        require(not every and not config.resume, "checkpoint.every" if every else "resume",
+                "supervised runs are short and save no checkpoints")  # fmt: skip
     if config.mode == "rl":
         n = config.rollout.group_size
         require(
@@ -284,8 +304,6 @@ def check(config: Config, where=lambda key: key) -> None:
                 f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
                 f"trainer.dp={config.trainer.dp}")  # fmt: skip
         require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
-    if config.trainer.sequence_parallel:
-        require(config.trainer.tp > 1, "trainer.sequence_parallel", "needs trainer.tp above 1")
 
 
 def known_keys() -> list[str]:

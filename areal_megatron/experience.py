@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
-from areal_megatron.rollout.protocol import Bye, ControllerClient, Hello, Link, NextBatch, NotYet, Publish, Trained
+from areal_megatron.rollout.protocol import (
+    Bye,
+    Checkpoint,
+    ControllerClient,
+    Hello,
+    Link,
+    NextBatch,
+    NotYet,
+    Publish,
+    Saved,
+    Trained,
+)
 from areal_megatron.run import Run
 from areal_megatron.trainer.step import BatchResult, Trainer
 
@@ -48,6 +59,16 @@ class Experience:
         if self._trainer.is_first:
             data = _encode(self._controller.request(Publish(version, store)).links)
         return [(link.engine, link.epoch) for link in _decode_links(self._trainer.share_all(data))]
+
+    def checkpoint(self, version: int, batches: int) -> None:
+        """Returns on the first rank when the controller has written its part of the checkpoint of `version`."""
+        if self._trainer.is_first:
+            self._controller.request(Checkpoint(version, batches))
+
+    def saved(self, version: int, stall_s: float, seconds: float, error: str = "") -> None:
+        """Tells the controller how the checkpoint of `version` went."""
+        if self._trainer.is_first:
+            self._controller.request(Saved(version, stall_s, seconds, error))
 
     def finish(self) -> None:
         if self._trainer.is_first:

@@ -58,9 +58,6 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
     if chosen == 1 and hf.get("norm_topk_prob"):
         raise ConfigError(f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
                           "probability is always 1, and the router could learn nothing")  # fmt: skip
-    if config.trainer.tp > 1 and not config.trainer.sequence_parallel:
-        raise ConfigError(f"trainer.sequence_parallel: set it to true, Megatron trains experts with trainer.tp="
-                          f"{config.trainer.tp} in no other way")  # fmt: skip
 
 
 def _check_length(config: Config, hf: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
+           incarnations.jsonl · checkpoints/ (checkpoint_folder.py)
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
 """
@@ -10,14 +11,32 @@ Processes are named `controller`, `engine-E` and `trainer-RANK`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
+import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 
 class RunError(RuntimeError):
     """A process of the run did not do what the others wait for."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an incarnation of a run, that is one launch of it, begins."""
+
+    incarnation: int
+    """From 0."""
+    version: int = 0
+    batches: int = 0
+    """Trained before it."""
+    checkpoint: str = ""
+    """Folder of the checkpoint; empty: the model of model.path."""
+    after: int | None = None
+    """Incarnation of this run that wrote the checkpoint; None: there is none, or it is another run's."""
 
 
 class Run:
@@ -29,6 +48,8 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.status = self.folder / "status.json"
         self.hf = self.folder / "hf"
+        self.checkpoints = self.folder / "checkpoints"
+        self.incarnations = self.folder / "incarnations.jsonl"
 
     def create(self) -> None:
         """Makes the folders and the secret token. Raises FileExistsError if the run exists."""
@@ -37,6 +58,34 @@ class Run:
             (self.folder / name).mkdir()
         with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
             f.write(secrets.token_hex(32))
+
+    def begin(self, *, version: int = 0, batches: int = 0, checkpoint: str = "", after: int | None = None) -> None:
+        """Begins another incarnation; what the one before said of its processes is forgotten."""
+        shutil.rmtree(self.folder / "endpoints")
+        (self.folder / "endpoints").mkdir()
+        self.checkpoints.mkdir(exist_ok=True)
+        self.status.unlink(missing_ok=True)
+        line = {"incarnation": len(self.starts()), "version": version, "batches": batches,
+                "checkpoint": checkpoint, "after": after}  # fmt: skip
+        with self.incarnations.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def starts(self) -> list[Start]:
+        """Of every incarnation so far."""
+        if not self.incarnations.exists():
+            return []
+        return [Start(**json.loads(line)) for line in self.incarnations.read_text().splitlines()]
+
+    @property
+    def start(self) -> Start:
+        """Of this incarnation; a run folder that no launcher has begun stands before its first."""
+        return (self.starts() or [Start(0)])[-1]
+
+    @property
+    def incarnation(self) -> int:
+        return self.start.incarnation
 
     @property
     def token(self) -> str:
@@ -75,6 +124,13 @@ def from_command_line(program: str) -> tuple[Run, int]:
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")
     options = parser.parse_args()
     return Run(options.run), options.index
+
+
+def drop_torn_line(path: Path) -> None:
+    """A writer that died in the middle of a line must not spoil the first line of the next writer."""
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def write_atomically(path: Path, text: str) -> None:

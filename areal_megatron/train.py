@@ -7,23 +7,26 @@ they have, at most rollout.max_staleness versions behind, and the decoupled obje
 from __future__ import annotations
 
 from areal_megatron import config as configuration
+from areal_megatron.checkpoints import Checkpoints
 from areal_megatron.experience import Experience
 from areal_megatron.run import from_command_line
 from areal_megatron.trainer.step import Trainer
 from areal_megatron.weights import Weights
 
 
-def train(trainer: Trainer, experience: Experience, weights: Weights, batches: int) -> None:
-    version = 0
+def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoints: Checkpoints, batches: int) -> None:
+    version, trained = checkpoints.resume()
     weights.publish(version)
-    for number in range(batches):
+    for number in range(trained, batches):
         batch = experience.take(number, version)
         result = trainer.train_batch(batch, before_step=weights.wait_until_read)
         experience.trained(number, result)
         if result.applied:
             version += 1
             weights.publish(version)
+        checkpoints.after_update(version, number + 1, last=number + 1 == batches)
     weights.wait_until_delivered()
+    checkpoints.finish()
     weights.save_hf()
     experience.finish()
 
@@ -36,7 +39,7 @@ def main() -> None:
         Experience(config, run, trainer) as experience,
         Weights(config, run, trainer, experience) as weights,
     ):
-        train(trainer, experience, weights, config.updates)
+        train(trainer, experience, weights, Checkpoints(config, run, trainer, experience), config.updates)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
+from areal_megatron.checkpoint_folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
@@ -44,17 +46,39 @@ def main(arguments: list[str] | None = None) -> int:
         if config.mode == "rl":
             load_function(config.reward.function)
         run = Run(config.run_dir)
-        if not options.dry_run and run.folder.exists():
-            raise ConfigError(f"{config.run_dir} exists: choose another name=… or remove it")
+        checkpoint = _resumed(config, run)
+        if not options.dry_run and run.folder.exists() and not config.resume:
+            raise ConfigError(f"{config.run_dir} exists: choose another name=…, go on with resume=auto, or remove it")
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     if options.dry_run:
         print(placement.table())
         return 0
-    run.create()
+    if not run.folder.exists():
+        run.create()
     configuration.save(config, run.config)
+    if checkpoint:
+        print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}")
+        run.begin(version=checkpoint.version, batches=checkpoint.batches, checkpoint=str(checkpoint.folder),
+                  after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None)  # fmt: skip
+    else:
+        run.begin()
     return _supervise(config, run, placement)
+
+
+def _resumed(config: Config, run: Run) -> Checkpoint | None:
+    """The checkpoint that `resume` names; None: from the start. Raises ConfigError."""
+    if not config.resume:
+        return None
+    if config.resume != "auto":
+        return checkpoint_folder.read(Path(config.resume).absolute())
+    checkpoint, problems = checkpoint_folder.newest(run)
+    for problem in problems:
+        print(f"warning: {problem}; going on from the one before", file=sys.stderr)
+    if problems and not checkpoint:
+        raise ConfigError(f"resume: no checkpoint in {run.checkpoints} is whole")
+    return checkpoint
 
 
 def _supervise(config: Config, run: Run, placement: Placement) -> int:

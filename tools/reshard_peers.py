@@ -261,7 +261,7 @@ class EngineWorker:
             for bucket in json.loads(store.get(TENSORS))
         ]
         self._peer_broadcast = Broadcast(store, 1 + engine * tp + self.rank, 1 + workers, timeout_s)
-        _sleep_between_calls()
+        _wait_without_spinning()
         return {"rank": self.rank}
 
     def bench_load(self) -> dict[str, Any]:
@@ -300,14 +300,16 @@ class EngineWorker:
         return {"rank": self.rank, "bytes": received_bytes()}
 
 
-def _sleep_between_calls() -> None:
-    """Has this vLLM worker sleep while no call comes, as it does anyway when none came for a second.
+def _wait_without_spinning() -> None:
+    """Has this vLLM worker sleep while it waits for a call, or for the other ranks of its engine.
 
-    Until then it asks again and again, for which there is no setting. Where ranks share cores, as here, that takes
-    the time which whatever is measured would need.
+    vLLM asks again and again, for which there is no setting. Where ranks share cores, as here, that takes the time
+    which whatever is measured would need, and the one waited for.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.parallel_state import get_tp_group
 
+    get_tp_group().device_communicator.dist_module = dist  # gloo in place of busy waiting in shared memory
     for condition in gc.get_objects():
         if isinstance(condition, SpinCondition) and condition.is_reader:
             condition.busy_loop_s = 0.0

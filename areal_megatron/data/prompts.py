@@ -71,6 +71,11 @@ def read_examples(path: str | Path, tokenizer: Tokenizer) -> list[Example]:
             for prompt, response in zip(prompts, responses, strict=True)]  # fmt: skip
 
 
+def prompt_ids(path: str | Path) -> list[int]:
+    """Of every prompt of the file, in its order. Raises ConfigError as `read_prompts`."""
+    return [line for line, _, _ in _rows(path)]
+
+
 def check_data(config: Config) -> None:
     """Reads every file of `config.data` once. Raises ConfigError for the first thing that a run would trip over."""
     tokenizer = Tokenizer(config.model.path)
@@ -85,10 +90,15 @@ def check_data(config: Config) -> None:
 class Cursor:
     """Every position of a dataset of `size` once an epoch, each epoch in an order of its own; endless."""
 
-    def __init__(self, size: int, seed: int):
+    def __init__(self, size: int, seed: int, at: tuple[int, int] = (0, 0)):
         self._size, self._seed = size, seed
-        self._epoch, self._next = 0, 0
+        self._epoch, self._next = at
         self._order = self._shuffled()
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Epoch, and positions of it that have been drawn: a cursor begun there goes on as this one."""
+        return self._epoch, self._next
 
     def next(self) -> tuple[int, int]:
         """(epoch, position in the dataset)."""

@@ -16,21 +16,21 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from areal_megatron.run import Run, write_atomically
+from areal_megatron.run import Run, drop_torn_line, write_atomically
 
 
 class MetricsWriter:
     """Appends to metrics.jsonl and to the TensorBoard folder of a run. One process a run has one."""
 
     def __init__(self, run: Run):
-        _drop_torn_line(run)
+        drop_torn_line(run.metrics)
         self._file = run.metrics.open("a", buffering=1)
         self._tensorboard = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
 
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Appends {"time", "kind", "version", **values}; `time` is seconds since the epoch.
 
-        `kind` is `update`, `eval` or `sft`; `version` is the policy version (sft: the step) and the x axis
+        `kind` is `update`, `eval`, `checkpoint`, `resume` or `sft`; `version` is the policy version (sft: the step) and the x axis
         in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or dicts of them
         (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other values.
         """
@@ -77,8 +77,16 @@ class MetricsReader:
 
 
 def read_metrics(run: Run) -> list[dict[str, Any]]:
-    """Every finished line so far, oldest first; [] before the first."""
-    return MetricsReader(run).new()
+    """Every finished line of the surviving line of the run, oldest first; [] before the first.
+
+    What came after a checkpoint from which the run was resumed later has been done again, and is left out.
+    """
+    kept: list[dict[str, Any]] = []
+    for record in MetricsReader(run).new():
+        if record["kind"] == "resume":
+            kept = [earlier for earlier in kept if earlier["version"] <= record["version"]]
+        kept.append(record)
+    return kept
 
 
 def write_status(run: Run, status: dict[str, Any]) -> None:
@@ -107,10 +115,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     raise TypeError(f"metrics hold numbers, strings, lists and dicts, not {type(value).__name__}")
-
-
-def _drop_torn_line(run: Run) -> None:
-    """A writer that died in the middle of a line must not spoil the first line of the next writer."""
-    if run.metrics.exists():
-        with run.metrics.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)

@@ -40,9 +40,10 @@ class Stopwatch:
 class Batches:
     """One batch at a time: asked for, formed, handed to every replica, trained."""
 
-    def __init__(self, config: Config, schedule: Schedule, generation: Generation):
+    def __init__(self, config: Config, schedule: Schedule, generation: Generation, first: int = 0):
+        """`first`: batches that the run has trained before."""
         self._config, self._schedule, self._generation = config, schedule, generation
-        self._number = 0
+        self.number = first
         self._parts: list[BatchPart] | None = None
         self._account: dict[str, Any] = {}
         self._formed = asyncio.Event()
@@ -52,12 +53,12 @@ class Batches:
 
     async def next(self, request: NextBatch) -> Part | NotYet | Refused:
         """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
-        if request.number == self._number + 1:  # this replica is done with a batch that rank 0 has yet to report
+        if request.number == self.number + 1:  # this replica is done with a batch that rank 0 has yet to report
             await asyncio.sleep(0.05)
             return NotYet()
-        if request.number != self._number or request.version != self._schedule.version:
+        if request.number != self.number or request.version != self._schedule.version:
             return Refused(f"batch {request.number} of version {request.version} is not next: "
-                           f"that is batch {self._number} of version {self._schedule.version}")  # fmt: skip
+                           f"that is batch {self.number} of version {self._schedule.version}")  # fmt: skip
         if not 0 <= request.replica < self._config.trainer.dp:
             return Refused(f"there is no replica {request.replica}, trainer.dp is {self._config.trainer.dp}")
         self._asked = True
@@ -84,16 +85,16 @@ class Batches:
         self._straggler.stop()
         config, version = self._config, self._schedule.version
         trajectories = [trajectory for group in groups for trajectory in self._generation.take(group)]
-        self._parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + self._number,
+        self._parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + self.number,
                             minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens)  # fmt: skip
-        self._account = describe(trajectories, version, config.reward.correct)
+        self._account = describe(trajectories, version, config.reward.range[1])
         self._formed.set()
 
     def trained(self, message: Trained) -> dict[str, Any] | Refused:
         """Moves the schedule on; the numbers of the update, the trainer's own among them."""
-        if self._parts is None or message.number != self._number or message.version != self._schedule.version:
+        if self._parts is None or message.number != self.number or message.version != self._schedule.version:
             return Refused(f"batch {message.number} of version {message.version} is not in training: "
-                           f"that is batch {self._number} of version {self._schedule.version}")  # fmt: skip
+                           f"that is batch {self.number} of version {self._schedule.version}")  # fmt: skip
         if message.applied:
             self._schedule.applied()
         else:
@@ -108,7 +109,7 @@ class Batches:
             "trainer_idle_share": min(1.0, wait / elapsed),
             "update_s": elapsed,
         }
-        self._number += 1
+        self.number += 1
         self._parts, self._asked = None, False
         self._formed = asyncio.Event()
         return account | message.metrics

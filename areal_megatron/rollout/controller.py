@@ -12,8 +12,12 @@ import logging
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from areal_megatron import checkpoint_folder
 from areal_megatron.config import Config, ConfigError, load
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
@@ -21,7 +25,7 @@ from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.rollout import fleet
+from areal_megatron.rollout import fleet, state
 from areal_megatron.rollout.batches import Batches
 from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.evaluation import Evaluation
@@ -30,6 +34,7 @@ from areal_megatron.rollout.generation import Generation
 from areal_megatron.rollout.links import EngineLink
 from areal_megatron.rollout.protocol import (
     Bye,
+    Checkpoint,
     Delivered,
     Links,
     NextBatch,
@@ -38,6 +43,7 @@ from areal_megatron.rollout.protocol import (
     Refused,
     Reply,
     Request,
+    Saved,
     Trained,
 )
 from areal_megatron.rollout.schedule import Schedule
@@ -60,8 +66,10 @@ class Controller:
         prompts = read_prompts(config, "train", tokenizer)
         held_out = read_prompts(config, "eval", tokenizer) if config.data.eval else []
         self.hf_config = read_config(config.model.path)
+        self.start = run.start
         self.schedule = Schedule(batch_size=config.batch_size, group_size=config.rollout.group_size,
-                                 max_staleness=config.rollout.max_staleness, updates=config.updates)  # fmt: skip
+                                 max_staleness=config.rollout.max_staleness,
+                                 updates=config.updates - (self.start.batches - self.start.version))  # fmt: skip
         self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
         self.metrics = MetricsWriter(run)
         self.rewards = RewardWorkers(config.reward)
@@ -70,7 +78,7 @@ class Controller:
         self.links: list[EngineLink] = []
         self.generation = Generation(config, self.schedule, self.engines, prompts, tokenizer.stop_tokens, scorer,
                                      self.timeline, on_finished=lambda: self.batches.try_form())  # fmt: skip
-        self.batches = Batches(config, self.schedule, self.generation)
+        self.batches = Batches(config, self.schedule, self.generation, self.start.batches)
         self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline)
         self.service = Service(config.machine.host, run.token, self._handle)
         self.phase = "starting engines"
@@ -79,6 +87,13 @@ class Controller:
         self._last_update: dict[str, Any] = {}
         self._last_update_at = self._started_at = time.monotonic()
         self._tasks: asyncio.TaskGroup | None = None
+        if self.start.checkpoint:
+            saved = state.read(Path(self.start.checkpoint) / "controller.msgpack", len(prompts), config.seed)
+            self.generation.restore(saved)
+            self.rewards.failures = saved.reward_failures
+        if self.start.incarnation:  # of what came before, the versions up to this one count; without a checkpoint none
+            version = self.start.version if self.start.checkpoint else -1
+            self.metrics.write("resume", version, {"incarnation": self.start.incarnation})
 
     async def live(self) -> None:
         """From the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""
@@ -92,8 +107,9 @@ class Controller:
                     self._tasks.create_task(engine.watch(self.config.machine.timeout_s, self.generation.wake))
                 )
                 background.append(self._tasks.create_task(link.run()))
-            self.phase = "evaluating"
-            await self._evaluate(0)
+            if not self.start.version:
+                self.phase = "evaluating"
+                await self._evaluate(0)
             self.phase = "training"
             self.batches.begin()
             generating = self._tasks.create_task(self.generation.run())
@@ -126,7 +142,10 @@ class Controller:
         self.engines += engines
         await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
         for engine in engines:
-            self.schedule.add_engine(engine.index, engine.version)
+            if self.start.checkpoint:
+                engine.version = -1  # it has the weights of model.path, and gets no request before the resumed ones
+            else:
+                self.schedule.add_engine(engine.index, engine.version)
             self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed, self.generation.wake))
         self._connected.set()
 
@@ -143,6 +162,12 @@ class Controller:
                 if not 0 <= message.engine < len(self.links):
                     return Refused(f"there is no engine {message.engine}")
                 self.links[message.engine].delivered(message)
+                return Ok()
+            case Checkpoint():
+                return await self._save(message)
+            case Saved():
+                self.metrics.write("checkpoint", message.version, {"stall_s": message.stall_s, "seconds": message.seconds,
+                                                                   "failed": int(bool(message.error))})  # fmt: skip
                 return Ok()
             case Bye():
                 self._bye.set()
@@ -173,8 +198,23 @@ class Controller:
         self.generation.wake()
         return Ok()
 
+    async def _save(self, message: Checkpoint) -> Reply:
+        if self.batches.number != message.batches or self.schedule.version != message.version:
+            return Refused(f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
+                           f"the checkpoint at batch {message.batches} of version {message.version}")  # fmt: skip
+        saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
+        path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
+        try:
+            await asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on
+        except OSError as e:
+            return Refused(f"{path} cannot be written: {e.strerror}")
+        return Ok()
+
     def _committed(self, engine: int, version: int) -> None:
-        self.schedule.committed(engine, version)
+        if engine in self.schedule.engines:
+            self.schedule.committed(engine, version)
+        else:
+            self.schedule.add_engine(engine, version)
         self.generation.wake()
         every = self.config.eval_every
         newest = all(e.version >= version for e in self.engines)

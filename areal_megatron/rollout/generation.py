@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from areal_megatron.rollout.client import Completion, EngineError
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.schedule import Group, Schedule
 from areal_megatron.rollout.scoring import Score, Scorer
+from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
 
 
@@ -27,10 +30,37 @@ class Generation:
         self._config, self._schedule, self._engines = config, schedule, engines
         self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
         self._on_finished = on_finished
+        self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = Cursor(len(prompts), config.seed)
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
+        self._again: deque[tuple[int, int]] = deque()
         self.prompts_too_long = 0
+
+    def save(self) -> State:
+        """What a resumed run needs to go on from here; between two batches."""
+        schedule = self._schedule.save()
+        running = ((group.epoch, group.prompt_id) for group in self._schedule.running.values())
+        return State(
+            prompts=len(self._prompts),
+            seed=self._config.seed,
+            cursor=self._cursor.at,
+            again=[*running, *self._again],
+            schedule=schedule,
+            trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},
+            prompts_too_long=self.prompts_too_long,
+        )
+
+    def restore(self, state: State) -> None:
+        """Goes on from what `save` gave, with this config's batch, group and bound."""
+        n = self._config.rollout.group_size
+        complete = [g for g in state.schedule.finished if len(state.trajectories[g.number]) == n]
+        lost = [g for g in state.schedule.finished if len(state.trajectories[g.number]) != n]
+        lost += self._schedule.restore(replace(state.schedule, finished=complete))
+        self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
+        self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
+        self._cursor = Cursor(len(self._prompts), self._config.seed, state.cursor)
+        self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:
         """Admits groups for ever. Raises EngineError when a request fails for the last time."""
@@ -59,14 +89,19 @@ class Generation:
         if not whole:
             raise EngineError("every engine holds a mixture of versions after a streamed update that failed (the "
                               "reason is logged above); nothing can generate the batch that would bring the next")  # fmt: skip
-        free = [e for e in whole if e.running <= room and self._schedule.may_admit(e.index)]
+        with_weights = [e for e in whole if e.index in self._schedule.engines]
+        free = [e for e in with_weights if e.running <= room and self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
 
     def _draw(self) -> tuple[int, Prompt]:
         """Next prompt that fits; those that do not are skipped and counted."""
         while True:
-            epoch, position = self._cursor.next()
-            prompt = self._prompts[position]
+            if self._again:
+                epoch, prompt_id = self._again.popleft()
+                prompt = self._by_id[prompt_id]
+            else:
+                epoch, position = self._cursor.next()
+                prompt = self._prompts[position]
             if len(prompt.tokens) <= self._config.data.max_prompt_tokens:
                 return epoch, prompt
             self._schedule.skip_prompt(epoch, prompt.id, "longer than data.max_prompt_tokens")

@@ -66,6 +66,27 @@ class Delivered(msgspec.Struct, tag=True):
     error: str = ""
 
 
+class Checkpoint(msgspec.Struct, tag=True):
+    """From global rank 0, after Trained and before any replica asks for the next batch: the trainers save their state.
+
+    Answered with Ok once the controller's is in the folder of this version.
+    """
+
+    version: int
+    batches: int
+
+
+class Saved(msgspec.Struct, tag=True):
+    """From global rank 0: a checkpoint is complete, or has failed."""
+
+    version: int
+    stall_s: float
+    """How long training stood still for it."""
+    seconds: float
+    """From its begin to its completion."""
+    error: str = ""
+
+
 class Bye(msgspec.Struct, tag=True):
     """From global rank 0: every update is trained and delivered."""
 
@@ -101,7 +122,7 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
-Request = Hello | NextBatch | Trained | Publish | Delivered | Bye
+Request = Hello | NextBatch | Trained | Publish | Delivered | Checkpoint | Saved | Bye
 Reply = Welcome | Part | NotYet | Links | Ok | Refused
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TRAINED = "trained"
 FILTERED = "filtered"
@@ -37,6 +37,17 @@ class Group:
     """Version committed by the engine when it took the group."""
     deadline: int
     """Last version that may train it: admission_version + max_staleness."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A schedule between two batches, without engines and running groups."""
+
+    version: int
+    admitted: int
+    dispositions: list[tuple[int, int, str]]
+    """(epoch, prompt_id, disposition)"""
+    finished: list[Group]
 
 
 class Schedule:
@@ -161,6 +172,31 @@ class Schedule:
         for group in [*self._in_flight(), *self.training]:
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.running, self.finished, self.training = {}, {}, []
+
+    def save(self) -> Saved:
+        """Everything but engines and what runs on them. No batch may be in training."""
+        if self.training:
+            raise ScheduleError(f"the batch of version {self.version} is still in training")
+        disposed = [(epoch, prompt_id, kind) for (epoch, prompt_id), kind in self.dispositions.items()]
+        return Saved(self.version, self._admitted, disposed, list(self.finished.values()))
+
+    def restore(self, saved: Saved) -> list[Group]:
+        """Goes on from there, with this schedule's bound; before any engine is added.
+
+        Returns the finished groups that this bound has no place for: they leave N_r and are to be admitted again.
+        """
+        self.version, self._admitted = saved.version, saved.admitted
+        for epoch, prompt_id, disposition in saved.dispositions:
+            self._dispose(epoch, prompt_id, disposition)
+        bounded = [replace(group, deadline=group.admission_version + self.max_staleness) for group in saved.finished]
+        lost = []
+        for group in sorted(bounded, key=lambda group: (group.deadline, group.number)):
+            # All kept so far have a deadline as early or earlier, and must train up to this one.
+            if len(self.finished) < (group.deadline - self.version + 1) * self.groups_per_batch:
+                self.finished[group.number] = group
+            else:
+                lost.append(group)
+        return lost
 
     def _counted(self) -> int:
         """N_r / n: every admitted group that was not filtered, failed or left untrained."""

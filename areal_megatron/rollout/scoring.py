@@ -30,7 +30,7 @@ class Scorer:
         self._config, self._tokenizer, self._workers = config, tokenizer, workers
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """reward = (1 − score) · incorrect + score · correct, with the function's score; 1 and above is correct."""
+        """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is correct."""
         config = self._config
         cut = [c.finish_reason == "length" and prompt.response_tokens is None for c in completions]
         asked = [not truncated or config.truncated == "scored" for truncated in cut]
@@ -40,7 +40,7 @@ class Scorer:
         scores = [next(given) if ask else 0.0 for ask in asked]
         return [
             Score(
-                reward=(1 - score) * config.incorrect + score * config.correct,
+                reward=(1 - score) * config.range[0] + score * config.range[1],
                 correct=score >= 1,
                 truncated=truncated,
                 trained=not truncated or config.truncated != "masked",

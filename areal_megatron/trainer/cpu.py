@@ -21,6 +21,9 @@ import torch
 import torch.nn.functional as F
 
 MODULES = (
+    "megatron.core.dist_checkpointing.serialization",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
@@ -62,7 +65,8 @@ def cpu_passes_for_cuda() -> Iterator[None]:
     """While it is open, CPU tensors say that they are torch.cuda.FloatTensor and so on, and stay where they are.
 
     To be open while the model and its optimizer are built: the distributed optimizer sorts parameters by these
-    names and knows no others, and tied embeddings are moved to "the" CUDA device.
+    names and knows no others, and tied embeddings are moved to "the" CUDA device. Also while the optimizer's state is
+    gathered for a checkpoint.
     """
     if torch.cuda.is_available():
         yield
@@ -133,7 +137,7 @@ class _Torch(_StandIn):
     def __init__(self):
         super().__init__(torch)
         self.cuda = _Cuda()
-        for name in ("empty", "zeros", "ones", "full", "tensor"):
+        for name in ("empty", "empty_like", "zeros", "ones", "full", "tensor"):
             setattr(self, name, _on_cpu(getattr(torch, name)))
 
 

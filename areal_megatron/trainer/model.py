@@ -188,7 +188,7 @@ def _experts(sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture) -> 
 def _parallel(config: Config, sizes: MegatronSizes, layers: int, on_cuda: bool) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": sizes.tp,
-        "sequence_parallel": config.trainer.sequence_parallel,
+        "sequence_parallel": sizes.tp > 1,
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": sizes.expert_tp,
         "pipeline_model_parallel_size": sizes.pp,

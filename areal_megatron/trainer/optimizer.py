@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_megatron.config import Config
@@ -19,6 +23,7 @@ class PolicyOptimizer:
 
     def __init__(self, config: Config, chunks: Chunks):
         settings, dtype = config.optimizer, chunks[0].config.params_dtype
+        beta1, beta2, eps = settings.adam
         with cpu_passes_for_cuda():
             self.megatron = get_megatron_optimizer(
                 OptimizerConfig(
@@ -26,9 +31,9 @@ class PolicyOptimizer:
                     lr=settings.lr,
                     min_lr=0.0,
                     weight_decay=settings.weight_decay,
-                    adam_beta1=settings.beta1,
-                    adam_beta2=settings.beta2,
-                    adam_eps=settings.eps,
+                    adam_beta1=beta1,
+                    adam_beta2=beta2,
+                    adam_eps=eps,
                     use_distributed_optimizer=True,
                     params_dtype=dtype,
                     bf16=dtype == torch.bfloat16,
@@ -72,11 +77,58 @@ class PolicyOptimizer:
         self._schedule.step(1)
         self.megatron.step_with_ready_grads()
 
+    def sharded_state(self, model: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+        """For megatron-core's dist_checkpointing; `model` is the sharded state of all chunks. Collective."""
+        if loading:
+            self._allocate()
+        with cpu_passes_for_cuda():
+            return self.megatron.sharded_state_dict(model, loading, metadata=metadata)
+
+    def schedule_state(self) -> dict[str, Any]:
+        return {"steps": self._schedule.num_steps}
+
+    def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
+        """Moments and main parameters, and the schedule after as many steps; rates and decay are this config's."""
+        own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in self.megatron.param_groups]
+        for optimizer in self.megatron.chained_optimizers:
+            optimizer._set_main_param_and_optimizer_states = partial(_set_all_but_step, optimizer)
+        self.megatron.load_state_dict(state)
+        for state in self._moments():
+            if "step" in state:
+                state["step"] = state["step"].clone()  # Megatron gives all of them the same tensor to count in
+        for group, settings in zip(self.megatron.param_groups, own, strict=True):
+            group |= settings
+        self._schedule.num_steps = 0
+        self._schedule.step(schedule["steps"])
+
+    def _allocate(self) -> None:
+        """Makes the moments, which optimizers do at their first step."""
+        for optimizer in self.megatron.chained_optimizers:
+            if not optimizer.is_stub_optimizer:
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for state in self._moments(of=torch.optim.AdamW):
+            state.setdefault("step", torch.zeros(()))
+
+    def _moments(self, of: type = object) -> Iterator[dict[str, Any]]:
+        """The state of each parameter in the optimizers of that type."""
+        for optimizer in self.megatron.chained_optimizers:
+            if not optimizer.is_stub_optimizer and isinstance(optimizer.optimizer, of):
+                yield from optimizer.optimizer.state.values()
+
     def settle(self) -> None:
         """Returns when the parameters of this rank are whole. Collective."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+
+def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+    """Takes main parameter and moments from a checkpoint. torch's AdamW keeps its step count beside them, where
+    Megatron would look for it in the checkpoint too."""
+    group, place = optimizer.model_param_group_index_map[parameter]
+    own = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
+    kept = {"step": own["step"]} if "step" in own else {}
+    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, parameter, tensors | kept)
 
 
 def schedule(config: Config, optimizer) -> OptimizerParamScheduler:

@@ -56,6 +56,11 @@ class Parallel:
         """Sum of what each replica holds, where all ranks of a replica hold the same."""
         return self.sum_over_ranks(values if self.is_leader else torch.zeros_like(values))
 
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.world > 1:
+            dist.barrier(group=self.control)
+
     def share(self, value: bytes | None) -> bytes:
         """The bytes that the leader of this replica passes, on every rank of the replica."""
         return self._broadcast(value, self.replica_control)

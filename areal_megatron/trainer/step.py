@@ -23,7 +23,7 @@ from areal_megatron.ppo import advantage
 from areal_megatron.reshard import hf
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reshard.megatron import layout
-from areal_megatron.run import Run
+from areal_megatron.run import Run, drop_torn_line
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import PPOMicroBatch, pack, pack_trajectories
@@ -35,6 +35,8 @@ from areal_megatron.trainer.tally import Tally
 
 COUNTS = ("tokens", "compared", "difference")
 MAXIMA = ("ratio_max", "logprob_diff_max")
+LOGITS_ELEMENTS = 2**27
+"""Of the logits that a rank holds at a time; computing with them takes 12 bytes each."""
 MEANS = ("loss", "clip_share", "capped_share", "ratio_mean", "kl", "entropy")
 """Reported as means over trained tokens."""
 
@@ -81,17 +83,18 @@ class Trainer:
         self.device = self.parallel.device
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
-        self._chunks = build_model(config, self.sizes, self.device)
+        self.chunks = build_model(config, self.sizes, self.device)
         hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
-        self._optimizer = PolicyOptimizer(config, self._chunks)
+        self.optimizer = PolicyOptimizer(config, self.chunks)
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
             temperature=config.rollout.temperature,
-            chunk=config.trainer.logprob_chunk_tokens,
-            sequence_parallel=config.trainer.sequence_parallel,
+            chunk=max(1, LOGITS_ELEMENTS * self.sizes.tp // self.hf_config["vocab_size"]),
+            sequence_parallel=self.sizes.tp > 1,
         )
-        self._objective = Objective(self._chunks[-1].module, vocabulary, config.ppo)
-        self._row_multiple = pipeline.row_multiple(self._chunks)
+        self._objective = Objective(self.chunks[-1].module, vocabulary, config.ppo)
+        self._row_multiple = pipeline.row_multiple(self.chunks)
+        drop_torn_line(run.ledger(self.replica))
 
     def __enter__(self) -> Trainer:
         return self
@@ -133,8 +136,8 @@ class Trainer:
         return {name: parameter.data for name, parameter in self._named_parameters()}
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for number, chunk in enumerate(self._chunks):
-            prefix = f"model{number}." if len(self._chunks) > 1 else ""
+        for number, chunk in enumerate(self.chunks):
+            prefix = f"model{number}." if len(self.chunks) > 1 else ""
             for name, parameter in chunk.module.named_parameters():
                 yield prefix + name, parameter
 
@@ -150,7 +153,7 @@ class Trainer:
         for minibatch in minibatches:
             loss = partial(self._objective.ppo, first=not steps.norms, tally=tally)
             self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
-        self._optimizer.settle()
+        self.optimizer.settle()
         self._record(part, applied=bool(steps.norms))
         totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
         metrics = {"ratio_max": totals["ratio_max"]}
@@ -178,18 +181,18 @@ class Trainer:
             )
             work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, tally=tally)))
         self._step(work, steps)
-        self._optimizer.settle()
+        self.optimizer.settle()
         totals = tally.totals(self.parallel, ("tokens", "loss"))
         return self._metrics(totals, ("loss",), steps, start)
 
     def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         with self.timeline.span("train", tokens=sum(microbatch.tokens.numel() for microbatch, _ in work)):
-            pipeline.forward_backward(self._chunks, work)
-            norm = self._optimizer.gradient_norm()
+            pipeline.forward_backward(self.chunks, work)
+            norm = self.optimizer.gradient_norm()
         if math.isfinite(norm):
             steps.before_first()
-            self._optimizer.step(norm)
+            self.optimizer.step(norm)
             steps.norms.append(norm)
         else:
             steps.skipped += 1
@@ -199,7 +202,7 @@ class Trainer:
         return {
             **{name: totals[name] / max(totals["tokens"], 1) for name in means},
             **({"grad_norm": sum(steps.norms) / len(steps.norms)} if steps.norms else {}),
-            "lr": self._optimizer.lr,
+            "lr": self.optimizer.lr,
             "skipped_steps": steps.skipped,
             "trained_tokens": totals["tokens"],
             "step_s": seconds,
@@ -239,16 +242,18 @@ class Trainer:
         if later:
             with self.timeline.span("proximal", tokens=sum(e.microbatch.tokens.numel() for e in later)):
                 work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
-                for sampled, (logprobs, _) in zip(later, pipeline.forward(self._chunks, work), strict=False):
+                for sampled, (logprobs, _) in zip(later, pipeline.forward(self.chunks, work), strict=False):
                     sampled.proximal = logprobs
 
     def _record(self, part: BatchPart, applied: bool) -> None:
-        """Which trajectories this replica has trained, independent of what the controller says."""
+        """Which trajectories this replica has trained, a line a batch, independent of what the controller says."""
         if not self.is_leader:
             return
         line = {
+            "incarnation": self.run.incarnation,
             "version": part.version,
             "applied": applied,
+            "prompts": [[t.epoch, t.prompt_id] for t in part.trajectories],
             "uids": [t.uid for t in part.trajectories],
             "admission_versions": [t.admission_version for t in part.trajectories],
             "tokens": sum(int(t.loss_mask.sum()) for t in part.trajectories),

@@ -67,7 +67,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     """TP2×PP2 trainers and a TP2 engine: every seam of the update path is between several ranks."""
     started = local_run("tp2-pp2", *small(world, **{
-        "trainer.tp": 2, "trainer.sequence_parallel": True, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
+        "trainer.tp": 2, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
         "rollout.max_staleness": 1, "eval_items": 1000,
     }))  # fmt: skip
     run = Run(started.folder)

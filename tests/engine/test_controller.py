@@ -109,7 +109,7 @@ def check_parts(parts, config, prompts, tokenizer, version):
         assert t.truncated == (not ended)
         text = tokenizer.decode(t.response.tolist())
         right = ended and len(text) % 4 == 0
-        assert t.reward == (config.reward.correct if right else config.reward.incorrect)
+        assert t.reward == (config.reward.range[1] if right else config.reward.range[0])
     return trajectories
 
 
@@ -160,7 +160,7 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     assert updates[1]["loss"] == 0.5
     for update, trajectories, version in zip(updates, (first, second, third), (0, 0, 1), strict=True):
         assert update["reward_mean"] == pytest.approx(np.mean([t.reward for t in trajectories]))
-        assert update["accuracy"] == pytest.approx(np.mean([t.reward == config.reward.correct for t in trajectories]))
+        assert update["accuracy"] == pytest.approx(np.mean([t.reward == config.reward.range[1] for t in trajectories]))
         assert update["trained_tokens"] == sum(len(t.response) for t in trajectories)
         assert update["truncated_share"] == np.mean([t.truncated for t in trajectories])
         assert update["staleness_max"] == max(version - t.admission_version for t in trajectories)

@@ -23,7 +23,7 @@ def gather_vocabulary(logits: Tensor, size: int) -> Tensor:
 
 
 def gather_sequence(hidden: Tensor, config: Config) -> Tensor:
-    if not config.trainer.sequence_parallel:
+    if config.trainer.tp == 1:
         return hidden
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [torch.empty_like(hidden) for _ in range(group.size())]
@@ -38,7 +38,7 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
         "expert_parallel_buffers": parallel_state.get_expert_data_parallel_group(),
     }
     for kind, group in groups.items():
-        for buffer in (buffer for chunk in trainer._chunks for buffer in getattr(chunk, kind)):
+        for buffer in (buffer for chunk in trainer.chunks for buffer in getattr(chunk, kind)):
             own = buffer.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(buffer.grad_data, own, group=group)
     return {name: parameter.main_grad for name, parameter in trainer._named_parameters()}
@@ -62,6 +62,6 @@ def assert_gradient(trainer: Trainer, reference: torch.nn.Module) -> None:
     """Every part within 1e-6 of the norm of the whole gradient; the norm is the one that gradients are clipped by."""
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    assert (error := abs(trainer._optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
+    assert (error := abs(trainer.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
     for name, ours, theirs in pieces(trainer, whole_gradients(trainer), canonical(gradients)):
         assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"

@@ -15,7 +15,7 @@ def check_mbridge(folder: Path, rank: int, model: str, layout: dict) -> None:
     with open_trainer(folder, rank, config) as trainer, torch.no_grad():
         hf.export(parameters=trainer.parameters(), hf_config=trainer.hf_config, sizes=trainer.sizes, rank=rank,
                   source=config.model.path, path=folder / "exported", group=trainer.parallel.control)  # fmt: skip
-        theirs = dict(bridge_of(config).export_weights([chunk.module for chunk in trainer._chunks]))
+        theirs = dict(bridge_of(config).export_weights([chunk.module for chunk in trainer.chunks]))
         if rank == 0:
             ours = load_file(folder / "exported" / "model.safetensors")
             assert ours.keys() == theirs.keys()

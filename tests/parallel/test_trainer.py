@@ -12,10 +12,9 @@ from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
 
 DENSE = ("qwen2", "qwen3", "llama")
-SEQUENCE = {"tp": 2, "sequence_parallel": True}
 CASES = {
     "tp1": [(model, {}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
-    "tp2-sp": [(model, SEQUENCE) for model in (*DENSE, "qwen3_moe")],
+    "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
     "tp2-pp2": [(model, {"tp": 2, "pp": 2}) for model in DENSE],
     "dp2": [(model, {"dp": 2}) for model in (*DENSE, "qwen3_moe")],
@@ -23,13 +22,13 @@ CASES = {
     "experts-on-2-ranks": [
         ("qwen3_moe", {"dp": 2, "ep": 2}),
         ("qwen3_moe", {"dp": 2, "etp": 2}),
-        ("qwen3_moe", {**SEQUENCE, "etp": 1}),
+        ("qwen3_moe", {"tp": 2, "etp": 1}),
     ],
     "experts-on-4-ranks": [
-        ("qwen3_moe", {**SEQUENCE, "dp": 2, "ep": 2}),
-        ("qwen3_moe", {**SEQUENCE, "dp": 2, "ep": 2, "etp": 1}),
-        ("qwen3_moe", {**SEQUENCE, "pp": 2, "vpp": 2}),
-        ("qwen3_balanced", {**SEQUENCE, "pp": 2}),
+        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}),
+        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
+        ("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2}),
+        ("qwen3_balanced", {"tp": 2, "pp": 2}),
         ("qwen3", {"tp": 4}),  # more ranks than KV heads
     ],
 }
@@ -62,7 +61,7 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
 
 def test_exports_are_those_of_mbridge(folder, on_ranks):
     """Of a dense model: mbridge knows no experts outside TransformerEngine's grouped ones."""
-    on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={**SEQUENCE, "pp": 2})
+    on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={"tp": 2, "pp": 2})
 
 
 @pytest.mark.parametrize("pp", [1, 2])

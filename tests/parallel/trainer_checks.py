@@ -25,12 +25,14 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
+from areal_megatron.trainer import step as trainer_step
 from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.step import Trainer
 from areal_megatron.trainer.tally import Tally
 
+trainer_step.LOGITS_ELEMENTS = 50 * 250
 TOKENS = 100
 """Ids below it are tokens of every tiny model."""
 
@@ -45,7 +47,7 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
         model=Model(path=str(folder / family), dtype=sections.pop("dtype", "float32")),
         data=Data(train="", max_prompt_tokens=8),
         machine=Machine(timeout_s=60),
-        trainer=TrainerSettings(**{"microbatch_tokens": 128, "logprob_chunk_tokens": 50, **layout}),
+        trainer=TrainerSettings(**{"microbatch_tokens": 128, **layout}),
         **sections,
     )
 
@@ -110,12 +112,12 @@ def check_logits(subject: Trainer, reference: torch.nn.Module) -> None:
     def logits(hidden):
         return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T, size)
 
-    for row, found in zip(rows, pipeline.forward(subject._chunks, [(b, logits) for b in batches]), strict=False):
+    for row, found in zip(rows, pipeline.forward(subject.chunks, [(b, logits) for b in batches]), strict=False):
         expected = torch.cat([reference(torch.from_numpy(s)[None].long()).logits[0] for s in row])
         torch.testing.assert_close(found[: len(expected)], expected, atol=1e-4, rtol=0)
     if subject.config.trainer.pp == 1:
         tokens = torch.from_numpy(random.integers(0, TOKENS, (3, 24)))
-        [model] = subject._chunks
+        [model] = subject.chunks
         hidden = gather_sequence(model(tokens, None, None), subject.config)
         found = gather_vocabulary(hidden.detach() @ weight.T, size).transpose(0, 1)
         torch.testing.assert_close(found, reference(tokens).logits, atol=1e-4, rtol=0)
@@ -125,7 +127,7 @@ def check_logprobs(subject: Trainer, reference: torch.nn.Module) -> None:
     trajectories, temperature = make_trajectories(7, version=0), subject.config.rollout.temperature
     batch = pack_trajectories(trajectories, [0.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
     work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-    for logprobs, entropy in pipeline.forward(subject._chunks, work):
+    for logprobs, entropy in pipeline.forward(subject.chunks, work):
         with torch.no_grad():
             expected = [oracle.response_logprobs(reference, t, temperature)[t.loss_mask == 1] for t in trajectories]
             spread = [oracle.distributions(reference, np.concatenate((t.prompt, t.response)), temperature)
@@ -177,8 +179,8 @@ class MiniBatch:
             kept = [self.proximals[i][self.trajectories[i].loss_mask == 1] for i in members]
             batch.proximal = torch.cat([torch.zeros(0), *kept])
             work.append((batch.microbatch, partial(subject._objective.ppo, sampled=batch, first=False, tally=Tally())))
-        subject._optimizer.zero_grad()
-        pipeline.forward_backward(subject._chunks, work)
+        subject.optimizer.zero_grad()
+        pipeline.forward_backward(subject.chunks, work)
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
@@ -244,9 +246,9 @@ def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
     trainer_model.BUCKET_ELEMENTS = 3000
     for run, (model, trainer) in cases.items():
         with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
-            buckets = [group for chunk in subject._chunks for group in chunk.bucket_groups]
+            buckets = [group for chunk in subject.chunks for group in chunk.bucket_groups]
             assert len(buckets) > 4 or subject.parallel.pp_rank  # Megatron divides the first stage only
-            changed_by_settling, settle = [], subject._optimizer.settle
+            changed_by_settling, settle = [], subject.optimizer.settle
 
             def spied():
                 before = {name: value.clone() for name, value in subject.parameters().items()}
@@ -254,7 +256,7 @@ def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 after = subject.parameters()
                 changed_by_settling.append(sum(not torch.equal(before[name], after[name]) for name in after))  # noqa: B023
 
-            subject._optimizer.settle = spied
+            subject.optimizer.settle = spied
             check_training(subject, load_oracle(folder / model))
             assert len(changed_by_settling) == 4 and all(changed_by_settling)
 
@@ -364,7 +366,7 @@ def check_cuda(folder: Path, rank: int) -> None:
         assert subject.device.type == "cuda"
         batch = pack_trajectories(trajectories, [0.0] * 12, 0, "recompute", 1, subject.device)
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-        [(logprobs, _)] = pipeline.forward(subject._chunks, work)
+        [(logprobs, _)] = pipeline.forward(subject.chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
         assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
         before = {name: value.clone() for name, value in subject.parameters().items()}

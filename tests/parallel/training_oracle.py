@@ -77,7 +77,7 @@ class Learner:
         decay = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, settings.lr, (settings.beta1, settings.beta2), settings.eps)
+        self.optimizer = torch.optim.AdamW(groups, settings.lr, settings.adam[:2], settings.adam[2])
 
     def step(self, loss: Tensor) -> float:
         self.optimizer.zero_grad()

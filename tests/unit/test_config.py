@@ -50,7 +50,6 @@ def test_at_most_sixty_fields():
         (MINIMAL, ["mode=rll"], ["mode", "'rll'", "did you mean 'rl'"]),
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "above 0"]),
-        (MINIMAL, ["trainer.sequence_parallel=true"], ["trainer.sequence_parallel", "trainer.tp"]),
         (MINIMAL, ["name=../x"], ["name"]),
         (MINIMAL, ["nonsense"], ["nonsense", "key=value"]),
         (MINIMAL, ["model=3"], ["model", "section"]),

@@ -14,7 +14,6 @@ GOOD = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_
         "max_position_embeddings": 4096}  # fmt: skip
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
            "norm_topk_prob": True}  # fmt: skip
-SEQUENCE = {"tp": 2, "sequence_parallel": True}
 
 
 def config(folder, hf=GOOD, **trainer) -> Config:
@@ -34,7 +33,7 @@ def config(folder, hf=GOOD, **trainer) -> Config:
         ({"num_hidden_layers": 7}, {"pp": 3}),
         ({}, {"pp": 3, "vpp": 2}),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}),
-        (EXPERTS, {**SEQUENCE, "dp": 3, "ep": 3}),
+        (EXPERTS, {"tp": 2, "dp": 3, "ep": 3}),
         (EXPERTS, {"dp": 4, "ep": 2, "etp": 2}),
     ],
 )
@@ -58,7 +57,6 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (EXPERTS, {"dp": 4, "ep": 4}, r"trainer.ep: 4 does not divide num_experts=6 "),
         (EXPERTS, {"dp": 2, "ep": 3}, r"trainer.ep: 3 times etp=1 does not divide the 2 ranks of a pipeline stage"),
         (EXPERTS, {"dp": 3, "etp": 3}, r"trainer.etp: 3 does not divide moe_intermediate_size=32 "),
-        (EXPERTS, {"tp": 2}, r"trainer.sequence_parallel: set it to true"),
         (EXPERTS | {"num_experts_per_tok": 7}, {}, r"model.path: .*num_experts_per_tok=7 of 6 experts"),
         (EXPERTS | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
         ({"intermediate_size": 98}, {"tp": 4}, r"trainer.tp: 4 does not divide intermediate_size=98 "),

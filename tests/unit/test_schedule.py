@@ -125,8 +125,30 @@ class World:
                 self.schedule.skip_prompt(group.epoch, group.prompt_id, "engine lost")
                 self.end((group.epoch, group.prompt_id), "skipped: engine lost")
 
+    def resume(self):
+        """A new schedule goes on from what the old one saved, perhaps with another bound; what ran is run again."""
+        if self.training:
+            with pytest.raises(ScheduleError, match="in training"):
+                self.schedule.save()
+            return
+        saved = self.schedule.save()
+        if self.rng.random() < 0.5:
+            self.staleness = self.rng.choice([0, 1, 2, 4, 8])
+        self.schedule = Schedule(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness,
+                                 updates=self.updates)  # fmt: skip
+        lost = self.schedule.restore(saved)
+        numbers = {group.number for group in lost}
+        assert numbers <= {group.number for group in self.finished}
+        self.returned += [group.prompt_id for group in [*self.running, *lost]]
+        self.running, self.finished = [], list(self.schedule.finished.values())
+        assert all(g.deadline == g.admission_version + self.staleness >= self.version for g in self.finished)
+        self.engines = {}
+        self.add_engine()
+
     def step(self):
         act = self.rng.random()
+        if self.rng.random() < 0.005:
+            self.resume()
         if act < 0.40 and self.schedule.engines:
             self.try_admit(self.rng.choice(list(self.schedule.engines)))
         elif act < 0.72 and self.running:

@@ -34,7 +34,7 @@ def completion(text, finish_reason="stop"):
 
 
 def scores(tokenizer, rule, completions, answer="7", response_tokens=None):
-    config = Reward(truncated=rule, correct=0.7, incorrect=-0.3)
+    config = Reward(truncated=rule, range=[-0.3, 0.7])
     prompt = Prompt(id=0, text="3+4=", answer=answer, tokens=[1], response_tokens=response_tokens)
 
     async def score():

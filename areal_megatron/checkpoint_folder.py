@@ -1,0 +1,156 @@
+"""The checkpoints of a run on disk: which are complete, which one to resume from, which to keep. No torch.
+
+```
+runs/NAME/checkpoints/version-000012/
+    complete.json        written last: what it is, and size and CRC of every file
+    trainer/             megatron-core's torch_dist: model, optimizer, schedule, generators
+    controller.msgpack   rollout/state.py
+    hf/                  config.json and tokenizer of the model
+```
+A checkpoint is written into `.version-000012.partial` and renamed once everything is synced: a folder without
+the leading dot is complete, unless something happened to it later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from areal_megatron.config import Checkpoint as Settings
+from areal_megatron.config import ConfigError
+from areal_megatron.run import Run, write_atomically
+
+_NAME = re.compile(r"version-(\d+)")
+_SEAL = "complete.json"
+_CRC_BYTES = 64 * 2**20
+"""Larger files are checked by their size alone: reading terabytes again would hold up every start."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    version: int
+    """Policy version of everything in it."""
+    batches: int
+    """Batches trained before it; above `version` by the updates that were not applied."""
+    incarnation: int
+    """Of the run that wrote it."""
+
+    @property
+    def trainer(self) -> Path:
+        return self.folder / "trainer"
+
+    @property
+    def controller(self) -> Path:
+        return self.folder / "controller.msgpack"
+
+    @property
+    def hf(self) -> Path:
+        return self.folder / "hf"
+
+
+def partial(run: Run, version: int) -> Path:
+    """Where the checkpoint of `version` is written."""
+    return run.checkpoints / f".version-{version:06d}.partial"
+
+
+def seal(run: Run, version: int, batches: int) -> Checkpoint:
+    """Makes the written files the checkpoint of `version`: synced, listed, renamed. Raises OSError."""
+    written, folder = partial(run, version), run.checkpoints / f"version-{version:06d}"
+    checkpoint = Checkpoint(folder, version, batches, run.incarnation)
+    files = {}
+    for path in sorted(path for path in written.rglob("*") if path.is_file()):
+        _sync(path)
+        files[str(path.relative_to(written))] = [path.stat().st_size, _crc(path)]
+    for path in (written, *(path for path in written.rglob("*") if path.is_dir())):
+        _sync(path)
+    described = {key: value for key, value in asdict(checkpoint).items() if key != "folder"}
+    write_atomically(written / _SEAL, json.dumps(described | {"files": files}))
+    _sync(written / _SEAL)
+    _sync(written)
+    _set_aside(folder)  # the same version, of a line of the run that was given up
+    os.rename(written, folder)
+    _sync(run.checkpoints)
+    return checkpoint
+
+
+def read(folder: Path) -> Checkpoint:
+    """Raises ConfigError that says what is wrong with it, the files' sizes and CRCs included."""
+    try:
+        described = json.loads((folder / _SEAL).read_text())
+        files = described.pop("files")
+        checkpoint = Checkpoint(folder, **described)
+        files.items()
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is no complete checkpoint: it has no {_SEAL}") from None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
+        raise ConfigError(f"{folder / _SEAL} is damaged: {e}") from None
+    for name, (size, crc) in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes, was written with {size}"
+            raise ConfigError(f"checkpoint {folder} is damaged: {name} {state}")
+        if _crc(path) != crc:
+            raise ConfigError(f"checkpoint {folder} is damaged: {name} does not hold what was written (CRC)")
+    return checkpoint
+
+
+def complete(run: Run) -> list[Path]:
+    """Folders of the run's checkpoints in the order of their writing, which resuming an old one makes another than
+    that of their versions."""
+    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
+    return sorted((folder for folder in folders if _NAME.fullmatch(folder.name)), key=_written_at)
+
+
+def newest(run: Run) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint written last that is whole, and what is wrong with those written after it."""
+    problems = []
+    for folder in reversed(complete(run)):
+        try:
+            return read(folder), problems
+        except ConfigError as e:
+            problems.append(str(e))
+    return None, problems
+
+
+def tidy(run: Run, settings: Settings) -> None:
+    """Removes all but the last checkpoint.keep and those of every checkpoint.keep_every versions, and what was never
+    finished."""
+    for path in run.checkpoints.glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for folder in complete(run)[: -settings.keep]:
+        version = int(_NAME.fullmatch(folder.name)[1])
+        if not settings.keep_every or version % settings.keep_every:
+            _set_aside(folder)
+
+
+def _set_aside(folder: Path) -> None:
+    """Removes a folder that may not be there. What is half removed must not look complete."""
+    aside = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _written_at(folder: Path) -> int:
+    seal = folder / _SEAL
+    return (seal if seal.exists() else folder).stat().st_mtime_ns
+
+
+def _crc(path: Path) -> int | None:
+    return zlib.crc32(path.read_bytes()) if path.stat().st_size <= _CRC_BYTES else None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

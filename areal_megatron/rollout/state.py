@@ -1,0 +1,58 @@
+"""The controller's part of a checkpoint: all that decides which prompts are still to be trained, and with what.
+
+Written between two batches, so that it and the trainers' part are of one version. Groups that were running then
+are generated again; finished ones keep their answers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data.trajectory import Trajectory, decoder, encoder
+from areal_megatron.rollout.schedule import Saved
+
+
+class State(msgspec.Struct, kw_only=True):
+    prompts: int
+    """Lines of data.train."""
+    seed: int
+    cursor: tuple[int, int]
+    again: list[tuple[int, int]]
+    """(epoch, prompt_id) of groups that were admitted and are neither finished nor disposed of."""
+    schedule: Saved
+    trajectories: dict[int, list[Trajectory]]
+    """Of the finished groups, by number."""
+    prompts_too_long: int
+    reward_failures: int = 0
+
+
+_encode = encoder().encode
+_decode = decoder(State).decode
+
+
+def write(state: State, path: Path) -> None:
+    """Raises OSError."""
+    temporary = path.with_suffix(".partial")
+    with temporary.open("wb") as file:
+        file.write(_encode(state))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read(path: Path, prompts: int, seed: int) -> State:
+    """Raises ConfigError if it cannot be read, or belongs to another order of prompts than this data and seed give."""
+    try:
+        state = _decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError) as e:
+        raise ConfigError(f"{path}: no readable state of a controller: {e}") from None
+    if state.prompts != prompts:
+        raise ConfigError(f"data.train: {prompts} prompts, but the checkpoint was made with {state.prompts}: go on with "
+                          "the same file, or start a new run from the exported model")  # fmt: skip
+    if state.seed != seed:
+        raise ConfigError(f"seed: {seed}, but the checkpoint was made with {state.seed}, which orders the prompts")
+    return state
