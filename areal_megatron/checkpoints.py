@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 from areal_megatron import checkpoint_folder
 from areal_megatron.config import Config
 from areal_megatron.experience import Experience
-from areal_megatron.reshard import hf
-from areal_megatron.run import Run
+from areal_megatron.reshard.hf_folder import copy_description
+from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.step import Trainer
+
+log = logging.getLogger(__name__)
+_EXPORT = """
+import sys
+from pathlib import Path
+from areal_megatron.reshard.convert import to_hf
+to_hf(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
 
 
 class Checkpoints:
@@ -25,6 +36,7 @@ class Checkpoints:
         self._version = self._batches = 0
         """Of the checkpoint that is being saved, or was saved last."""
         self._begun = self._stall_s = 0.0
+        self._export: subprocess.Popen | None = None
 
     def resume(self) -> tuple[int, int]:
         """Version and number of batches with which this incarnation of the run begins; loads them first."""
@@ -37,20 +49,32 @@ class Checkpoints:
 
     def after_update(self, version: int, batches: int, last: bool) -> None:
         """Saves `version` if it is its turn or the last; to be called before the next batch is asked for."""
-        if self._saving and self._saving.done():
+        if self._saving and self._is_saved():
             self._complete()
         every = self._settings.every
         if every and version != self._version and (version % every == 0 or last):
             self._begin(version, batches)
 
     def finish(self) -> None:
-        """Returns when what was begun is saved, or has failed."""
+        """Returns when what was begun is saved and exported. Raises RunError if it cannot be saved."""
+        self._finish_saving()
+        self._finish_export()
+
+    def _finish_saving(self) -> None:
         if self._saving:
-            self._saving.wait()
+            self._is_saved(wait=True)
             self._complete()
 
+    def _is_saved(self, wait: bool = False) -> bool:
+        try:
+            return self._saving.wait() if wait else self._saving.done()
+        except RunError:
+            if self._trainer.is_first:
+                shutil.rmtree(checkpoint_folder.partial(self._run, self._version), ignore_errors=True)
+            raise
+
     def _begin(self, version: int, batches: int) -> None:
-        self.finish()  # one at a time
+        self._finish_saving()  # one at a time
         self._begun, self._version, self._batches = time.monotonic(), version, batches
         path = checkpoint_folder.partial(self._run, version)
         with self._trainer.timeline.span("checkpoint", version=version):
@@ -58,7 +82,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
                 (path / "trainer").mkdir(parents=True)
                 (path / "hf").mkdir()
-                hf.copy_description(Path(self._model.path), path / "hf", self._model.dtype)
+                copy_description(Path(self._model.path), path / "hf", self._model.dtype)
             self._experience.checkpoint(version, batches)
             self._trainer.parallel.barrier()
             self._saving = checkpoint.Saving(self._trainer, path / "trainer")
@@ -67,6 +91,30 @@ class Checkpoints:
     def _complete(self) -> None:
         self._saving = None
         if self._trainer.is_first:
-            checkpoint_folder.seal(self._run, self._version, self._batches)
-            checkpoint_folder.tidy(self._run, self._settings)
+            sealed = checkpoint_folder.seal(self._run, self._version, self._batches)
+            if not self._export or self._export.poll() is not None:  # else it may read the oldest one
+                checkpoint_folder.tidy(self._run, self._settings)
+            if self._settings.hf_every and self._version % self._settings.hf_every == 0:
+                self._start_export(sealed.folder)
         self._experience.saved(self._version, self._stall_s, time.monotonic() - self._begun)
+
+    def _start_export(self, folder: Path) -> None:
+        """Hugging Face format beside training, by a process of its own."""
+        out = self._run.exports / folder.name
+        if out.exists():  # this version was exported before the run was resumed
+            shutil.rmtree(out)
+        out.parent.mkdir(exist_ok=True)
+        self._finish_export()
+        self._export = subprocess.Popen([sys.executable, "-c", _EXPORT, str(folder), str(out)])
+
+    def _finish_export(self) -> None:
+        if not self._export:
+            return
+        try:
+            failed = self._export.wait(self._trainer.config.machine.timeout_s)
+        except subprocess.TimeoutExpired:
+            self._export.kill()
+            failed = True
+        if failed:
+            log.error("the export of a checkpoint failed, see above; tools/convert_checkpoint.py repeats it")
+        self._export = None

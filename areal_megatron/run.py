@@ -3,7 +3,7 @@
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
-           incarnations.jsonl · checkpoints/ (checkpoint_folder.py)
+           incarnations.jsonl · checkpoints/ (checkpoint_folder.py) · exports/version-000012/
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
 """
@@ -49,6 +49,7 @@ class Run:
         self.status = self.folder / "status.json"
         self.hf = self.folder / "hf"
         self.checkpoints = self.folder / "checkpoints"
+        self.exports = self.folder / "exports"
         self.incarnations = self.folder / "incarnations.jsonl"
 
     def create(self) -> None:

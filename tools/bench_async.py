@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from statistics import NormalDist, mean
 
-from figures import Figure, cell, spread, spreads, write_json
+from figures import Figure, cell, new_folder, spread, spreads, write_json
 
 from areal_megatron import config as configuration
 from areal_megatron.observe.metrics import read_metrics
@@ -160,9 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     from make_arithmetic import save_model
 
-    folders = (ROOT / "runs" / f"bench-async-{n}" for n in range(1, 10**6))
-    out = (options.out or next(folder for folder in folders if not folder.exists())).absolute()
-    out.mkdir(parents=True)
+    out = new_folder("bench-async", options.out)
     save_model(out / "model", seed=1)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for repetition in range(1, options.repetitions + 1):

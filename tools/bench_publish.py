@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from figures import line, spreads, write_json
+from figures import line, new_folder, spreads, write_json
 from make_arithmetic import save_model
 
 from areal_megatron.observe.metrics import read_metrics
@@ -74,9 +74,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-publish-N")
     options = parser.parse_args()
-    folders = (ROOT / "runs" / f"bench-publish-{n}" for n in range(1, 10**6))
-    out = (options.out or next(folder for folder in folders if not folder.exists())).absolute()
-    out.mkdir(parents=True)
+    out = new_folder("bench-publish", options.out)
     save_model(out / "model", 1, **SIZES)
     runs = [measure(out, repetition) for repetition in range(1, options.repetitions + 1)]
     report = spreads(runs)

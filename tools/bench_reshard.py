@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures import line, spreads, write_json
-from reshard_pools import ROOT, SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
+from figures import line, new_folder, spreads, write_json
+from reshard_pools import SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
 
 from areal_megatron.config import Config
 from areal_megatron.reshard import vllm
@@ -311,9 +311,7 @@ def main() -> None:
         figures = on_device.measure(torch.device(options.device), options.repetitions, model)
         print(on_device.table(figures))
     else:
-        folders = (ROOT / "runs" / f"bench-reshard-{n}" for n in range(1, 10**6))
-        out = (options.out or next(folder for folder in folders if not folder.exists())).absolute()
-        out.mkdir(parents=True)
+        out = new_folder("bench-reshard", options.out)
         figures = asyncio.run(measure(out, options.repetitions, options.small))
         print("\n" + table(figures))
     if options.json:

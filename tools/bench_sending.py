@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from bench_publish import SIZES
-from figures import line, spreads, write_json
+from figures import line, new_folder, spreads, write_json
 from make_arithmetic import save_model
 
 from areal_megatron.config import Config, Data, Machine, Model, Optimizer
@@ -221,9 +221,7 @@ def main() -> None:
         receive(options.receive, options.store)
         return
     torch.set_num_threads(1)
-    folders = (ROOT / "runs" / f"bench-sending-{n}" for n in range(1, 10**6))
-    out = (options.out or next(folder for folder in folders if not folder.exists())).absolute()
-    out.mkdir(parents=True)
+    out = new_folder("bench-sending", options.out)
     save_model(out / "model", 1, **SIZES)
     report = spreads(measure(out, options.repetitions, options.seconds))
     megabytes = sum(file.stat().st_size for file in (out / "model").glob("*.safetensors")) / 1e6

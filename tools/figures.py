@@ -10,6 +10,8 @@ from typing import Any
 
 from areal_megatron.run import write_atomically
 
+RUNS = Path(__file__).resolve().parent.parent / "runs"
+
 Figure = dict[str, float]
 """`median`, `min` and `max` of the repetitions."""
 
@@ -36,3 +38,11 @@ def line(name: str, figure: Figure, digits: int = 2) -> str:
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Whoever reads `path` sees the old report or the new one, never a part."""
     write_atomically(path, json.dumps(report, indent=2) + "\n")
+
+
+def new_folder(kind: str, chosen: Path | None = None) -> Path:
+    """`chosen`, or the first runs/KIND-N that does not exist; made."""
+    folders = (RUNS / f"{kind}-{number}" for number in range(1, 10**6))
+    folder = (chosen or next(folder for folder in folders if not folder.exists())).absolute()
+    folder.mkdir(parents=True)
+    return folder

@@ -19,14 +19,11 @@ from torch import Tensor
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard import megatron
-from areal_megatron.reshard.architectures import architecture, read_config
+from areal_megatron.reshard.architectures import architecture
+from areal_megatron.reshard.hf_folder import INDEX, SINGLE, copy_description
 from areal_megatron.reshard.layout import Box, Layout, Piece, numbers, whole
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.reshard.plan import Need, needs
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 @torch.no_grad()
@@ -121,7 +118,7 @@ def export(
     partial.mkdir(parents=True)
     _write_shards(partial, gathered, shard_bytes)
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    _copy_description(source, partial, dtype)
+    copy_description(source, partial, dtype)
     _replace(partial, path)
 
 
@@ -204,17 +201,6 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _copy_description(source: Path, folder: Path, dtype: str) -> None:
-    """Everything of a model folder that is no weight, config.json with the dtype of the new weights."""
-    for file in source.iterdir():
-        weights = file.name.endswith(WEIGHT_SUFFIXES) or file.name.endswith(".index.json")
-        if file.is_file() and not weights:
-            shutil.copyfile(file, folder / file.name)
-    config = read_config(source)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _replace(new: Path, path: Path) -> None:

@@ -61,14 +61,15 @@ class Saving:
             raise RunError(f"the checkpoint in {self._path} could not be written: {_first_line(e)}") from e
         return not self._queue.get_num_unfinalized_calls()
 
-    def wait(self) -> None:
-        """Returns when it is done. Raises RunError after machine.timeout_s."""
+    def wait(self) -> bool:
+        """Returns True when it is done. Raises RunError as `done`, and after machine.timeout_s."""
         deadline = time.monotonic() + self._timeout_s
         while not self.done():
             if time.monotonic() > deadline:
                 self._queue.close(abort=True)
                 raise RunError(f"the checkpoint in {self._path} was not written within {self._timeout_s:.0f} s")
             time.sleep(_POLL_S)
+        return True
 
 
 def load(trainer: Trainer, path: Path) -> None:

@@ -1,13 +1,14 @@
 """Runs that are killed and go on: from the newest whole checkpoint, nothing lost, nothing trained twice."""
 
-import json
 import os
 import random
 import signal
 import time
 
 import pytest
+import torch
 from audit_run import audit
+from safetensors.torch import load_file
 
 from areal_megatron.checkpoint_folder import complete
 from areal_megatron.observe.metrics import read_metrics
@@ -21,7 +22,7 @@ def trained(run: Run) -> list[int]:
 
 @pytest.mark.parametrize("victim", ["launcher", "trainer-0", "controller"])
 def test_a_run_that_is_killed_goes_on(local_run, world, victim):
-    changes = {"updates": 8, "eval_items": 4, "checkpoint.every": 2, "rollout.max_staleness": 2, "resume": "auto",
+    changes = {"updates": 8, "eval_items": 4, "checkpoint.every": 2, "checkpoint.hf_every": 4, "rollout.max_staleness": 2, "resume": "auto",
                "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
     started = local_run("killed", *small(world, **changes))
     run = Run(started.folder)
@@ -36,4 +37,6 @@ def test_a_run_that_is_killed_goes_on(local_run, world, victim):
     assert trained(run) == list(range(1, 9))
     assert audit(run) == []
     assert len(complete(run)) == 2 and complete(run)[-1].name == "version-000008"
-    assert json.loads((run.hf / "config.json").read_text())
+    whole, exported = (load_file(folder / "model.safetensors") for folder in (run.hf, run.exports / "version-000008"))
+    assert whole.keys() == exported.keys()
+    assert all(torch.equal(whole[name], exported[name]) for name in whole)

@@ -1,0 +1,47 @@
+"""What trainer ranks do for the tests of tools/convert_checkpoint.py: they save and load distributed checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny_models import load_oracle
+from trainer_checks import check_logits, make_config, open_trainer
+
+from areal_megatron.trainer.step import Trainer
+
+
+def state(trainer: Trainer) -> dict:
+    """megatron-core's sharded state of a rank's part of the model, by virtual stage."""
+    return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
+
+
+def check_saved(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Saves what it has loaded from a Hugging Face folder. cases: run folder → model, layout, dtype."""
+    from megatron.core import dist_checkpointing
+
+    for run, (model, trainer, dtype) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer, dtype=dtype), run) as subject:
+            target = folder / run / "checkpoint" / "trainer"
+            if rank == 0:
+                target.mkdir(parents=True)
+            dist.barrier()
+            dist_checkpointing.save(state(subject), str(target))
+
+
+def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Loads a converted checkpoint into a model of zeros, which then gives the logits of Hugging Face.
+
+    cases: run folder → model, layout, checkpoint folder.
+    """
+    from megatron.core import dist_checkpointing
+
+    for run, (model, trainer, checkpoint) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject, torch.no_grad():
+            for value in subject.parameters().values():
+                value.zero_()
+            loaded = dist_checkpointing.load(state(subject), str(Path(checkpoint) / "trainer"))
+            for number, chunk in enumerate(subject.chunks):
+                chunk.module.load_state_dict(loaded[f"model{number}"])
+            check_logits(subject, load_oracle(folder / model))

@@ -1,0 +1,87 @@
+"""Checkpoints that megatron-core saved against the files of transformers, and converted ones loaded by megatron-core."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny_models import save_model
+
+from areal_megatron.reshard.convert import from_hf, to_hf
+from areal_megatron.run import Run
+
+SIZES = {"qwen2": {"vocab_size": 101}, "qwen3": {"vocab_size": 203}, "llama": {}, "qwen3_moe": {}, "qwen3_deep": {}}
+"""Models whose vocabulary is tied or not, padded or not, and what differs from the other tests'."""
+SAVED = {
+    "dense": {
+        "stages": ("qwen2", {"tp": 2, "pp": 2}, "float32"),
+        "virtual-stages": ("qwen2", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
+        "uneven-stages": ("qwen3_deep", {"dp": 2, "pp": 2}, "float32"),
+        "bfloat16": ("llama", {"tp": 4}, "bfloat16"),
+    },
+    "experts": {
+        "ep2": ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}, "float32"),
+        "ep4": ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 4, "etp": 1}, "bfloat16"),
+        "virtual-stages": ("qwen3_moe", {"pp": 2, "vpp": 2, "dp": 2, "etp": 2}, "float32"),
+    },
+}
+"""Name → model, layout, dtype of a checkpoint that four ranks save."""
+LOADED = {
+    "dense": {
+        "stages": ("qwen2", {"pp": 4}),
+        "virtual-stages": ("qwen3", {"tp": 2, "pp": 2, "vpp": 2}),
+        "tp4": ("qwen3", {"tp": 4}),
+        "uneven-stages": ("qwen3_deep", {"tp": 2, "pp": 2}),
+    },
+    "experts": {
+        "ep2": ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}),
+        "ep2-stages": ("qwen3_moe", {"dp": 2, "ep": 2, "etp": 1, "pp": 2}),
+    },
+}
+"""Name → model and layout into which four ranks load it."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, sizes in SIZES.items():
+        save_model(name, folder / name, **sizes)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, models):
+    """Where ranks work: the models and a run folder for each case."""
+    for path in models.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    for name in {name for cases in (SAVED, LOADED) for group in cases.values() for name in group}:
+        Run(tmp_path / name).create()
+    return tmp_path
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("group", SAVED)
+def test_saved_checkpoints_become_what_transformers_wrote(folder, on_ranks, group):
+    on_ranks("convert_checks:check_saved", 4, cases=SAVED[group])
+    for run, (model, _, dtype) in SAVED[group].items():
+        out = folder / f"{run}-hf"
+        to_hf(folder / run / "checkpoint", out, description=folder / model, shard_bytes=100_000, verify=True)
+        expected, found = load_file(folder / model / "model.safetensors"), weights(out)
+        assert found.keys() == expected.keys(), run
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), (run, name)
+            assert found[name].dtype == getattr(torch, dtype), (run, name)
+        _, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (run, info)
+
+
+@pytest.mark.parametrize("group", LOADED)
+def test_converted_checkpoints_have_the_logits_of_transformers(folder, on_ranks, group):
+    for model in {model for model, _ in LOADED[group].values()}:
+        from_hf(folder / model, folder / f"{model}-checkpoint", verify=True)
+    cases = {run: (*case, str(folder / f"{case[0]}-checkpoint")) for run, case in LOADED[group].items()}
+    on_ranks("convert_checks:check_loaded", 4, cases=cases)
