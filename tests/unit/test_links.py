@@ -1,0 +1,104 @@
+"""Updates that fail under way, as the controller drives them, with a web server in the engine's place."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from areal_megatron.config import Config, Data, Model, Reshard, Rollout
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.rollout.client import EngineClient, EngineError
+from areal_megatron.rollout.fleet import Engine
+from areal_megatron.rollout.generation import Generation
+from areal_megatron.rollout.links import EngineLink
+from areal_megatron.rollout.protocol import Delivered, Publish
+from areal_megatron.rollout.schedule import Schedule
+
+GROUP = 2
+
+
+class Scene:
+    """One engine with its link; `calls` are the routes that the engine was called on."""
+
+    def __init__(self, folder, staging):
+        self._folder = folder
+        self.config = Config(name="t", updates=10, batch_size=4, model=Model("m"), data=Data("d"),
+                             rollout=Rollout(group_size=GROUP), reshard=Reshard(staging=staging, timeout_s=5))  # fmt: skip
+        self.calls, self.committed = [], []
+
+    async def __aenter__(self):
+        async def record(request):
+            self.calls.append(request.path)
+            return web.json_response({})
+
+        app = web.Application()
+        app.router.add_route("*", "/{route:.*}", record)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        timeline = Timeline(self._folder / "timeline", "engine-0")
+        self.engine = Engine(0, EngineClient("engine-0", f"http://127.0.0.1:{port}", "token", 5), timeline)
+        self.engine.state = "ready"
+        self.link = EngineLink(
+            self.config, {}, self.engine, lambda engine, version: self.committed.append(version), lambda: None
+        )
+        self._running = asyncio.create_task(self.link.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self._running.cancel()
+        await self.engine.client.close()
+        await self._runner.cleanup()
+
+    async def update(self, version, error=""):
+        """Publishes a version, lets its delivery succeed or fail, and waits for what the link makes of it."""
+        self.calls.clear()
+        link = self.link.publish(Publish(version, "127.0.0.1:1"))
+        while "/start_weight_update" not in self.calls:
+            await asyncio.sleep(0.01)
+        while_receiving = self.engine.state
+        self.link.delivered(Delivered(0, link.epoch, version, 0.1, 100, error))
+        await self.link.settled()
+        return while_receiving, link.epoch
+
+    def may_take_a_group(self):
+        schedule = Schedule(batch_size=4, group_size=GROUP, max_staleness=0, updates=10)
+        schedule.add_engine(0, 0)
+        generation = Generation(self.config, schedule, [self.engine], [], [], None, None, print)
+        return generation._free_engine() is self.engine
+
+
+def test_a_streamed_update_that_fails_tears_its_engine_until_a_whole_version_has_come(tmp_path):
+    async def play():
+        async with Scene(tmp_path, "streamed") as scene:
+            assert scene.may_take_a_group()
+            assert await scene.update(1) == ("receiving", 1)
+            assert (scene.engine.state, scene.committed) == ("ready", [1])
+
+            await scene.update(2, error="a trainer died")
+            assert (scene.engine.state, scene.engine.version, scene.link.failures) == ("torn", 1, 1)
+            assert "/resume" not in scene.calls and "/pause" in scene.calls
+            with pytest.raises(EngineError, match="every engine holds a mixture of versions"):
+                scene.may_take_a_group()
+
+            assert await scene.update(3) == ("receiving", 2)
+            assert (scene.engine.state, scene.committed) == ("ready", [1, 3])
+            assert scene.calls[-1] == "/resume" and scene.calls.count("/init_weight_transfer_engine") == 1
+            assert scene.may_take_a_group()
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_a_full_update_that_fails_costs_nothing_but_the_version(tmp_path):
+    async def play():
+        async with Scene(tmp_path, "full") as scene:
+            assert await scene.update(1) == ("ready", 1)
+            await scene.update(2, error="a trainer died")
+            assert (scene.engine.state, scene.engine.version, scene.committed) == ("ready", 1, [1])
+            assert "/pause" not in scene.calls and scene.may_take_a_group()
+            assert await scene.update(3) == ("ready", 2)
+            assert scene.committed == [1, 3]
+
+    asyncio.run(asyncio.wait_for(play(), 30))
