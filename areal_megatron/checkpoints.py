@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from areal_megatron import checkpoint_folder
 from areal_megatron.config import Config
 from areal_megatron.experience import Experience
 from areal_megatron.reshard.hf_folder import copy_description
+from areal_megatron.rollout.protocol import ControllerError
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.step import Trainer
@@ -66,18 +69,27 @@ class Checkpoints:
             self._complete()
 
     def _is_saved(self, wait: bool = False) -> bool:
-        try:
+        with self._removed_if_it_fails():
             return self._saving.wait() if wait else self._saving.done()
-        except RunError:
+
+    @contextlib.contextmanager
+    def _removed_if_it_fails(self) -> Iterator[None]:
+        """Nothing half-written stays, and what the system says becomes an error of the run."""
+        path = checkpoint_folder.partial(self._run, self._version)
+        try:
+            yield
+        except (RunError, ControllerError, OSError) as e:
             if self._trainer.is_first:
-                shutil.rmtree(checkpoint_folder.partial(self._run, self._version), ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)
+            if isinstance(e, OSError):
+                raise RunError(f"the checkpoint in {path} could not be written: {e.strerror}") from e
             raise
 
     def _begin(self, version: int, batches: int) -> None:
         self._finish_saving()  # one at a time
         self._begun, self._version, self._batches = time.monotonic(), version, batches
         path = checkpoint_folder.partial(self._run, version)
-        with self._trainer.timeline.span("checkpoint", version=version):
+        with self._trainer.timeline.span("checkpoint", version=version), self._removed_if_it_fails():
             if self._trainer.is_first:
                 shutil.rmtree(path, ignore_errors=True)
                 (path / "trainer").mkdir(parents=True)
@@ -91,7 +103,8 @@ class Checkpoints:
     def _complete(self) -> None:
         self._saving = None
         if self._trainer.is_first:
-            sealed = checkpoint_folder.seal(self._run, self._version, self._batches)
+            with self._removed_if_it_fails():
+                sealed = checkpoint_folder.seal(self._run, self._version, self._batches)
             if not self._export or self._export.poll() is not None:  # else it may read the oldest one
                 checkpoint_folder.tidy(self._run, self._settings)
             if self._settings.hf_every and self._version % self._settings.hf_every == 0:

@@ -1,6 +1,7 @@
 """What tests of whole runs share: a tiny world, and runs started as a user starts them."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,11 @@ def world(tmp_path_factory):
     return folder
 
 
+def _take_interrupts() -> None:
+    """A shell has its background jobs ignore them, and all that these start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class LocalRun:
     """`python -m launch.local` as its own process; output in one file."""
 
@@ -31,7 +37,7 @@ class LocalRun:
         command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml",
                    f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
-                                        stderr=subprocess.STDOUT)  # fmt: skip
+                                        stderr=subprocess.STDOUT, preexec_fn=_take_interrupts)  # fmt: skip
 
     @property
     def output(self) -> str:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import subprocess
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from audit_run import audit
 from safetensors.torch import load_file
 
-from areal_megatron.checkpoint_folder import complete
+from areal_megatron.checkpoint_folder import complete, newest
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tests.e2e.test_run import small
@@ -20,16 +21,23 @@ def trained(run: Run) -> list[int]:
     return [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 
 
+CHANGES = {"eval_items": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.filter_uniform_groups": True,
+           "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
+
+
+def kill(started, victim: str) -> None:
+    os.kill(started.process.pid if victim == "launcher" else started.pid(victim), signal.SIGKILL)
+    assert started.wait(60) != 0
+
+
 @pytest.mark.parametrize("victim", ["launcher", "trainer-0", "controller"])
 def test_a_run_that_is_killed_goes_on(local_run, world, victim):
-    changes = {"updates": 8, "eval_items": 4, "checkpoint.every": 2, "checkpoint.hf_every": 4, "rollout.max_staleness": 2, "resume": "auto",
-               "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
+    changes = CHANGES | {"updates": 8, "checkpoint.every": 2, "checkpoint.hf_every": 4}
     started = local_run("killed", *small(world, **changes))
     run = Run(started.folder)
     started.wait_for(lambda: complete(run))
     time.sleep(random.uniform(0, 3))
-    os.kill(started.process.pid if victim == "launcher" else started.pid(victim), signal.SIGKILL)
-    assert started.wait(60) != 0
+    kill(started, victim)
 
     again = local_run("killed", *small(world, **changes))
     assert again.wait() == 0, again.output
@@ -40,3 +48,58 @@ def test_a_run_that_is_killed_goes_on(local_run, world, victim):
     whole, exported = (load_file(folder / "model.safetensors") for folder in (run.hf, run.exports / "version-000008"))
     assert whole.keys() == exported.keys()
     assert all(torch.equal(whole[name], exported[name]) for name in whole)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_run_that_is_killed_again_and_again_goes_on(local_run, world):
+    """Thirty times at random moments, in the middle of saves too: each update is followed by one."""
+    settings = small(world, **CHANGES, **{"updates": 60, "checkpoint.every": 1})
+    for kills in range(30):
+        started = local_run("killed", *settings)
+        run = Run(started.folder)
+        trained_before = len(trained(run))
+        started.wait_for(lambda: run.start.incarnation == kills and run.status.exists())  # noqa: B023
+        victim = random.choice(["launcher", "trainer-0", "controller", "engine-0"])
+        if victim == "launcher" or random.random() < 0.8:  # else in the middle of the start
+            started.wait_for(lambda: len(trained(run)) > trained_before)  # noqa: B023
+        time.sleep(random.uniform(0, 5))
+        if started.process.poll() is not None:
+            break
+        kill(started, victim)
+        print(f"kill {kills + 1}: {victim}, {len(trained(run))} updates, {len(complete(run))} checkpoints", flush=True)
+        assert audit(run) == []
+    again = local_run("killed", *settings)
+    assert again.wait(1800) == 0, again.output
+    assert trained(run) == list(range(1, 61)) and audit(run) == []
+
+
+def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(local_run, world, tmp_path):
+    """The checkpoints lie on a small file system of their own, which is filled after the first one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine lets nobody mount a file system")
+    try:
+        changes = {"updates": 100, "eval_items": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
+        started = local_run("full", *small(world, **changes))
+        run = Run(started.folder)
+        started.wait_for(lambda: run.checkpoints.is_dir())
+        run.checkpoints.rmdir()
+        run.checkpoints.symlink_to(disk)
+        started.wait_for(lambda: complete(run))
+        filling = disk / "filling"
+        with filling.open("wb") as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(2**16))
+                file.flush()
+        assert started.wait() == 1
+        last = started.output.splitlines()[-1]
+        whole, problems = newest(run)
+        assert "could not be written" in started.output and "No space left" in started.output, started.output
+        assert whole and not problems and "its log" in last
+        filling.unlink()
+        assert not list(disk.glob(".*"))
+    finally:
+        subprocess.run(["umount", disk], check=True)

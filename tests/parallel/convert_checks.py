@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tiny_models import load_oracle
-from trainer_checks import check_logits, make_config, open_trainer
+from trainer_checks import check_logits, make_config, make_trajectories, open_trainer
 
+from areal_megatron.config import Optimizer
+from areal_megatron.data.packing import split
 from areal_megatron.trainer.step import Trainer
 
 
@@ -18,16 +20,24 @@ def state(trainer: Trainer) -> dict:
 
 
 def check_saved(folder: Path, rank: int, cases: dict[str, list]) -> None:
-    """Saves what it has loaded from a Hugging Face folder. cases: run folder → model, layout, dtype."""
-    from megatron.core import dist_checkpointing
+    """Saves a whole checkpoint of what it has loaded from a Hugging Face folder, after an update with learning rate 0.
+
+    cases: run folder → model, layout, dtype.
+    """
+    from areal_megatron.trainer import checkpoint
 
     for run, (model, trainer, dtype) in cases.items():
-        with open_trainer(folder, rank, make_config(folder, model, trainer, dtype=dtype), run) as subject:
+        config = make_config(folder, model, trainer, dtype=dtype, optimizer=Optimizer(lr=0.0, warmup_fraction=0.0))
+        with open_trainer(folder, rank, config, run) as subject:
+            parts = split(
+                make_trajectories(12, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0
+            )
+            assert subject.train_batch(parts[subject.replica]).applied
             target = folder / run / "checkpoint" / "trainer"
             if rank == 0:
                 target.mkdir(parents=True)
             dist.barrier()
-            dist_checkpointing.save(state(subject), str(target))
+            checkpoint.Saving(subject, target).wait()
 
 
 def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
