@@ -103,9 +103,12 @@ class Plan:
             for pair, transfers in of_pair.items()
             for number, group in enumerate(_fill(transfers, self.bucket_elements))
         ]
-        # One order for all ranks: nobody waits in a circle; senders start with different receivers.
+        # One order for all ranks: nobody waits in a circle; senders start with different receivers. What can leave
+        # as it lies comes first: the rest is packed while it is on its way.
         turns = max(self.sources, self.destinations)
-        return sorted(buckets, key=lambda b: (b.number, (b.destination - b.source) % turns, b.source))
+        return sorted(
+            buckets, key=lambda b: (len(b.transfers) > 1, b.number, (b.destination - b.source) % turns, b.source)
+        )
 
 
 class Planner:
@@ -207,17 +210,20 @@ def _cut(box: Box, elements: int, axis: int = 0) -> Iterator[Box]:
 
 
 def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfer]]:
-    """The transfers of a pair in groups of at most `elements`: large tensors alone, the others together."""
-    group: list[Transfer] = []
-    size = 0
+    """The transfers of a pair in groups of at most `elements`: large tensors first and alone, the others together."""
+    small = []
     for transfer in transfers:
         box = transfer.receive.box
         tensor = prod(box.shape[numbers(transfer.receive.tensor) :])
         if tensor >= min(DIRECT_ELEMENTS, elements):
             for part in _cut(box, tensor):
                 yield from ([transfer.narrow(cut)] for cut in _cut(part, elements))
-            continue
-        for part in _cut(box, elements):
+        else:
+            small.append(transfer)
+    group: list[Transfer] = []
+    size = 0
+    for transfer in small:
+        for part in _cut(transfer.receive.box, elements):
             if group and size + part.size > elements:
                 yield group
                 group, size = [], 0

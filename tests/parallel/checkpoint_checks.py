@@ -15,6 +15,17 @@ from areal_megatron.trainer.step import Trainer
 UPDATES = 4
 
 
+def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: dict[str, dict]) -> None:
+    """What these ranks have to do in turn: to train without a stop under the layout `saved`, and to go on under others.
+
+    resumed: run folder → layout. Starting ranks takes longer than any of it.
+    """
+    if saved is not None:
+        check_straight(folder, rank, model, saved)
+    for run, layout in resumed.items():
+        check_resumed(folder, rank, model, layout, run, exact=layout == saved)
+
+
 def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
     """Trains UPDATES updates, saving after half of them, and writes down losses and parameters."""
     config = make_config(folder, model, layout)

@@ -1,7 +1,7 @@
 """Trainer pools that go on from a checkpoint, under the same layout and others."""
 
 import pytest
-from tiny_models import MODELS, save_model
+from tiny_models import save_model
 
 from areal_megatron.run import Run
 
@@ -13,22 +13,18 @@ CASES = {
 """A model, the layout that saves, and those that go on."""
 
 
-@pytest.fixture
-def folder(tmp_path):
-    for name in MODELS:
-        save_model(name, tmp_path / name)
-    return tmp_path
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_goes_on_as_if_it_had_never_stopped(folder, on_ranks, case):
+def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
+    folder = tmp_path
     model, saved, others = CASES[case]
-    Run(folder / "straight").create()
-    on_ranks("checkpoint_checks:check_straight", ranks(saved), model=model, layout=saved)
-    for number, layout in enumerate(others):
-        Run(folder / f"resumed-{number}").create()
-        on_ranks("checkpoint_checks:check_resumed", ranks(layout), model=model, layout=layout, run=f"resumed-{number}",
-                 exact=layout == saved)  # fmt: skip
+    runs = {f"resumed-{number}": layout for number, layout in enumerate(others)}
+    save_model(model, folder / model)
+    for name in ("straight", *runs):
+        Run(folder / name).create()
+    for world in sorted(set(map(ranks, others)), key=lambda world: world != ranks(saved)):
+        resumed = {name: layout for name, layout in runs.items() if ranks(layout) == world}
+        on_ranks("checkpoint_checks:check_all", world, model=model, saved=saved if world == ranks(saved) else None,
+                 resumed=resumed)  # fmt: skip
 
 
 def ranks(layout):
