@@ -34,11 +34,8 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 def main() -> None:
     run, rank = from_command_line("areal_megatron.train")
     config = configuration.load(run.config)
-    with (
-        Trainer(config, run, rank) as trainer,
-        Experience(config, run, trainer) as experience,
-        Weights(config, run, trainer, experience) as weights,
-    ):
+    with Trainer(config, run, rank) as trainer, Experience(config, run, trainer) as experience:
+        weights = Weights(config, run, trainer, experience)
         train(trainer, experience, weights, Checkpoints(config, run, trainer, experience), config.updates)
 
 

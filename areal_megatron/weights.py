@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 from areal_megatron.config import Config
 from areal_megatron.experience import Experience
@@ -23,10 +22,6 @@ class Weights:
         self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
         self._store = run.endpoint(STORE, config.machine.timeout_s)
         host, _, port = self._store.rpartition(":")
-        self._reporting = threading.Lock()
-        self._controller = ControllerClient(
-            run.endpoint("controller"), run.token, f"trainer-{trainer.rank}-deliveries", config.machine.timeout_s
-        )
         self._publisher = Publisher(
             parameters=trainer.parameters,
             hf_config=trainer.hf_config,
@@ -60,18 +55,13 @@ class Weights:
         save_hf(self._config, self._run, self._trainer)
 
     def _report(self, engine: int, epoch: int, version: int, seconds: float, size: int, error: str) -> None:
-        """Called on the threads of the links."""
+        """Called on the threads of the links, which may outlive a main loop that failed: each has its own connection."""
+        timeout_s, sender = self._config.machine.timeout_s, f"trainer-{self._trainer.rank}-link-{engine}"
         try:
-            with self._reporting:
-                self._controller.request(Delivered(engine, epoch, version, seconds, size, error))
+            with ControllerClient(self._run.endpoint("controller"), self._run.token, sender, timeout_s) as controller:
+                controller.request(Delivered(engine, epoch, version, seconds, size, error))
         except ControllerError as e:  # the main loop meets it too, and ends the run
             logging.error("version %d for engine %d: %s", version, engine, e)
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._controller.close()
 
 
 def save_hf(config: Config, run: Run, trainer: Trainer) -> None:

@@ -186,3 +186,9 @@ class ControllerClient:
 
     def close(self) -> None:
         self._socket.close()
+
+    def __enter__(self) -> ControllerClient:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
