@@ -119,11 +119,14 @@ def newest(run: Run) -> tuple[Checkpoint | None, list[str]]:
     return None, problems
 
 
-def tidy(run: Run, settings: Settings) -> None:
-    """Removes all but the last checkpoint.keep and those of every checkpoint.keep_every versions, and what was never
-    finished."""
+def remove_unfinished(run: Run) -> None:
+    """Removes what an earlier incarnation of the run did not write, or remove, to the end."""
     for path in run.checkpoints.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def tidy(run: Run, settings: Settings) -> None:
+    """Removes all but the last checkpoint.keep and those of every checkpoint.keep_every versions."""
     for folder in complete(run)[: -settings.keep]:
         version = int(_NAME.fullmatch(folder.name)[1])
         if not settings.keep_every or version % settings.keep_every:

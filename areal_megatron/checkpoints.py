@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from areal_megatron import checkpoint_folder
@@ -35,81 +36,74 @@ class Checkpoints:
     def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
         self._trainer, self._experience = trainer, experience
-        self._saving: checkpoint.Saving | None = None
-        self._version = self._batches = 0
+        self._saver = checkpoint.Saver(trainer)
+        self._version = 0
         """Of the checkpoint that is being saved, or was saved last."""
-        self._begun = self._stall_s = 0.0
+        self._stall_s = 0.0
         self._export: subprocess.Popen | None = None
+        self.wait_until_read = self._saver.wait_until_read
+        """Returns when parameters may change."""
 
     def resume(self) -> tuple[int, int]:
         """Version and number of batches with which this incarnation of the run begins; loads them first."""
         start = self._run.start
+        if self._trainer.is_first:
+            checkpoint_folder.remove_unfinished(self._run)
         if start.checkpoint:
             with self._trainer.timeline.span("resume", version=start.version):
                 checkpoint.load(self._trainer, Path(start.checkpoint) / "trainer")
-        self._version, self._batches = start.version, start.batches
+        self._version = start.version
         return start.version, start.batches
 
     def after_update(self, version: int, batches: int, last: bool) -> None:
-        """Saves `version` if it is its turn or the last; to be called before the next batch is asked for."""
-        if self._saving and self._is_saved():
-            self._complete()
+        """Saves `version` if it is its turn or the last; to be called before the next batch is asked for.
+
+        Raises RunError if the one before could not be saved.
+        """
+        with self._removed_if_it_fails():
+            self._saver.done()
         every = self._settings.every
         if every and version != self._version and (version % every == 0 or last):
             self._begin(version, batches)
 
     def finish(self) -> None:
         """Returns when what was begun is saved and exported. Raises RunError if it cannot be saved."""
-        self._finish_saving()
+        with self._removed_if_it_fails():
+            self._saver.wait()
         self._finish_export()
 
-    def _finish_saving(self) -> None:
-        if self._saving:
-            self._is_saved(wait=True)
-            self._complete()
-
-    def _is_saved(self, wait: bool = False) -> bool:
+    def _begin(self, version: int, batches: int) -> None:
+        begun, path = time.monotonic(), checkpoint_folder.partial(self._run, version)
         with self._removed_if_it_fails():
-            return self._saving.wait() if wait else self._saving.done()
+            self._saver.wait()  # one at a time
+        self._version = version
+        with self._trainer.timeline.span("checkpoint", version=version), self._removed_if_it_fails():
+            self._experience.checkpoint(version, batches)
+            self._saver.begin(path / "trainer", partial(self._seal, version, batches, begun))
+        self._stall_s = time.monotonic() - begun
+
+    def _seal(self, version: int, batches: int, begun: float) -> None:
+        """Rank 0, on the saver's thread: all ranks' files are there."""
+        folder = checkpoint_folder.partial(self._run, version)
+        self._experience.wait_for_checkpoint(version)
+        (folder / "hf").mkdir()
+        copy_description(Path(self._model.path), folder / "hf", self._model.dtype)
+        sealed = checkpoint_folder.seal(self._run, version, batches)
+        if not self._export or self._export.poll() is not None:  # else it may read the oldest one
+            checkpoint_folder.tidy(self._run, self._settings)
+        if self._settings.hf_every and version % self._settings.hf_every == 0:
+            self._start_export(sealed.folder)
+        self._experience.saved(version, self._stall_s, time.monotonic() - begun)
 
     @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:
-        """Nothing half-written stays, and what the system says becomes an error of the run."""
-        path = checkpoint_folder.partial(self._run, self._version)
+        """Nothing half-written stays."""
         try:
             yield
-        except (RunError, ControllerError, OSError) as e:
+        except (RunError, ControllerError):
             if self._trainer.is_first:
-                shutil.rmtree(path, ignore_errors=True)
-            if isinstance(e, OSError):
-                raise RunError(f"the checkpoint in {path} could not be written: {e.strerror}") from e
+                shutil.rmtree(checkpoint_folder.partial(self._run, self._version), ignore_errors=True)
             raise
-
-    def _begin(self, version: int, batches: int) -> None:
-        self._finish_saving()  # one at a time
-        self._begun, self._version, self._batches = time.monotonic(), version, batches
-        path = checkpoint_folder.partial(self._run, version)
-        with self._trainer.timeline.span("checkpoint", version=version), self._removed_if_it_fails():
-            if self._trainer.is_first:
-                shutil.rmtree(path, ignore_errors=True)
-                (path / "trainer").mkdir(parents=True)
-                (path / "hf").mkdir()
-                copy_description(Path(self._model.path), path / "hf", self._model.dtype)
-            self._experience.checkpoint(version, batches)
-            self._trainer.parallel.barrier()
-            self._saving = checkpoint.Saving(self._trainer, path / "trainer")
-        self._stall_s = time.monotonic() - self._begun
-
-    def _complete(self) -> None:
-        self._saving = None
-        if self._trainer.is_first:
-            with self._removed_if_it_fails():
-                sealed = checkpoint_folder.seal(self._run, self._version, self._batches)
-            if not self._export or self._export.poll() is not None:  # else it may read the oldest one
-                checkpoint_folder.tidy(self._run, self._settings)
-            if self._settings.hf_every and self._version % self._settings.hf_every == 0:
-                self._start_export(sealed.folder)
-        self._experience.saved(self._version, self._stall_s, time.monotonic() - self._begun)
 
     def _start_export(self, folder: Path) -> None:
         """Hugging Face format beside training, by a process of its own."""

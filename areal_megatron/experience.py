@@ -13,8 +13,10 @@ from areal_megatron.rollout.protocol import (
     NextBatch,
     NotYet,
     Publish,
+    Request,
     Saved,
     Trained,
+    Written,
 )
 from areal_megatron.run import Run
 from areal_megatron.trainer.step import BatchResult, Trainer
@@ -28,11 +30,9 @@ class Experience:
     """Asks the controller on behalf of a replica; every rank of the replica gets the same answer."""
 
     def __init__(self, config: Config, run: Run, trainer: Trainer):
-        timeout_s = config.machine.timeout_s
-        self._trainer = trainer
-        self._controller = ControllerClient(
-            run.endpoint("controller", timeout_s), run.token, f"trainer-{trainer.rank}", timeout_s
-        )
+        self._run, self._trainer, self._timeout_s = run, trainer, config.machine.timeout_s
+        self._endpoint = run.endpoint("controller", self._timeout_s)
+        self._controller = ControllerClient(self._endpoint, run.token, f"trainer-{trainer.rank}", self._timeout_s)
         self._controller.request(Hello(trainer.rank))
 
     def take(self, number: int, version: int) -> BatchPart:
@@ -61,14 +61,22 @@ class Experience:
         return [(link.engine, link.epoch) for link in _decode_links(self._trainer.share_all(data))]
 
     def checkpoint(self, version: int, batches: int) -> None:
-        """Returns on the first rank when the controller has written its part of the checkpoint of `version`."""
+        """Returns on the first rank when the controller has set its part of the checkpoint of `version` aside."""
         if self._trainer.is_first:
             self._controller.request(Checkpoint(version, batches))
 
+    def wait_for_checkpoint(self, version: int) -> None:
+        """Returns when that part is in the folder of the checkpoint; from any thread."""
+        self.report(Written(version), f"trainer-{self._trainer.rank}-checkpoint")
+
     def saved(self, version: int, stall_s: float, seconds: float, error: str = "") -> None:
-        """Tells the controller how the checkpoint of `version` went."""
-        if self._trainer.is_first:
-            self._controller.request(Saved(version, stall_s, seconds, error))
+        """Tells the controller how the checkpoint of `version` went; from any thread."""
+        self.report(Saved(version, stall_s, seconds, error), f"trainer-{self._trainer.rank}-checkpoint")
+
+    def report(self, message: Request, sender: str) -> None:
+        """Sends it over a connection of its own, as threads have to, which may outlive a main loop that failed."""
+        with ControllerClient(self._endpoint, self._run.token, sender, self._timeout_s) as controller:
+            controller.request(message)
 
     def finish(self) -> None:
         if self._trainer.is_first:

@@ -17,9 +17,14 @@ from areal_megatron.weights import Weights
 def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoints: Checkpoints, batches: int) -> None:
     version, trained = checkpoints.resume()
     weights.publish(version)
+
+    def until_read() -> None:
+        weights.wait_until_read()
+        checkpoints.wait_until_read()
+
     for number in range(trained, batches):
         batch = experience.take(number, version)
-        result = trainer.train_batch(batch, before_step=weights.wait_until_read)
+        result = trainer.train_batch(batch, before_step=until_read)
         experience.trained(number, result)
         if result.applied:
             version += 1

@@ -9,7 +9,7 @@ from areal_megatron.experience import Experience
 from areal_megatron.reshard import hf
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.vllm import EngineSizes
-from areal_megatron.rollout.protocol import ControllerClient, ControllerError, Delivered
+from areal_megatron.rollout.protocol import ControllerError, Delivered
 from areal_megatron.run import Run
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.step import Trainer
@@ -55,11 +55,10 @@ class Weights:
         save_hf(self._config, self._run, self._trainer)
 
     def _report(self, engine: int, epoch: int, version: int, seconds: float, size: int, error: str) -> None:
-        """Called on the threads of the links, which may outlive a main loop that failed: each has its own connection."""
-        timeout_s, sender = self._config.machine.timeout_s, f"trainer-{self._trainer.rank}-link-{engine}"
+        """Called on the threads of the links."""
+        delivered = Delivered(engine, epoch, version, seconds, size, error)
         try:
-            with ControllerClient(self._run.endpoint("controller"), self._run.token, sender, timeout_s) as controller:
-                controller.request(Delivered(engine, epoch, version, seconds, size, error))
+            self._experience.report(delivered, f"trainer-{self._trainer.rank}-link-{engine}")
         except ControllerError as e:  # the main loop meets it too, and ends the run
             logging.error("version %d for engine %d: %s", version, engine, e)
 

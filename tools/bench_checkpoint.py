@@ -1,15 +1,16 @@
 """What an asynchronous checkpoint costs training, against one that training waits for.
 
-    python tools/bench_checkpoint.py [--repetitions 5] [--json FILE] [--out runs/bench-checkpoint-N]
+    python tools/bench_checkpoint.py [--repetitions 9] [--json FILE] [--out runs/bench-checkpoint-N]
 
-One trainer rank (18 million parameters, float32: 212 MB with the optimizer) takes supervised steps on one thread. In
-each repetition it saves once in the background and once while it waits; the time lost to a checkpoint is how much
-longer the steps from its begin to its end took than as many undisturbed ones.
+One trainer rank (18 million parameters, float32: 286 MB with the optimizer) takes supervised steps on one thread. A
+repetition is three runs of equally many steps, in turning order: undisturbed, with a checkpoint in the background, and
+with one that the steps wait for. The time lost to a checkpoint is how much longer its run took than the undisturbed one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import time
 from pathlib import Path
@@ -24,12 +25,14 @@ from areal_megatron.config import Config, Data, Machine, Model
 from areal_megatron.config import Trainer as Sizes
 from areal_megatron.run import Run
 
-STEPS = 10
-"""Undisturbed ones before each checkpoint."""
-SEQUENCES, TOKENS = 8, 64
+STEPS = 24
+"""Of a run; the file is on the disk well before the last."""
+SEQUENCES, TOKENS = 2, 32
+KINDS = ("undisturbed", "asynchronous", "synchronous")
 
 
 def measure(folder: Path, repetitions: int) -> list[dict[str, float]]:
+    from areal_megatron.trainer import checkpoint
     from areal_megatron.trainer.step import Trainer
 
     config = Config(name="run", runs_dir=str(folder), updates=10**6, batch_size=SEQUENCES, mode="sft",
@@ -39,49 +42,51 @@ def measure(folder: Path, repetitions: int) -> list[dict[str, float]]:
     run.create()
     result = []
     with Trainer(config, run, 0) as trainer:
+        saver = checkpoint.Saver(trainer)
         random = np.random.default_rng(0)
         size = trainer.hf_config["vocab_size"]
         examples = [(random.integers(0, size, TOKENS, dtype=np.int32), 8) for _ in range(SEQUENCES)]
-        for _ in range(3):
-            trainer.sft_step(examples)
-        save(trainer, folder / "warm-up", examples, wait=True)
+        for kind in KINDS:  # the first save lays the file out
+            steps(trainer, saver, examples, kind, folder / "checkpoint")
         for repetition in range(repetitions):
+            turn = repetition % len(KINDS)
             figures = {}
-            for wait in (repetition % 2 == 0, repetition % 2 == 1):
-                start = time.perf_counter()
-                for _ in range(STEPS):
-                    trainer.sft_step(examples)
-                undisturbed = (time.perf_counter() - start) / STEPS
-                seconds, steps, stall = save(trainer, folder / "checkpoint", examples, wait)
-                figures["synchronous" if wait else "asynchronous"] = seconds - steps * undisturbed
-                if not wait:
-                    figures |= {"stall": stall, "until_saved": seconds, "step": undisturbed}
-            result.append({f"{name}_s": value for name, value in figures.items()})
-            result[-1]["lost_over_synchronous"] = figures["asynchronous"] / figures["synchronous"]
-            print(f"repetition {repetition + 1}: {result[-1]['lost_over_synchronous']:.3f}", flush=True)
+            for kind in KINDS[turn:] + KINDS[:turn]:
+                seconds, begun = steps(trainer, saver, examples, kind, folder / "checkpoint")
+                figures[f"{kind}_s"] = seconds
+                if kind == "asynchronous":
+                    figures["stall_s"] = begun
+            for kind in KINDS[1:]:
+                figures[f"lost_{kind}_s"] = figures[f"{kind}_s"] - figures["undisturbed_s"]
+            figures["lost_over_synchronous"] = figures["lost_asynchronous_s"] / figures["lost_synchronous_s"]
+            result.append(figures)
+            print(f"repetition {repetition + 1}: {figures['lost_over_synchronous']:.3f}", flush=True)
     return result
 
 
-def save(trainer, path: Path, examples, wait: bool) -> tuple[float, int, float]:
-    """Seconds from the begin until it is saved, steps taken meanwhile, and seconds before the first could begin."""
-    from areal_megatron.trainer import checkpoint
-
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    start, steps = time.perf_counter(), 0
-    saving = checkpoint.Saving(trainer, path)
-    stall = time.perf_counter() - start
-    if wait:
-        saving.wait()
-    while not saving.done():
-        trainer.sft_step(examples)
-        steps += 1
-    return time.perf_counter() - start, steps, stall
+def steps(trainer, saver, examples, kind: str, path: Path) -> tuple[float, float]:
+    """Seconds of STEPS steps with a checkpoint of that kind, and until the first could begin."""
+    if kind != "undisturbed":
+        shutil.rmtree(path, ignore_errors=True)
+    os.sync()  # what was written before is not to be paid for here
+    start = time.perf_counter()
+    if kind != "undisturbed":
+        saver.begin(path)
+    if kind == "synchronous":
+        saver.wait()
+    begun = time.perf_counter() - start
+    for _ in range(STEPS):
+        saver.done()
+        trainer.sft_step(examples, before_step=saver.wait_until_read)
+    seconds = time.perf_counter() - start
+    if not saver.done():
+        raise RuntimeError(f"the checkpoint took longer than {STEPS} steps: the figures miss a part of its cost")
+    return seconds, begun
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder; default: runs/bench-checkpoint-N")
     options = parser.parse_args()

@@ -54,6 +54,32 @@ def whole(shape: Iterable[int]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """The elements start to stop of a tensor, counted row by row, as boxes one after another.
+
+    A tensor of n axes gives at most 2n − 1 of them: a part of a row, whole rows, a part of a row.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    size = prod(shape[1:])
+    first, last = -(-start // size), stop // size  # whole rows
+    if first > last:
+        yield from _in_row(shape, last, start - last * size, stop - last * size)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * size, size)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))
+    yield from _in_row(shape, last, 0, stop - last * size)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes(shape[1:], start, stop):
+        yield Box((row, *box.start), (row + 1, *box.stop))
+
+
 def numbers(pattern: str) -> int:
     """How many leading axes of a pattern's box are numbers in its names."""
     return pattern.count("{}")

@@ -45,6 +45,7 @@ from areal_megatron.rollout.protocol import (
     Request,
     Saved,
     Trained,
+    Written,
 )
 from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.rollout.scoring import Scorer
@@ -87,6 +88,8 @@ class Controller:
         self._last_update: dict[str, Any] = {}
         self._last_update_at = self._started_at = time.monotonic()
         self._tasks: asyncio.TaskGroup | None = None
+        self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
+        """Version of the checkpoint asked for last, and the writing of this process's part."""
         if self.start.checkpoint:
             saved = state.read(Path(self.start.checkpoint) / "controller.msgpack", len(prompts), config.seed)
             self.generation.restore(saved)
@@ -164,7 +167,9 @@ class Controller:
                 self.links[message.engine].delivered(message)
                 return Ok()
             case Checkpoint():
-                return await self._save(message)
+                return self._save(message)
+            case Written():
+                return await self._written(message)
             case Saved():
                 self.metrics.write("checkpoint", message.version, {"stall_s": message.stall_s, "seconds": message.seconds,
                                                                    "failed": int(bool(message.error))})  # fmt: skip
@@ -198,16 +203,24 @@ class Controller:
         self.generation.wake()
         return Ok()
 
-    async def _save(self, message: Checkpoint) -> Reply:
+    def _save(self, message: Checkpoint) -> Reply:
         if self.batches.number != message.batches or self.schedule.version != message.version:
             return Refused(f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
                            f"the checkpoint at batch {message.batches} of version {message.version}")  # fmt: skip
         saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
         path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
+        writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on
+        self._written_state = message.version, asyncio.ensure_future(writing)
+        return Ok()
+
+    async def _written(self, message: Written) -> Reply:
+        version, writing = self._written_state
+        if version != message.version:
+            return Refused(f"there is no checkpoint of version {message.version} to write")
         try:
-            await asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on
+            await writing
         except OSError as e:
-            return Refused(f"{path} cannot be written: {e.strerror}")
+            return Refused(f"the controller's state cannot be written: {e.strerror}")
         return Ok()
 
     def _committed(self, engine: int, version: int) -> None:

@@ -69,11 +69,17 @@ class Delivered(msgspec.Struct, tag=True):
 class Checkpoint(msgspec.Struct, tag=True):
     """From global rank 0, after Trained and before any replica asks for the next batch: the trainers save their state.
 
-    Answered with Ok once the controller's is in the folder of this version.
+    Answered with Ok once the controller has set its own state aside.
     """
 
     version: int
     batches: int
+
+
+class Written(msgspec.Struct, tag=True):
+    """From global rank 0: answered with Ok once the controller's state is in the folder of this version."""
+
+    version: int
 
 
 class Saved(msgspec.Struct, tag=True):
@@ -122,7 +128,7 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
-Request = Hello | NextBatch | Trained | Publish | Delivered | Checkpoint | Saved | Bye
+Request = Hello | NextBatch | Trained | Publish | Delivered | Checkpoint | Written | Saved | Bye
 Reply = Welcome | Part | NotYet | Links | Ok | Refused
 
 

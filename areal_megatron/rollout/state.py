@@ -36,6 +36,7 @@ _decode = decoder(State).decode
 
 def write(state: State, path: Path) -> None:
     """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:
         file.write(_encode(state))

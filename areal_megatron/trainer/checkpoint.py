@@ -1,75 +1,165 @@
 """The trainer pool's state as megatron-core's distributed checkpoint (torch_dist), under any parallel sizes.
 
-Loading unpickles what is no tensor: checkpoints are trusted input.
+Each rank writes one file, on a thread of its own; rank 0 adds what describes them. Loading is megatron-core's, and
+unpickles what is no tensor: checkpoints are trusted input.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
+from areal_megatron.reshard.dist_metadata import BACKEND
 from areal_megatron.run import RunError
+from areal_megatron.trainer import image, stored
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.image import Image
 from areal_megatron.trainer.step import Trainer
 
-_FORMAT = {
-    "distrib_optim_sharding_type": "fully_reshardable",  # optimizer states in the shapes of their parameters
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
 _POLL_S = 0.02
 
 
-class Saving:
-    """The writing of one checkpoint, by processes of their own. Every rank makes it and calls it alike.
+class Saver:
+    """Saves one checkpoint at a time; every rank has one and calls it alike."""
 
-    Parameters and optimizer states have been copied when it exists: training may go on.
-    """
+    def __init__(self, trainer: Trainer):
+        self._trainer, self._timeout_s = trainer, trainer.config.machine.timeout_s
+        self._generators: dict[str, torch.Tensor] = {}
+        self._image: Image | None = None
+        self._metadata = b""
+        self._number = 0
+        self._thread: threading.Thread | None = None
+        self._read = threading.Event()
+        self._error: Exception | None = None
+        device = trainer.device
+        self._stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
 
-    def __init__(self, trainer: Trainer, path: Path):
-        strategy = get_default_save_sharded_strategy("torch_dist", 1)
-        if trainer.config.trainer.dp > 1:
-            strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas(), do_cache_distribution=False)
-        self._path, self._timeout_s = path, trainer.config.machine.timeout_s
-        self._queue = AsyncCallsQueue(persistent=False)
-        request = dist_checkpointing.save(_state(trainer, loading=False), str(path), strategy, async_sharded_save=True,
-                                          content_metadata=_FORMAT)  # fmt: skip
-        self._queue.schedule_async_request(request)
+    def begin(self, path: Path, seal: Callable[[], None] = lambda: None) -> None:
+        """Starts to save into the folder `path`, made by rank 0 if need be; returns at once.
+
+        Parameters must not change before `wait_until_read` has returned. Once every rank has written its file, rank 0
+        calls `seal`, on its thread. The first call lays out the files, with every rank's help.
+        """
+        self.wait()
+        self._generators = self._generators or stored.generators()
+        if self._image is None:
+            self._lay_out()
+        for name, state in stored.generators().items():
+            self._generators[name].copy_(state)
+        common = self._common() if self._trainer.is_first else b""
+        self._number += 1
+        self._read.clear()
+        settled = self._stream and torch.get_device_module(self._trainer.device).current_stream().record_event()
+        arguments = (path, settled, common, seal)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait_until_read(self) -> None:
+        """Returns when everything has been copied: from here on a step may change it."""
+        if self._thread:
+            self._read.wait()
 
     def done(self) -> bool:
-        """Whether every rank has written its part. Raises RunError if one could not."""
-        try:
-            self._queue.maybe_finalize_async_calls(blocking=False)
-        except (CheckpointingException, OSError, RuntimeError) as e:
-            raise RunError(f"the checkpoint in {self._path} could not be written: {_first_line(e)}") from e
-        return not self._queue.get_num_unfinalized_calls()
+        """Whether nothing is being saved, on this rank (rank 0: on all of them). Raises RunError if it failed."""
+        if self._thread and not self._thread.is_alive():
+            self._thread = None
+            error, self._error = self._error, None
+            if error:
+                raise error
+        return self._thread is None
 
-    def wait(self) -> bool:
-        """Returns True when it is done. Raises RunError as `done`, and after machine.timeout_s."""
+    def wait(self) -> None:
+        """Returns when it is done. Raises RunError as `done`, and after machine.timeout_s."""
+        if self._thread:
+            self._thread.join(2 * self._timeout_s)  # its own waits end by then
+            if not self.done():
+                raise RunError(f"trainer-{self._trainer.rank}: its part of a checkpoint was not written within "
+                               f"{2 * self._timeout_s:.0f} s; is the file system stuck?")  # fmt: skip
+
+    def _lay_out(self) -> None:
+        trainer = self._trainer
+        tensors = [*stored.stored_tensors(trainer), *stored.stored_generators(trainer, self._generators)]
+        self._image = Image(tensors, stored.stored_objects(trainer))
+        everybody = [None] * trainer.parallel.world if trainer.is_first else None
+        dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
+        if trainer.is_first:
+            self._metadata = image.metadata({_file(rank): entries for rank, entries in enumerate(everybody)})
+
+    def _common(self) -> bytes:
+        """common.pt."""
+        file = io.BytesIO()
+        optimizer = self._trainer.optimizer
+        torch.save(
+            {
+                "optimizer": optimizer.common_state(stored.METADATA),
+                "schedule": optimizer.schedule_state(),
+                "sizes": asdict(self._trainer.sizes),
+                "content_metadata": stored.METADATA,
+            },
+            file,
+        )
+        return file.getvalue()
+
+    def _run(self, path: Path, settled: Any, common: bytes, seal: Callable[[], None]) -> None:
+        error = ""
+        try:
+            self._copy(settled)
+            path.mkdir(parents=True, exist_ok=True)
+            self._image.write(path / _file(self._trainer.rank))
+        except Exception as e:  # a thread's traceback would be lost
+            error = f"the checkpoint in {path} could not be written by trainer-{self._trainer.rank}: {_said(e)}"
+        finally:
+            self._read.set()
+        try:
+            self._conclude(path, error, common, seal)
+        except Exception as e:
+            known = isinstance(e, RunError)
+            self._error = e if known else RunError(f"the checkpoint in {path} could not be written: {_said(e)}")
+
+    def _copy(self, settled: Any) -> None:
+        with torch.get_device_module(self._trainer.device).stream(self._stream) if self._stream else _nothing:
+            if settled:
+                self._stream.wait_event(settled)
+            self._image.copy()
+        if self._stream:
+            self._stream.synchronize()
+        self._read.set()
+
+    def _conclude(self, path: Path, error: str, common: bytes, seal: Callable[[], None]) -> None:
+        """Rank 0 hears from every rank how it went; raises RunError."""
+        store, key = self._trainer.parallel.store, f"checkpoint/{self._number}/"
+        if not self._trainer.is_first:
+            store.set(f"{key}{self._trainer.rank}", error)
+        errors = [error] if error else []
         deadline = time.monotonic() + self._timeout_s
-        while not self.done():
-            if time.monotonic() > deadline:
-                self._queue.close(abort=True)
-                raise RunError(f"the checkpoint in {self._path} was not written within {self._timeout_s:.0f} s")
-            time.sleep(_POLL_S)
-        return True
+        for rank in range(1, self._trainer.parallel.world if self._trainer.is_first else 0):
+            while not store.check([f"{key}{rank}"]):
+                if time.monotonic() > deadline:
+                    raise RunError(f"trainer-{rank} has not written its part of the checkpoint in {path} within "
+                                   f"{self._timeout_s:.0f} s after trainer-0")  # fmt: skip
+                time.sleep(_POLL_S)
+            errors += filter(None, [store.get(f"{key}{rank}").decode()])
+        if errors:
+            raise RunError("; ".join(errors))
+        if self._trainer.is_first:
+            image.write(path / "common.pt", memoryview(common))
+            image.write(path / ".metadata", memoryview(self._metadata))
+            image.write(path / "metadata.json", memoryview(json.dumps(BACKEND).encode()))
+            seal()
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -78,13 +168,16 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises RunError if the checkpoint is not one of this model or cannot be read.
     """
     strategy = get_default_load_sharded_strategy(str(path))
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if trainer.config.trainer.dp > 1:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas(), do_cache_distribution=False)
+        strategy = FullyParallelLoadStrategyWrapper(strategy, replicas, do_cache_distribution=False)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-        state = _state(trainer, loading=True)
-        if common["sizes"] != state["sizes"]:
-            del state["generators"]
+        model = stored.model_state(trainer)
+        metadata = stored.METADATA | {"dp_cp_group": replicas}
+        state = {"model": model, "optimizer": trainer.optimizer.sharded_state(model, metadata)}
+        if common["sizes"] == asdict(trainer.sizes):
+            state["generators"] = stored.generator_state(trainer)
         with cpu_passes_for_cuda():
             loaded = dist_checkpointing.load(state, str(path), strategy)
         for number, chunk in enumerate(trainer.chunks):
@@ -93,39 +186,19 @@ def load(trainer: Trainer, path: Path) -> None:
             trainer.optimizer.load(loaded["optimizer"], loaded["schedule"])
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError, AssertionError) as e:
         raise RunError(f"trainer-{trainer.rank}: the checkpoint in {path} cannot be loaded into this model and these "
-                       f"sizes: {_first_line(e)}") from e  # fmt: skip
+                       f"sizes: {_said(e)}") from e  # fmt: skip
     if "generators" in loaded:
-        _set_generators(loaded["generators"])
+        stored.set_generators(loaded["generators"])
 
 
-def _state(trainer: Trainer, loading: bool) -> dict[str, Any]:
-    metadata = _FORMAT | {"dp_cp_group": _replicas()}
-    model = {number: chunk.module.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(trainer.chunks)}
-    return {
-        "model": model,
-        "optimizer": trainer.optimizer.sharded_state(model, loading, metadata),
-        "schedule": trainer.optimizer.schedule_state(),
-        "sizes": asdict(trainer.sizes),
-        "generators": ShardedObject("generators", _generators(), (trainer.parallel.world,), (trainer.rank,)),
-    }
+_nothing = contextlib.nullcontext()
 
 
-def _generators() -> dict[str, Any]:
-    """The state of this rank's random number generators."""
-    states = {"cpu": torch.get_rng_state(), "tracked": get_cuda_rng_tracker().get_states()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+def _file(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
-def _set_generators(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(states["tracked"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def _replicas() -> torch.distributed.ProcessGroup:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _first_line(error: Exception) -> str:
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -15,6 +15,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from areal_megatron.config import Config
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
+
+
+class Own(NamedTuple):
+    """Elements start to stop of a parameter, and their main values and moments, flat and float32."""
+
+    start: int
+    stop: int
+    states: dict[str, torch.Tensor]
 
 
 class PolicyOptimizer:
@@ -77,12 +85,33 @@ class PolicyOptimizer:
         self._schedule.step(1)
         self.megatron.step_with_ready_grads()
 
-    def sharded_state(self, model: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
-        """For megatron-core's dist_checkpointing; `model` is the sharded state of all chunks. Collective."""
-        if loading:
-            self._allocate()
+    def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+        """What megatron-core's dist_checkpointing is to load; `model` is the sharded state of all chunks. Collective."""
+        self._allocate()
         with cpu_passes_for_cuda():
-            return self.megatron.sharded_state_dict(model, loading, metadata=metadata)
+            return self.megatron.sharded_state_dict(model, True, metadata=metadata)
+
+    def own(self) -> dict[torch.nn.Parameter, Own]:
+        """Each parameter of this rank → the part of it that this rank's optimizer changes."""
+        result = {}
+        for optimizer in self._distributed():
+            for buffer in optimizer.buffers:
+                result |= dict.fromkeys(buffer.param_index_map, Own(0, 0, {}))
+            for ranges in (r for by_dtype in optimizer.gbuf_ranges for buckets in by_dtype.values() for r in buckets):
+                for parameter, places in ranges["param_map"].items():
+                    states = optimizer._get_main_param_and_optimizer_states(parameter)
+                    states = {name: values.detach() for name, values in states.items() if name != "step"}
+                    result[parameter] = Own(places["param"].start, places["param"].end, states)
+        return result
+
+    def common_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """What is the same on all ranks, as `sharded_state` finds it in a checkpoint: settings and step of each group."""
+        kind = metadata["distrib_optim_sharding_type"]
+        optimizers = self.megatron.chained_optimizers
+        if len(optimizers) > 1:
+            self.megatron._synchronize_steps()
+        states = [o.state_dict() | {"param_state": {}, "param_state_sharding_type": kind} for o in optimizers]
+        return dict(enumerate(states)) if len(states) > 1 else states[0]
 
     def schedule_state(self) -> dict[str, Any]:
         return {"steps": self._schedule.num_steps}
@@ -103,17 +132,20 @@ class PolicyOptimizer:
 
     def _allocate(self) -> None:
         """Makes the moments, which optimizers do at their first step."""
-        for optimizer in self.megatron.chained_optimizers:
-            if not optimizer.is_stub_optimizer:
-                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for optimizer in self._distributed():
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         for state in self._moments(of=torch.optim.AdamW):
             state.setdefault("step", torch.zeros(()))
 
     def _moments(self, of: type = object) -> Iterator[dict[str, Any]]:
         """The state of each parameter in the optimizers of that type."""
-        for optimizer in self.megatron.chained_optimizers:
-            if not optimizer.is_stub_optimizer and isinstance(optimizer.optimizer, of):
+        for optimizer in self._distributed():
+            if isinstance(optimizer.optimizer, of):
                 yield from optimizer.optimizer.state.values()
+
+    def _distributed(self) -> list[DistributedOptimizer]:
+        """Without those that have nothing to do on this rank."""
+        return [optimizer for optimizer in self.megatron.chained_optimizers if not optimizer.is_stub_optimizer]
 
     def settle(self) -> None:
         """Returns when the parameters of this rank are whole. Collective."""

@@ -162,15 +162,17 @@ class Trainer:
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
         return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, MEANS, steps, start))
 
-    def sft_step(self, examples: Sequence[tuple[np.ndarray, int]]) -> dict[str, float]:
+    def sft_step(
+        self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
         """One supervised step on a batch that all ranks pass alike: (tokens int32 [n], length of the prompt) each.
 
-        The loss is the mean over the response tokens of the batch.
+        The loss is the mean over the response tokens of the batch. `before_step` as in `train_batch`.
         """
         start = time.monotonic()
         trainer = self.config.trainer
         plan = partition([len(tokens) for tokens, _ in examples], trainer.dp, 1, trainer.microbatch_tokens, seed=0)
-        tally, steps, work = Tally(), Steps(), []
+        tally, steps, work = Tally(), Steps(before_step), []
         for members in plan[self.replica][0]:
             chosen = [examples[i] for i in members]
             microbatch = pack(

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
 from trainer_checks import make_config, make_trajectories, open_trainer
 
 from areal_megatron.data.packing import split
-from areal_megatron.trainer import checkpoint
+from areal_megatron.trainer import checkpoint, stored
+from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.step import Trainer
 
 UPDATES = 4
@@ -30,11 +33,38 @@ def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
     """Trains UPDATES updates, saving after half of them, and writes down losses and parameters."""
     config = make_config(folder, model, layout)
     with open_trainer(folder, rank, config, "straight") as subject:
-        metrics = update(subject, 0, UPDATES // 2)
-        saving = checkpoint.Saving(subject, make_folder(subject, folder / "checkpoint"))
-        metrics += update(subject, UPDATES // 2, UPDATES)
-        saving.wait()
+        saver = checkpoint.Saver(subject)
+        metrics = update(subject, 0, 1, saver)
+        saver.begin(folder / "early")  # the second checkpoint is laid out as the first and holds what came later
+        metrics += update(subject, 1, UPDATES // 2, saver)
+        save_as_megatron_does(subject, make_folder(subject, folder / "peer"))
+        saver.begin(folder / "checkpoint")
+        metrics += update(subject, UPDATES // 2, UPDATES, saver)
+        saver.wait()
         keep(subject, folder / "straight", metrics)
+        dist.barrier()  # rank 0 has waited for the others
+        same_tensors(folder / "checkpoint", folder / "peer")
+
+
+def save_as_megatron_does(subject: Trainer, path: Path) -> None:
+    """Model and optimizer by megatron-core alone, which gathers the optimizer's states of all replicas."""
+    model, metadata = stored.model_state(subject), stored.METADATA | {"dp_cp_group": replicas()}
+    with cpu_passes_for_cuda():
+        optimizer = subject.optimizer.megatron.sharded_state_dict(model, False, metadata=metadata)
+    dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(path), content_metadata=stored.METADATA)
+
+
+def same_tensors(found: Path, expected: Path) -> None:
+    """Both hold the same, bit for bit, but for the generators, which megatron-core leaves to its user."""
+    with cpu_passes_for_cuda():
+        found, expected = (dist_checkpointing.load_plain_tensors(str(path)) for path in (found, expected))
+    expected = {name: values for name, values in expected.items() if torch.is_tensor(values)}
+    for name, values in expected.items():
+        assert torch.equal(found.pop(name), values), name
+    assert {name for name, values in found.items() if torch.is_tensor(values)} == {
+        f"{stored.GENERATORS}.{name}" for name in stored.generators()
+    }
+    assert len(expected) > 30
 
 
 def check_resumed(folder: Path, rank: int, model: str, layout: dict, run: str, exact: bool) -> None:
@@ -55,13 +85,17 @@ def check_resumed(folder: Path, rank: int, model: str, layout: dict, run: str, e
                 assert abs(found[key] - value) <= 1e-6 * max(1.0, abs(value)), (key, found[key], value)
 
 
-def update(subject: Trainer, first: int, last: int) -> list[dict[str, float]]:
+def replicas() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | None = None) -> list[dict[str, float]]:
     """Updates `first` … `last` − 1 on recorded trajectories; what is the same under every layout."""
     metrics = []
     for version in range(first, last):
         part = split(make_trajectories(12, version, seed=20 + version), version=version, minibatches=2, cap=128,
                      seed=version, replicas=subject.config.trainer.dp)[subject.replica]  # fmt: skip
-        result = subject.train_batch(part)
+        result = subject.train_batch(part, before_step=saver.wait_until_read if saver else lambda: None)
         assert result.applied
         metrics.append({key: result.metrics[key] for key in ("loss", "grad_norm", "lr", "ratio_mean", "entropy")})
     return metrics
@@ -70,7 +104,7 @@ def update(subject: Trainer, first: int, last: int) -> list[dict[str, float]]:
 def make_folder(subject: Trainer, path: Path) -> Path:
     if subject.is_first:
         path.mkdir()
-    torch.distributed.barrier()
+    dist.barrier()
     return path
 
 

@@ -34,10 +34,10 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list]) -> None:
             )
             assert subject.train_batch(parts[subject.replica]).applied
             target = folder / run / "checkpoint" / "trainer"
-            if rank == 0:
-                target.mkdir(parents=True)
-            dist.barrier()
-            checkpoint.Saving(subject, target).wait()
+            saver = checkpoint.Saver(subject)
+            saver.begin(target)
+            saver.wait()
+            dist.barrier()  # rank 0 may still wait for the others
 
 
 def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
