@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import trainer_rank
 
 TIMEOUT_S = 240
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """Starts ranks by forking a process that has imported torch, megatron-core and the checks: importing them takes
+    longer than most checks."""
+    here = Path(__file__).parent
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not open it before the fork
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer_rank", *sorted(path.stem for path in here.glob("*_checks.py"))])
+    return context
+
+
 @pytest.fixture
-def on_ranks(tmp_path):
+def on_ranks(tmp_path, forks):
     """on_ranks(check, world, **arguments): calls <module>.<check>(folder, rank, **arguments) on `world` ranks.
 
     The module is trainer_checks unless the check is named module:check.
@@ -24,50 +40,34 @@ def on_ranks(tmp_path):
     """
 
     def run(check: str, world: int, **arguments) -> None:
-        program = [
-            sys.executable,
-            str(Path(__file__).parent / "trainer_rank.py"),
-            check if ":" in check else f"trainer_checks:{check}",
-            str(tmp_path),
-            json.dumps(arguments),
-        ]
-        outputs = [(tmp_path / f"rank-{rank}.out").open("w+") for rank in range(world)]
+        check = check if ":" in check else f"trainer_checks:{check}"
+        outputs = [tmp_path / f"rank-{rank}.out" for rank in range(world)]
         ranks = [
-            subprocess.Popen([*program, str(rank)], stdout=output, stderr=subprocess.STDOUT, env=_environment())
+            forks.Process(target=trainer_rank.main, args=(check, tmp_path, rank, arguments, output), daemon=True)
             for rank, output in enumerate(outputs)
         ]
+        for process in ranks:
+            process.start()
         try:
             failed = _first_failure(ranks)
         finally:
             for process in ranks:
                 process.kill()
-                process.wait()
+                process.join()
         if failed is not None:
-            outputs[failed].seek(0)
-            pytest.fail(f"rank {failed} of {world} in {check}:\n{outputs[failed].read()[-6000:]}", pytrace=False)
+            pytest.fail(f"rank {failed} of {world} in {check}:\n{outputs[failed].read_text()[-6000:]}", pytrace=False)
 
     return run
 
 
-def _environment() -> dict[str, str]:
-    tools = str(Path(__file__).parents[2] / "tools")
-    return {
-        **os.environ,
-        "PYTHONPATH": tools,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-
-
-def _first_failure(ranks: list[subprocess.Popen]) -> int | None:
+def _first_failure(ranks: list[BaseProcess]) -> int | None:
     deadline = time.monotonic() + TIMEOUT_S
     waiting = dict(enumerate(ranks))
     while waiting:
         for rank, process in list(waiting.items()):
-            if process.poll() is not None:
+            if process.exitcode is not None:
                 del waiting[rank]
-                if process.returncode:
+                if process.exitcode:
                     return rank
         if time.monotonic() > deadline:
             return min(waiting)

@@ -1,14 +1,20 @@
-"""One trainer rank of a test: python trainer_rank.py MODULE:CHECK FOLDER ARGUMENTS RANK."""
+"""One trainer rank of a test: a fork of a process that has imported everything already."""
+
+from __future__ import annotations
 
 import importlib
-import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 
-if __name__ == "__main__":
-    check, folder, arguments, rank = sys.argv[1:]
+
+def main(check: str, folder: Path, rank: int, arguments: dict, output: Path) -> None:
+    """Calls module:check; whatever it and its libraries print goes to `output`."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
     torch.set_num_threads(1)
     module, _, name = check.partition(":")
-    getattr(importlib.import_module(module), name)(Path(folder), int(rank), **json.loads(arguments))
+    getattr(importlib.import_module(module), name)(folder, rank, **arguments)
