@@ -24,7 +24,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.observe.console import Console
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
-from launch.pools import Placement, Process, Slot, allocate
+from launch.pools import Node, Placement, Process, allocate
 from launch.processes import Child, Children
 
 _POLL_S = 0.1
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = configuration.load(options.config, options.overrides)
         config.machine.device = _device(config)
-        placement = allocate(config, _slots(config))
+        placement = allocate(config, [_node(config)])
         check_model(config)
         check_data(config)
         if config.mode == "rl":
@@ -158,14 +158,14 @@ def _device(config: Config) -> str:
     return "cuda" if _gpus() else "cpu"
 
 
-def _slots(config: Config) -> list[Slot]:
+def _node(config: Config) -> Node:
     found = _gpus() if config.machine.device == "cuda" else list(range(len(os.sched_getaffinity(0))))
     if config.machine.device == "cuda" and config.machine.slots > len(found):
         raise ConfigError(f"machine.slots={config.machine.slots} but this machine has {len(found)} GPUs")
     indices = (
         range(config.machine.slots) if config.machine.slots > len(found) else found[: config.machine.slots or None]
     )
-    return [Slot("localhost", i) for i in indices]
+    return Node("localhost", tuple(indices))
 
 
 def _gpus() -> list[int]:
