@@ -27,10 +27,10 @@ TOKENS = 512
 CPU = torch.device("cpu")
 
 
-def measure(folder: Path, dtype: str, recompute: str) -> dict[str, int]:
+def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]:
     """Bytes of buffers, optimizer states and tensors saved in a forward pass."""
     config = Config(name="t", updates=1, mode="sft", model=Model(str(folder), dtype), data=Data(""),
-                    trainer=Sizes(recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
+                    trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
     chunks = build_model(config, parallel_sizes(config, CPU), CPU)
     for parameter in chunks[0].parameters():
         torch.nn.init.normal_(parameter.data, std=0.02)
@@ -72,14 +72,15 @@ def warm_up(pp: int, vpp: int, stage: int, microbatches: int) -> int:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    folder, store, tp, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    dist.init_process_group("gloo", store=dist.FileStore(store, tp), rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
     model_parallel_cuda_manual_seed(1)
-    models = itertools.product(sorted(Path(sys.argv[1]).iterdir()), ("bfloat16", "float32"), ("none", "full"))
+    cases = itertools.product(sorted(folder.iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full"))
     schedules = [(pp, vpp, stage, count * pp) for pp in (2, 3, 4) for vpp in (1, 2, 3) for stage in range(pp)
                  for count in (1, 2, 8)]  # fmt: skip
     print(json.dumps({
-        "models": [[folder.name, dtype, recompute, measure(folder, dtype, recompute)] for folder, dtype, recompute in models],
+        "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
         "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
         "logits_elements": step.LOGITS_ELEMENTS,
     }))  # fmt: skip
