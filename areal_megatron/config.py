@@ -116,7 +116,7 @@ class Rollout:
     kv_policy: str = choice("recompute", "keep")
     """Running requests after a weight update: re-prefilled under the new weights, or on with their KV."""
     kv_cache_gb: float = 1.0
-    """KV cache of a CPU engine; on CUDA vLLM takes 90% of the memory."""
+    """KV cache of a CPU engine; on CUDA it is what is left of the 92% of the memory that vLLM takes."""
     filter_uniform_groups: bool = False
     """Drop groups whose answers all have the same reward: they carry no gradient."""
 

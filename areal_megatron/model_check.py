@@ -17,8 +17,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the sequence."""
 
 
-def check_model(config: Config) -> None:
-    """Raises ConfigError, naming the key and the numbers, if the model cannot be trained or does not fit."""
+def check_model(config: Config, weights: bool = True) -> None:
+    """Raises ConfigError, naming the key and the numbers, if the model cannot be trained or does not fit.
+
+    `weights`: whether its folder must hold them; all other checks need config.json alone.
+    """
     path = config.model.path
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: there is no folder {path}")
@@ -36,7 +39,7 @@ def check_model(config: Config) -> None:
             raise ConfigError("rollout.expert_parallel: vLLM's CPU kernels fail with it; set it to false")
         vllm.layout(hf, vllm.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf)
-    if not list(Path(path).glob("*.safetensors")):
+    if weights and not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
 
 

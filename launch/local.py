@@ -11,6 +11,7 @@ import argparse
 import ipaddress
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,11 +21,11 @@ from areal_megatron import config as configuration
 from areal_megatron.checkpoint_folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import check_data
-from areal_megatron.model_check import check_model
 from areal_megatron.observe.console import Console
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
-from launch.pools import Placement, Process, Slot, allocate
+from launch.plan import plan
+from launch.pools import Node, Placement, Process
 from launch.processes import Child, Children
 
 _POLL_S = 0.1
@@ -35,13 +36,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.local", description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
-    parser.add_argument("--dry-run", action="store_true", help="print which process gets which slots; start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print who gets which slots and how much memory; start nothing"
+    )
     options = parser.parse_intermixed_args(arguments)
     try:
         config = configuration.load(options.config, options.overrides)
         config.machine.device = _device(config)
-        placement = allocate(config, _slots(config))
-        check_model(config)
+        outcome = plan(config, [_node(config)], gpu_gib=_gpu_gib() if config.machine.device == "cuda" else 0)
         check_data(config)
         if config.mode == "rl":
             load_function(config.reward.function)
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     if options.dry_run:
-        print(placement.table())
+        print(outcome.table())
         return 0
     if not run.folder.exists():
         run.create()
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
                   after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None)  # fmt: skip
     else:
         run.begin()
-    return _supervise(config, run, placement)
+    return _supervise(config, run, outcome.placement)
 
 
 def _resumed(config: Config, run: Run) -> Checkpoint | None:
@@ -158,14 +160,14 @@ def _device(config: Config) -> str:
     return "cuda" if _gpus() else "cpu"
 
 
-def _slots(config: Config) -> list[Slot]:
+def _node(config: Config) -> Node:
     found = _gpus() if config.machine.device == "cuda" else list(range(len(os.sched_getaffinity(0))))
     if config.machine.device == "cuda" and config.machine.slots > len(found):
         raise ConfigError(f"machine.slots={config.machine.slots} but this machine has {len(found)} GPUs")
     indices = (
         range(config.machine.slots) if config.machine.slots > len(found) else found[: config.machine.slots or None]
     )
-    return [Slot("localhost", i) for i in indices]
+    return Node("localhost", tuple(indices))
 
 
 def _gpus() -> list[int]:
@@ -175,6 +177,16 @@ def _gpus() -> list[int]:
         return [int(v) for v in visible.split(",") if v.strip().isdigit()]
     folder = Path("/proc/driver/nvidia/gpus")
     return list(range(len(list(folder.iterdir())))) if folder.is_dir() else []
+
+
+def _gpu_gib() -> float:
+    """Memory of this machine's smallest GPU in GiB; 0 where the driver's own tool does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return min((int(mebibytes) for mebibytes in found if mebibytes.isdigit()), default=0) / 1024
 
 
 def _interrupt(*_) -> None:

@@ -1,14 +1,34 @@
-"""Which process runs where: pure functions from slots and a config to disjoint pools.
+"""Which process runs where: pure functions from nodes and a config to disjoint pools.
 
-A slot is a GPU, or a CPU core on a machine without. The trainer pool takes its slots first, rank by
-rank, then each engine takes a run of neighbouring slots. The controller needs no slot.
+A slot is a GPU, or a CPU core on machines without. The trainer pool takes slots in the order of the nodes, rank by
+rank: ranks are numbered as Megatron numbers them (tensor parallelism fastest, then data and expert parallelism, then
+pipeline stages; see reshard.megatron.MegatronSizes), so a stage is a run of neighbouring slots and the next stage
+lies right after it. Engines take what is left. A tensor-parallel group and an engine lie inside one node whenever a
+node has room for one, and take whole nodes where they are larger. The controller runs on the first node, without a
+slot.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from areal_megatron.config import Config, ConfigError
+
+_NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+_LISTED = 16
+"""Processes up to which the table has a line for each; beyond that, a line for each node."""
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    slots: tuple[int, ...]
+    """Numbers of its GPUs, or of its cores where the pools run on cores."""
+    cpus: int = 0
+    """Cores beside the slots; 0: not known, or the slots are cores."""
 
 
 @dataclass(frozen=True)
@@ -25,44 +45,251 @@ class Process:
     pool: str
     """`trainer`, `rollout` or `controller`."""
     index: int
+    node: str
+    """Where it is started; an engine with slots on several nodes: the first of them."""
     slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True)
 class Placement:
+    nodes: tuple[Node, ...]
     processes: tuple[Process, ...]
 
     def pool(self, name: str) -> tuple[Process, ...]:
         return tuple(p for p in self.processes if p.pool == name)
 
+    def on(self, node: str) -> tuple[Process, ...]:
+        """Processes with a part of them on that node."""
+        return tuple(p for p in self.processes if p.node == node or any(s.node == node for s in p.slots))
+
+    @property
+    def idle(self) -> int:
+        """Slots that nobody has."""
+        return sum(len(node.slots) for node in self.nodes) - sum(len(p.slots) for p in self.processes)
+
     def table(self) -> str:
-        """One readable line a process."""
-        rows = [("process", "pool", "slots")]
-        for p in self.processes:
-            rows.append((p.name, p.pool, " ".join(f"{s.node}:{s.index}" for s in p.slots) or "(no slot of its own)"))
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+        """A readable line for each process, or for each node where there are many processes."""
+        return _by_process(self) if len(self.processes) <= _LISTED else _by_node(self)
 
 
-def allocate(config: Config, slots: list[Slot]) -> Placement:
+def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
     """Disjoint pools for the config's trainers and engines (SFT has no engines and no controller).
 
-    Raises ConfigError when the pools do not fit, with both numbers and what to change.
+    Both pools share `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
+    what was found, what was asked for and what to change: for names that are malformed or come twice, nodes without
+    slots or with too few cores, too few slots, nodes of several sizes in one pool, and sizes that leave a part of
+    each node unused.
     """
-    trainer, rollout = config.trainer, config.rollout
-    engines = rollout.engines if config.mode == "rl" else 0
-    needed = config.trainer_ranks + engines * rollout.tp
-    if needed > len(slots):
-        parts = f"trainer.tp={trainer.tp} × pp={trainer.pp} × dp={trainer.dp} is {config.trainer_ranks}"
-        if engines:
-            parts += f", rollout.engines={engines} × tp={rollout.tp} is {engines * rollout.tp}"
-        raise ConfigError(f"the pools need {needed} slots ({parts}) but there are {len(slots)}: make a pool smaller, "
-                          f"or let processes share cores with machine.slots={needed}")  # fmt: skip
+    everyone = (*nodes, *rollout_nodes)
+    _check_nodes(nodes, rollout_nodes)
+    wanted = _wanted(config)
+    shared = [pool for pool in wanted if pool.name == "trainer" or not rollout_nodes]
+    _check_count(config, shared, nodes)
+    _check_count(config, [pool for pool in wanted if pool not in shared], rollout_nodes)
+    free = {node.name: list(node.slots) for node in everyone}
+    places = {}
+    for pool in wanted:
+        own = nodes if pool in shared else rollout_nodes
+        places[pool.name] = _place(pool, own, free, shared if pool in shared else [pool])
+        _check_alike(pool, own, places[pool.name])
+    processes = [Process("controller", "controller", 0, nodes[0].name, ())] if "rollout" in places else []
+    ranks = [slot for group in places["trainer"] for slot in group]
+    processes += [Process(f"trainer-{rank}", "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
+    engines = enumerate(places.get("rollout", []))
+    processes += [Process(f"engine-{e}", "rollout", e, slots[0].node, tuple(slots)) for e, slots in engines]
+    placement = Placement(everyone, tuple(processes))
+    _check_cores(placement)
+    return placement
 
-    free = iter(slots)
-    processes = [Process("controller", "controller", 0, ())] if engines else []
-    processes += [Process(f"trainer-{rank}", "trainer", rank, (next(free),)) for rank in range(config.trainer_ranks)]
-    for engine in range(engines):
-        own = tuple(next(free) for _ in range(rollout.tp))
-        processes.append(Process(f"engine-{engine}", "rollout", engine, own))
-    return Placement(tuple(processes))
+
+@dataclass(frozen=True)
+class _Pool:
+    """`count` groups of `size` slots, each on as few nodes as possible."""
+
+    name: str
+    size: int
+    count: int
+    key: str
+    """Config key of `size`."""
+    asked: str
+
+    @property
+    def slots(self) -> int:
+        return self.size * self.count
+
+
+def _wanted(config: Config) -> list[_Pool]:
+    t, r = config.trainer, config.rollout
+    pools = [_Pool("trainer", t.tp, t.pp * t.dp, "trainer.tp",
+                   f"trainer.tp={t.tp} × pp={t.pp} × dp={t.dp} is {config.trainer_ranks}")]  # fmt: skip
+    if config.mode == "rl":
+        asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
+        pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
+    return pools
+
+
+def _place(
+    pool: _Pool, nodes: Sequence[Node], free: dict[str, list[int]], sharing: Sequence[_Pool]
+) -> list[list[Slot]]:
+    """Takes the pool's slots out of `free`, group by group in the order of the nodes."""
+    groups: list[list[Slot]] = []
+    whole: list[Slot] = []
+    for node in nodes:
+        left = free[node.name]
+        while len(groups) < pool.count and len(left) >= pool.size:
+            groups.append([Slot(node.name, left.pop(0)) for _ in range(pool.size)])
+        if len(groups) == pool.count:
+            return groups
+        if pool.size > len(node.slots) == len(left):  # larger than a node: whole ones that follow each other
+            whole += [Slot(node.name, left.pop(0)) for _ in node.slots]
+            if len(whole) > pool.size:
+                break
+            if len(whole) == pool.size:
+                groups.append(whole)
+                whole = []
+    if len(groups) == pool.count:
+        return groups
+    raise ConfigError(_does_not_fit(pool, nodes, len(groups), sharing))
+
+
+def _does_not_fit(pool: _Pool, nodes: Sequence[Node], placed: int, sharing: Sequence[_Pool]) -> str:
+    sizes = sorted({len(node.slots) for node in nodes})
+    found = (f"{pool.name} pool: {placed} of {pool.count} groups of {pool.key}={pool.size} fit on {_count(nodes)} of "
+             f"{' or '.join(map(str, sizes))} slots")  # fmt: skip
+    if any(size % pool.size and pool.size % size for size in sizes):
+        return f"{found} without dividing a group: set {pool.key} to one of {_divisors(sizes[-1])}"
+    needed = max(_nodes_needed(sharing, sizes[-1]), len(nodes) + 1)
+    return f"{found} without dividing a group: ask for {needed} nodes, or lower {pool.key}"
+
+
+def _divisors(slots: int) -> str:
+    return ", ".join(str(n) for n in range(1, slots + 1) if slots % n == 0) + f" or a multiple of {slots}"
+
+
+def _check_nodes(nodes: Sequence[Node], rollout_nodes: Sequence[Node]) -> None:
+    if not nodes:
+        raise ConfigError("no node to run on: the node list is empty")
+    own = {node.name for node in nodes}
+    if both := sorted(own & {node.name for node in rollout_nodes}):
+        raise ConfigError(f"the pools overlap: {_some(both)} in the list of both; a node belongs to one of the lists")
+    for group in (nodes, rollout_nodes):
+        names = Counter(node.name for node in group)
+        for node in group:
+            if not _NODE_NAME.fullmatch(node.name):
+                raise ConfigError(f"node name {node.name!r} is malformed: expected letters, digits, '.', '_' and '-'")
+            if not node.slots:
+                raise ConfigError(f"node {node.name} has no GPU to run on: ask for nodes with GPUs, or leave it out")
+            if len(set(node.slots)) < len(node.slots):
+                raise ConfigError(f"node {node.name} has a slot twice: {list(node.slots)}")
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise ConfigError(f"the node list has {_some(twice)} more than once: name every node once")
+
+
+def _check_count(config: Config, pools: Sequence[_Pool], nodes: Sequence[Node]) -> None:
+    needed, found = sum(pool.slots for pool in pools), sum(len(node.slots) for node in nodes)
+    if needed <= found:
+        return
+    change, largest = "make a pool smaller", max(len(node.slots) for node in nodes)
+    if len(nodes) > 1:
+        change += f", or ask for {_nodes_needed(pools, largest)} nodes of {largest}"
+    elif config.machine.device != "cuda":
+        change += f", or let processes share cores with machine.slots={needed}"
+    where = f" on {_count(nodes)}" if len(nodes) > 1 else ""
+    raise ConfigError(f"the pools need {needed} slots ({', '.join(pool.asked for pool in pools)}) but there are "
+                      f"{found}{where}: {change}")  # fmt: skip
+
+
+def _nodes_needed(pools: Sequence[_Pool], slots: int) -> int:
+    """Nodes of `slots` slots that the pools take one after another."""
+    used, left = 0, 0
+    for pool in pools:
+        if pool.size > slots:
+            used, left = used + pool.count * -(-pool.size // slots), 0
+            continue
+        here, each = min(left // pool.size, pool.count), slots // pool.size
+        more = -(-(pool.count - here) // each)
+        used += more
+        left = slots - (pool.count - here - (more - 1) * each) * pool.size if more else left - pool.slots
+    return used
+
+
+def _check_alike(pool: _Pool, nodes: Sequence[Node], groups: Sequence[Sequence[Slot]]) -> None:
+    """Raises ConfigError where the pool lies on nodes of several sizes, or leaves a part of each of several unused."""
+    names = {slot.node for group in groups for slot in group}
+    used = [node for node in nodes if node.name in names]
+    by_size = {len(node.slots): node.name for node in reversed(used)}
+    if len(by_size) > 1:
+        mixed = ", ".join(f"{size} ({name})" for size, name in sorted(by_size.items(), reverse=True))
+        raise ConfigError(f"{pool.name} pool: its nodes have different numbers of slots: {mixed}; ask for nodes of one "
+                          "type, or give each pool nodes of its own type")  # fmt: skip
+    size = next(iter(by_size))
+    if len(used) > 1 and size % pool.size and pool.size % size:
+        raise ConfigError(f"{pool.key}: {pool.size} does not divide the {size} slots of a node, and the {pool.name} pool "
+                          f"lies on {len(used)} of them: set it to one of {_divisors(size)}")  # fmt: skip
+
+
+def _check_cores(placement: Placement) -> None:
+    """Every process needs a core; srun and sbatch give one a task where nobody asks for more."""
+    needed = {node.name: 0 for node in placement.nodes}
+    for process in placement.processes:
+        for name in [slot.node for slot in process.slots] or [process.node]:
+            needed[name] += 1
+    for node in placement.nodes:
+        if 0 < node.cpus < needed[node.name]:
+            raise ConfigError(f"node {node.name} gives {node.cpus} CPU cores for {needed[node.name]} processes: ask for at "
+                              "least one each, e.g. sbatch --exclusive or --cpus-per-task")  # fmt: skip
+
+
+def _by_process(placement: Placement) -> str:
+    rows = [("process", "pool", "slots")]
+    for p in placement.processes:
+        rows.append(
+            (p.name, p.pool, " ".join(f"{s.node}:{s.index}" for s in p.slots) or f"{p.node}, no slot of its own")
+        )
+    return "\n".join(_aligned(rows))
+
+
+def _by_node(placement: Placement) -> str:
+    trainers, engines = placement.pool("trainer"), placement.pool("rollout")
+    summary = f"{_count(placement.nodes)}: {len(trainers)} trainer ranks"
+    if engines:
+        summary += f", {len(engines)} engines of {len(engines[0].slots)}; controller on {placement.nodes[0].name}"
+    indices: dict[str, dict[str, list[int]]] = {node.name: {} for node in placement.nodes}
+    taken = dict.fromkeys(indices, 0)
+    for process in placement.processes:
+        for slot in process.slots:
+            found = indices[slot.node].setdefault(process.pool, [])
+            found += [process.index] if process.index not in found[-1:] else []
+            taken[slot.node] += 1
+    rows = [("node", "trainer ranks", *(["engines"] if engines else []), *(["idle slots"] if placement.idle else []))]
+    for node in placement.nodes:
+        own = indices[node.name]
+        cells = [node.name, _runs(own.get("trainer", [])), _runs(own.get("rollout", [])) if engines else ""]
+        rows.append((*filter(None, cells), *([str(len(node.slots) - taken[node.name])] if placement.idle else [])))
+    return "\n".join([summary + (f"; {placement.idle} idle slots" if placement.idle else ""), *_aligned(rows)])
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _runs(numbers: list[int]) -> str:
+    """Consecutive ones as `first–last`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs) or "-"
+
+
+def _count(nodes: Sequence[Node]) -> str:
+    return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -48,7 +48,7 @@ def test_a_launcher_that_is_killed_takes_its_run_along(local_run, world):
 
 
 def test_an_engine_that_cannot_start_shows_why(local_run, world):
-    started = local_run("no-cache", *small(world, **{"rollout.kv_cache_gb": 1e-6}))
+    started = local_run("no-cache", *small(world, **{"rollout.kv_cache_gb": 1e6}))
     assert started.wait(120) == 1
     assert "engine-0 ended with exit code" in started.output.splitlines()[-1]
     assert "cache" in started.output

@@ -28,6 +28,7 @@ def launch(world, tmp_path, *overrides):
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["reward.function=no.such:thing"], ["reward.function", "no.such"]),
         (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
+        (["rollout.kv_cache_gb=1e-6"], ["rollout.kv_cache_gb: 1e-06 holds 0 tokens", "56"]),
         (["data.max_prompt_tokens=2"], ["train.jsonl", "data.max_prompt_tokens is 2"]),
     ],
 )
@@ -71,6 +72,8 @@ def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):
     table = capsys.readouterr().out
     assert [name in table for name in ("trainer-0", "trainer-1", "engine-0", "engine-1", "controller")] == [True] * 5
     assert "localhost:4 localhost:5" in table
+    for words in ("gradients", "optimizer", "activations", "staging", "KV cache", "tokens", "checkpoint:"):
+        assert words in table
     assert not (tmp_path / "x").exists()
 
 

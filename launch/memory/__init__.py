@@ -1,0 +1,147 @@
+"""How much memory a run needs, from its config and the model's config.json: pure, without torch.
+
+Figures are those of the fullest rank of each pool. What is allocated by our own code or by Megatron is counted from
+the layout tables of reshard/architectures; what CUDA, NCCL and vLLM take besides is an allowance and called so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areal_megatron.config import Config, ConfigError, Trainer
+from launch.memory.activations import microbatch_tokens
+from launch.memory.engine import engine_memory, kv_tokens, longest_answer
+from launch.memory.parts import GIB, Part, RankMemory
+from launch.memory.trainer import checkpoint_bytes, trainer_memory
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    trainer: RankMemory
+    engine: RankMemory | None
+    """None in supervised training."""
+    checkpoint: int
+    """Bytes on disk."""
+    checkpoints: int
+    """That lie there at the same time, the one being written included; more with checkpoint.keep_every."""
+    gpu_gib: float
+    """Of one GPU; 0: not known."""
+
+    def table(self) -> str:
+        """Every part in GiB, and the checkpoint."""
+        lines = [line for rank in (self.trainer, self.engine) if rank for line in _lines(rank, self.gpu_gib)]
+        disk = f"checkpoint: {_gib(self.checkpoint)} GiB on disk"
+        if self.checkpoints:
+            disk += f", up to {self.checkpoints} at a time ({_gib(self.checkpoint * self.checkpoints)} GiB)"
+        return "\n".join([*lines, disk])
+
+
+def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0) -> MemoryPlan:
+    """What a run of `config` (machine.device chosen) takes on slots of `gpu_gib` GiB; 0: not known, nothing checked.
+
+    Raises ConfigError, with the figure, the limit and what to change, for trainers that do not fit, and for engines
+    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked.
+    """
+    on_cuda = config.machine.device == "cuda"
+    trainer = trainer_memory(config, hf_config, on_cuda)
+    if on_cuda and gpu_gib and trainer.total > gpu_gib * GIB:
+        raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
+    engine = None
+    if config.mode == "rl":
+        engine = engine_memory(config, hf_config, int(gpu_gib * GIB), on_cuda)
+        if (gpu_gib or not on_cuda) and not _holds_an_answer(config, hf_config, engine, on_cuda):
+            raise ConfigError(_engine_too_small(config, hf_config, engine, gpu_gib, on_cuda))
+    checkpoint, settings = checkpoint_bytes(config, hf_config), config.checkpoint
+    return MemoryPlan(trainer, engine, checkpoint, settings.keep + 1 if settings.every else 0, gpu_gib)
+
+
+def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
+    largest = sorted(found.parts, key=lambda part: -part.bytes)[:3]
+    problem = (f"a {found.holder} needs {_gib(found.total)} GiB "
+               f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}")  # fmt: skip
+    for text, trainer in _smaller_trainers(config):
+        try:
+            total = trainer_memory(replace(config, trainer=trainer), hf_config, on_cuda=True).total
+        except ConfigError:
+            continue
+        if total <= gpu_gib * GIB:
+            return f"{problem}: with {text} it is {_gib(total)}"
+    return f"{problem}: no tp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
+
+
+def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
+    """Other sizes on as many GPUs, those that cost the least speed first."""
+    t, longest = config.trainer, longest_answer(config) if config.mode == "rl" else 1
+    if microbatch_tokens(config) > longest:
+        yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
+    for recompute in dict.fromkeys((t.recompute, "full")):
+        extra = f" trainer.recompute={recompute}" if recompute != t.recompute else ""
+        if extra:
+            yield extra.strip(), replace(t, recompute=recompute)
+        for factor in (2, 4, 8, 16, 32, 64):
+            if t.dp % factor == 0:
+                dp = t.dp // factor
+                if t.tp * factor <= 8:
+                    yield (
+                        f"trainer.tp={t.tp * factor} dp={dp}{extra}",
+                        replace(t, tp=t.tp * factor, dp=dp, recompute=recompute),
+                    )
+                yield (
+                    f"trainer.pp={t.pp * factor} dp={dp}{extra}",
+                    replace(t, pp=t.pp * factor, dp=dp, recompute=recompute),
+                )
+    for factor in (2, 4, 8):
+        more = f"recompute=full on {factor} times as many GPUs"
+        yield f"trainer.dp={t.dp * factor} {more}", replace(t, recompute="full", dp=t.dp * factor)
+        yield f"trainer.pp={t.pp * factor} {more}", replace(t, recompute="full", pp=t.pp * factor)
+
+
+def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory, on_cuda: bool) -> bool:
+    """vLLM itself refuses to start otherwise."""
+    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda) >= longest_answer(config)
+
+
+def _engine_too_small(
+    config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float, on_cuda: bool
+) -> str:
+    left, longest = found.of("KV cache"), longest_answer(config)
+    tokens = kv_tokens(config, hf_config, left, on_cuda)
+    if not on_cuda:
+        return (f"rollout.kv_cache_gb: {config.rollout.kv_cache_gb:g} holds {tokens:,} tokens, an answer may have {longest:,} "
+                "with its prompt: raise it, or lower rollout.max_new_tokens")  # fmt: skip
+    used = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in found.parts if part.name != "KV cache")
+    problem = (f"an engine rank has {_gib(left)} GiB left for its KV cache on a GPU of {gpu_gib:g} ({used}): {tokens:,} "
+               f"tokens, an answer may have {longest:,} with its prompt")  # fmt: skip
+    for text, changed in _smaller_engines(config):
+        try:
+            engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda)
+        except ConfigError:
+            continue
+        if _holds_an_answer(changed, hf_config, engine, on_cuda):
+            return f"{problem}; with {text} it has {_gib(engine.of('KV cache'))}"
+    return f"{problem}; raise rollout.tp, or lower rollout.max_new_tokens"
+
+
+def _smaller_engines(config: Config) -> Iterator[tuple[str, Config]]:
+    r = config.rollout
+    for staging in dict.fromkeys((config.reshard.staging, "streamed")):
+        reshard = replace(config.reshard, staging=staging)
+        extra = " reshard.staging=streamed" if staging != config.reshard.staging else ""
+        for tp in (r.tp * factor for factor in (1, 2, 4, 8, 16)):
+            engines = max(r.engines * r.tp // tp, 1)
+            text = (f"rollout.tp={tp} engines={engines}" if tp != r.tp else "") + extra
+            yield text.strip(), replace(config, reshard=reshard, rollout=replace(r, tp=tp, engines=engines))
+
+
+def _lines(rank: RankMemory, gpu_gib: float) -> Iterator[str]:
+    yield f"memory of the fullest {rank.holder}, GiB"
+    width = max(len(part.name) for part in rank.parts)
+    share = f"of {gpu_gib:g}, {rank.total / GIB / gpu_gib:.0%}" if gpu_gib else ""
+    for part in (*rank.parts, Part("total", rank.total, share)):
+        yield f"  {part.name:<{width}} {_gib(part.bytes):>9}  {part.note}".rstrip()
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.2f}"

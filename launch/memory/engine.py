@@ -1,0 +1,91 @@
+"""What a rank of an engine holds, in bytes: pure formulas over vLLM's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from areal_megatron.config import Config
+from areal_megatron.reshard import vllm
+from areal_megatron.reshard.architectures import architecture
+from areal_megatron.reshard.architectures.table import LAYER_PREFIX
+from areal_megatron.reshard.layout import Layout
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS
+from areal_megatron.reshard.vllm import EngineSizes
+from launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, ITEMSIZE, LINK, Part, RankMemory
+
+UTILIZATION = 0.92
+"""Of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass of an engine on a GPU of 70 GiB and more (vLLM's default; less on smaller ones)."""
+BLOCK_TOKENS = {True: 16, False: 128}
+"""Tokens of a KV block, on CUDA and on CPU."""
+
+
+def engine_memory(config: Config, hf_config: Mapping[str, Any], gpu_bytes: int, on_cuda: bool) -> RankMemory:
+    """The fullest rank of an engine; its KV cache is what is left of `gpu_bytes` (0: not known; may be negative), on
+    CPU rollout.kv_cache_gb. Raises ConfigError where the sizes do not fit the model."""
+    sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
+    layout = max((vllm.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
+    weights, staged = _elements(layout), staging_elements(layout, config.reshard.staging == "streamed")
+    parts = [
+        Part("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
+        Part("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
+    ]
+    kv_cache = int(config.rollout.kv_cache_gb * GIB)
+    if on_cuda:
+        parts.append(Part("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"))
+        communicators = COMMUNICATOR * (sizes.ranks > 1) + LINK
+        parts.append(Part("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"))
+        kv_cache = int(UTILIZATION * gpu_bytes) - sum(part.bytes for part in parts)
+    if gpu_bytes or not on_cuda:
+        parts.append(Part("KV cache", kv_cache, kv_note(config, hf_config, kv_cache, on_cuda)))
+    return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
+
+
+def kv_tokens(config: Config, hf_config: Mapping[str, Any], kv_cache: int, on_cuda: bool) -> int:
+    """Tokens whose keys and values an engine holds, in whole blocks."""
+    block = BLOCK_TOKENS[on_cuda]
+    return max(kv_cache, 0) // (kv_bytes_per_token(config, hf_config) * block) * block
+
+
+def kv_bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Of one rank: keys and values of its heads in every layer; with tp above kv_heads the heads are replicated."""
+    d = architecture(hf_config).dimensions
+    heads = max(d.kv_heads // config.rollout.tp, 1)
+    return 2 * d.layers * heads * d.head_dim * ITEMSIZE[config.model.dtype]
+
+
+def longest_answer(config: Config) -> int:
+    """Tokens of the longest sequence, vLLM's max_model_len."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def kv_note(config: Config, hf_config: Mapping[str, Any], kv_cache: int, on_cuda: bool) -> str:
+    tokens, longest = kv_tokens(config, hf_config, kv_cache, on_cuda), longest_answer(config)
+    return (f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
+            f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}")  # fmt: skip
+
+
+def staging_elements(layout: Layout, streamed: bool) -> int:
+    """As reshard/staging.reserve: a second copy of the shard, or room for its largest layer and for two buckets."""
+    everything = _elements(layout)
+    if not streamed:
+        return everything
+    layer = sum(prod(shape[1:]) for name, shape in layout.held.items() if name.startswith(LAYER_PREFIX))
+    others = (prod(shape) for name, shape in layout.held.items() if not name.startswith(LAYER_PREFIX))
+    return min(everything, max(layer, *others, 2 * BUCKET_ELEMENTS))
+
+
+def _elements(layout: Layout) -> int:
+    return sum(map(prod, layout.held.values()))
+
+
+def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """The residual stream and a module's input and output, the widest inner activations, and for each running request
+    float32 logits three times: vLLM's sampler keeps log-probabilities and probabilities beside them."""
+    d, tp, element = architecture(hf_config).dimensions, config.rollout.tp, ITEMSIZE[config.model.dtype]
+    chosen = hf_config.get("num_experts_per_tok") or 0
+    inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, chosen * (d.hidden + 3 * d.expert_ffn / tp))
+    return round(BATCHED_TOKENS * element * (3 * d.hidden + inner) + 12 * config.rollout.max_running * d.vocabulary)

@@ -1,0 +1,70 @@
+"""What a run would look like, without starting it: `python -m launch.plan CONFIG [key=value …] --nodes 48 --gpus 8`.
+
+Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint; of the model only
+model.path/config.json is read. Exit code 2 where it cannot work, with one line that says what to change. Imports
+neither torch nor vllm: a laptop or a login node does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.model_check import check_model
+from areal_megatron.reshard.architectures import read_config
+from launch.memory import MemoryPlan, plan_memory
+from launch.pools import Node, Placement, allocate
+
+
+@dataclass(frozen=True)
+class Plan:
+    placement: Placement
+    memory: MemoryPlan
+
+    def table(self) -> str:
+        return f"{self.placement.table()}\n\n{self.memory.table()}"
+
+
+def plan(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = (), *, gpu_gib: float = 0,
+         weights: bool = True) -> Plan:  # fmt: skip
+    """Who runs where and how much memory that takes, for a config whose machine.device is chosen.
+
+    `rollout_nodes`: the engines' own, otherwise both pools share `nodes`. `gpu_gib`: GiB of one GPU, 0 if not known.
+    `weights`: whether the model's weights must be there too. Raises ConfigError for whatever cannot work.
+    """
+    placement = allocate(config, nodes, rollout_nodes)
+    check_model(config, weights)
+    return Plan(placement, plan_memory(config, read_config(config.model.path), gpu_gib))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__.split("\n")[0])
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of the cluster")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs of a node")
+    parser.add_argument(
+        "--gpu-gb", type=float, default=0, help="GiB of a GPU; without it nothing is refused for its memory"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.nodes < 1 or options.gpus < 1 or options.gpu_gb < 0:
+            raise ConfigError(f"--nodes {options.nodes} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected at least one "
+                              "node and one GPU")  # fmt: skip
+        config = configuration.load(options.config, options.overrides)
+        config.machine.device = "cuda"
+        nodes = [Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))
+                 for number in range(1, options.nodes + 1)]  # fmt: skip
+        print(plan(config, nodes, gpu_gib=options.gpu_gb, weights=False).table())
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

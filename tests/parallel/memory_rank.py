@@ -1,0 +1,90 @@
+"""Builds tiny models as the trainer does, on one rank, and prints what they hold as JSON; test_memory.py compares.
+
+python tests/parallel/memory_rank.py FOLDER     (with a folder of a model for each name of tiny_models.MODELS in use)
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from areal_megatron.config import Config, Data, Model
+from areal_megatron.config import Trainer as Sizes
+from areal_megatron.trainer import step
+from areal_megatron.trainer.batch import pack
+from areal_megatron.trainer.model import build_model, parallel_sizes
+from areal_megatron.trainer.optimizer import PolicyOptimizer
+
+TOKENS = 512
+CPU = torch.device("cpu")
+
+
+def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]:
+    """Bytes of buffers, optimizer states and tensors saved in a forward pass."""
+    config = Config(name="t", updates=1, mode="sft", model=Model(str(folder), dtype), data=Data(""),
+                    trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
+    chunks = build_model(config, parallel_sizes(config, CPU), CPU)
+    for parameter in chunks[0].parameters():
+        torch.nn.init.normal_(parameter.data, std=0.02)
+    buffers = [*chunks[0].buffers, *chunks[0].expert_parallel_buffers]
+    optimizer = PolicyOptimizer(config, chunks)
+    optimizer._allocate()
+    moments = [s[name] for s in optimizer._moments() for name in ("exp_avg", "exp_avg_sq")]
+    main = [p for group in optimizer.megatron.param_groups for p in group["params"]] if dtype == "bfloat16" else []
+    return {
+        "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for tensor in [*moments, *main]),
+        "saved": saved(chunks[0]),
+    }
+
+
+def saved(model: torch.nn.Module) -> int:
+    """Storage that the forward pass of one whole sequence keeps for the backward pass, beside the parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = tensor  # alive, so that its address is not used again
+        return tensor
+
+    microbatch = pack([np.arange(TOKENS, dtype=np.int32) % 50], [np.zeros(0, dtype=np.int64)], 1, CPU)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(microbatch.tokens, None, None, packed_seq_params=microbatch.packed)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def warm_up(pp: int, vpp: int, stage: int, microbatches: int) -> int:
+    """Forward passes before Megatron's schedule takes its first backward pass turn by turn."""
+    group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
+    pipeline = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+    return get_pp_rank_microbatches(microbatches, vpp, pp, p2p_communicator=pipeline)[2]
+
+
+def main() -> None:
+    folder, store, tp, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    dist.init_process_group("gloo", store=dist.FileStore(store, tp), rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
+    model_parallel_cuda_manual_seed(1)
+    cases = itertools.product(sorted(folder.iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full"))
+    schedules = [(pp, vpp, stage, count * pp) for pp in (2, 3, 4) for vpp in (1, 2, 3) for stage in range(pp)
+                 for count in (1, 2, 8)]  # fmt: skip
+    print(json.dumps({
+        "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
+        "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
+        "logits_elements": step.LOGITS_ELEMENTS,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

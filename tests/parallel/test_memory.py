@@ -1,0 +1,88 @@
+"""The memory plan against what Megatron's own modules allocate and save, byte for byte where it says so."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny_models import save_model
+
+from areal_megatron.config import Config, Data, Model, Trainer
+from areal_megatron.reshard.architectures import architecture, read_config
+from launch.memory import activations
+from launch.memory.parts import ITEMSIZE
+from launch.memory.trainer import LOGITS_ELEMENTS, stage_memory
+from tests.conftest import ROOT
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
+TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    for name in FAMILIES:
+        save_model(name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(world, tmp_path_factory):
+    """What the first rank of one and of two tensor-parallel ones holds."""
+    return {tp: measure(world, tmp_path_factory.mktemp("ranks"), tp) for tp in (1, 2)}
+
+
+def measure(world, folder, tp):
+    program = [sys.executable, ROOT / "tests/parallel/memory_rank.py", world, folder / "store", str(tp)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    outputs = [(folder / f"rank-{rank}.out").open("w+") for rank in range(tp)]
+    ranks = [subprocess.Popen([*program, str(rank)], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+             for rank, output in enumerate(outputs)]  # fmt: skip
+    try:
+        codes = [rank.wait(240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = (folder / "rank-0.out").read_text()
+    assert codes == [0] * tp, found
+    return json.loads(found.splitlines()[-1])
+
+
+def config(world, name, tp, dtype, recompute):
+    return Config(name="t", updates=1, mode="sft", model=Model(str(world / name), dtype), data=Data(""), batch_size=1,
+                  trainer=Trainer(tp=tp, recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_buffers_and_optimizer_states(world, measured, tp):
+    assert {name for name, *_ in measured[tp]["models"]} == set(FAMILIES)
+    for name, *case, found in measured[tp]["models"]:
+        plan = stage_memory(config(world, name, *case), read_config(world / name), 0, on_cuda=False)
+        elements = plan.of("parameters") // ITEMSIZE[case[1]]
+        # DDP's buffers begin each tensor at a multiple of 64 elements
+        assert plan.of("parameters") <= found["parameters"] <= 1.03 * plan.of("parameters"), (name, case)
+        assert 4 * elements <= found["gradients"] <= 1.03 * 4 * elements, (name, case)
+        assert plan.of("optimizer") == found["optimizer"], (name, case)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_saved_activations(world, measured, tp):
+    """One sequence, so that attention on CPU copies nothing."""
+    for name, *case, found in measured[tp]["models"]:
+        hf, asked = read_config(world / name), config(world, name, *case)
+        layer = activations.layer_of(asked, architecture(hf), hf.get("num_experts_per_tok") or 0, on_cuda=False)
+        passing = layer.passing + (layer.saved if asked.trainer.recompute == "full" else 0)
+        counted = activations.activations(asked, layer, 0) - TOKENS * passing
+        assert counted == pytest.approx(found["saved"], rel=2e-3), (name, case)
+
+
+def test_forward_passes_in_flight(world, measured):
+    for pp, vpp, stage, microbatches, warm_up in measured[1]["warm_up"]:
+        asked = config(world, "qwen3", 1, "bfloat16", "none")
+        asked.trainer.pp, asked.trainer.vpp, asked.batch_size = pp, vpp, microbatches
+        assert activations.in_flight(asked, stage) == min(warm_up + 1, vpp * microbatches)
+
+
+def test_the_chunk_of_logits_is_the_trainers(measured):
+    assert measured[1]["logits_elements"] == LOGITS_ELEMENTS
