@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -31,19 +32,25 @@ def forks():
 
 
 @pytest.fixture
-def on_ranks(tmp_path, forks):
-    """on_ranks(check, world, **arguments): calls <module>.<check>(folder, rank, **arguments) on `world` ranks.
+def on_ranks(tmp_path, start_ranks):
+    """start_ranks in a folder of the test's own."""
+    return partial(start_ranks, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def start_ranks(forks):
+    """start_ranks(folder, check, world, **arguments): calls <module>.<check>(folder, rank, **arguments) on `world` ranks.
 
     The module is trainer_checks unless the check is named module:check.
 
     Fails with the output of the first rank that failed; the others are ended.
     """
 
-    def run(check: str, world: int, **arguments) -> None:
+    def run(folder: Path, check: str, world: int, **arguments) -> None:
         check = check if ":" in check else f"trainer_checks:{check}"
-        outputs = [tmp_path / f"rank-{rank}.out" for rank in range(world)]
+        outputs = [folder / f"rank-{rank}.out" for rank in range(world)]
         ranks = [
-            forks.Process(target=trainer_rank.main, args=(check, tmp_path, rank, arguments, output), daemon=True)
+            forks.Process(target=trainer_rank.main, args=(check, folder, rank, arguments, output), daemon=True)
             for rank, output in enumerate(outputs)
         ]
         for process in ranks:

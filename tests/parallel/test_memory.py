@@ -1,9 +1,6 @@
 """The memory plan against what Megatron's own modules allocate and save, byte for byte where it says so."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from tiny_models import save_model
@@ -13,7 +10,6 @@ from areal_megatron.reshard.architectures import architecture, read_config
 from launch.memory import activations
 from launch.memory.parts import ITEMSIZE
 from launch.memory.trainer import LOGITS_ELEMENTS, stage_memory
-from tests.conftest import ROOT
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 TOKENS = 512
@@ -28,25 +24,14 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured(world, tmp_path_factory):
+def measured(world, tmp_path_factory, start_ranks):
     """What the first rank of one and of two tensor-parallel ones holds."""
-    return {tp: measure(world, tmp_path_factory.mktemp("ranks"), tp) for tp in (1, 2)}
-
-
-def measure(world, folder, tp):
-    program = [sys.executable, ROOT / "tests/parallel/memory_rank.py", world, folder / "store", str(tp)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    outputs = [(folder / f"rank-{rank}.out").open("w+") for rank in range(tp)]
-    ranks = [subprocess.Popen([*program, str(rank)], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-             for rank, output in enumerate(outputs)]  # fmt: skip
-    try:
-        codes = [rank.wait(240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found = (folder / "rank-0.out").read_text()
-    assert codes == [0] * tp, found
-    return json.loads(found.splitlines()[-1])
+    found = {}
+    for tp in (1, 2):
+        folder = tmp_path_factory.mktemp("ranks")
+        start_ranks(folder, "memory_checks:write_measured", tp, models=str(world), tp=tp)
+        found[tp] = json.loads((folder / "measured.json").read_text())
+    return found
 
 
 def config(world, name, tp, dtype, recompute):

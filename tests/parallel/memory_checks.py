@@ -1,11 +1,8 @@
-"""Builds tiny models as the trainer does, on one rank, and prints what they hold as JSON; test_memory.py compares.
-
-python tests/parallel/memory_rank.py FOLDER     (with a folder of a model for each name of tiny_models.MODELS in use)
-"""
+"""Tiny models built as the trainer builds them: trainer ranks write down what they hold, test_memory.py compares."""
 
 import itertools
 import json
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,20 +68,21 @@ def warm_up(pp: int, vpp: int, stage: int, microbatches: int) -> int:
     return get_pp_rank_microbatches(microbatches, vpp, pp, p2p_communicator=pipeline)[2]
 
 
-def main() -> None:
-    folder, store, tp, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    dist.init_process_group("gloo", store=dist.FileStore(store, tp), rank=rank, world_size=tp)
+def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
+    """measured.json in `folder`; `models`: a folder of models."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), tp), rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
     model_parallel_cuda_manual_seed(1)
-    cases = itertools.product(sorted(folder.iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full"))
+    cases = itertools.product(
+        sorted(Path(models).iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full")
+    )
     schedules = [(pp, vpp, stage, count * pp) for pp in (2, 3, 4) for vpp in (1, 2, 3) for stage in range(pp)
                  for count in (1, 2, 8)]  # fmt: skip
-    print(json.dumps({
+    measured = {
         "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
         "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
         "logits_elements": step.LOGITS_ELEMENTS,
-    }))  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    }  # fmt: skip
+    if rank == 0:
+        (folder / "measured.json").write_text(json.dumps(measured))
