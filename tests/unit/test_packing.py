@@ -1,11 +1,12 @@
 """Batches divided over replicas, mini-batches and micro-batches."""
 
 import numpy as np
+import packing_paper
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_megatron.data.packing import allocate, balance, partition, split
+from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=8, max_size=60)
@@ -60,12 +61,12 @@ def test_fewer_sequences_than_replicas_is_refused():
     ],
 )
 def test_algorithm_1(sizes, cap, least, expected):
-    assert allocate(np.array(sizes, dtype=np.int64), cap, least) == expected
+    assert packing_paper.allocate(np.array(sizes, dtype=np.int64), cap, least) == expected
 
 
 def test_balance_on_a_long_tail():
     lengths = np.random.default_rng(0).lognormal(9, 0.6, 512).astype(int)
-    loads = [lengths[group].sum() for group in balance(lengths, 8)]
+    loads = [lengths[group].sum() for group in packing_paper.balance(lengths, 8)]
     assert max(loads) < 1.01 * min(loads)
 
 
