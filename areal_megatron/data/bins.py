@@ -17,6 +17,8 @@ PAIR_EXCHANGES = 16
 """Of them, how many may move pairs too, each of which costs ten others."""
 NEIGHBOURS = 6
 """Pairs tried of a size with others of its bin: enough of them for any difference, and linear in n."""
+PAIRED = 128
+"""Of the sizes that fit a bin, how many of the largest are tried with a second one to fill it up."""
 PASSES = 4
 """How often the excess is passed on by single sizes before pairs are tried."""
 HUGE = 2**62
@@ -46,9 +48,11 @@ def pack(sizes: np.ndarray, cap: int, count: int) -> np.ndarray | None:
     Bins are about equally full if there is room enough for that. No bin is empty if there are as many sizes.
     Bin packing is NP-hard: None does not prove that there is no such packing.
     """
-    starts = [spread(sizes, count)]
-    if excess(sizes, starts[0], cap, count):
-        starts.append(best_fit(sizes, cap, count))
+    starts = []
+    for start in (lambda: spread(sizes, count), lambda: best_fit(sizes, cap, count), lambda: fill(sizes, cap, count)):
+        starts.append(start())
+        if not excess(sizes, starts[-1], cap, count):
+            break
     bins = repair(sizes, min(starts, key=lambda start: excess(sizes, start, cap, count)), cap, count)
     if bins is not None:
         fill_empty(bins, count)
@@ -89,6 +93,54 @@ def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
         room, bins[index] = rooms.pop()
         insort(rooms, (room - size, int(bins[index])))
     return bins
+
+
+def fill(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
+    """int64 [n]: the bin of each, one bin after the other as full as it gets: the largest that is left, and with it
+    others that fit, again the largest first, the last two of them the pair that leaves the least room.
+
+    What is left after the last bin goes where the most room is, so that bins may be over the cap.
+    """
+    order = np.concatenate(([-1], np.argsort(sizes, kind="stable")))
+    left = np.concatenate(([0], sizes[order[1:]]))  # the 0 is nothing, which completes a pair as well
+    bins, loads = np.empty(len(sizes), dtype=np.int64), np.zeros(count, dtype=np.int64)
+    spare, end = count * cap - int(sizes.sum()), len(left)
+    for number in range(count):
+        if end == 1:
+            break
+        room, members = _fullest(left[:end], cap, accepted=max(0, spare // (count - number)))
+        bins[order[members]] = number
+        loads[number] = cap - room
+        spare -= room
+        for member in members:  # in descending order
+            end -= 1
+            left[member:end] = left[member + 1 : end + 1]
+            order[member:end] = order[member + 1 : end + 1]
+    for place in range(end - 1, 0, -1):
+        bins[order[place]] = loads.argmin()
+        loads[bins[order[place]]] += left[place]
+    return bins
+
+
+def _fullest(left: np.ndarray, cap: int, accepted: int) -> tuple[int, list[int]]:
+    """Room left in a bin, and which of the ascending sizes `left` share it; `accepted` room is little enough."""
+    end = len(left) - 1
+    taken, room = [end], cap - int(left[end])
+    least, best = room, taken
+    while least > accepted:
+        end = int(left[:end].searchsorted(room, side="right"))  # those before it are free and fit
+        if end == 1:
+            break
+        first = max(1, end - PAIRED)
+        rest = room - left[first:end]
+        smaller = np.minimum(left[:end].searchsorted(rest, side="right"), np.arange(first, end)) - 1
+        rest -= left[smaller]
+        place = int(rest.argmin())
+        if rest[place] < least:
+            least, best = int(rest[place]), [*taken, first + place, int(smaller[place])]
+        end -= 1
+        taken, room = [*taken, end], room - int(left[end])
+    return least, [member for member in best if member]
 
 
 def repair(sizes: np.ndarray, start: np.ndarray, cap: int, count: int) -> np.ndarray | None:
