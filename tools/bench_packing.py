@@ -10,7 +10,7 @@ config.json that says what a sequence costs.
 
 Columns, summed over mini-batches: micro-batches of all replicas; the bound L2 of Martello and Toth on their number,
 rounded up to equally many on every replica; the sum of lengths over the cap; micro-batches over the cap (a single longer
-sequence is none); (highest − lowest) / mean over the replicas of FLOPs and of tokens, worst mini-batch; CPU time.
+sequence is none, and counts as one of the cap's length); (highest − lowest) / mean over the replicas of FLOPs and of tokens, worst mini-batch; CPU time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def judge(plan: Plan, lengths: np.ndarray, task: Task) -> dict[str, float]:
         figures["aligned L2"] += aligned(lower_bound(sizes, task.cap), task.dp)
         figures["sum / cap"] += int(-(-sizes.sum() // task.cap))
         figures["over the cap"] += sum(
-            len(microbatch) > 1 and lengths[microbatch].sum() > task.cap for share in shares for microbatch in share
+            len(microbatch) > 1 and int(lengths[microbatch].sum()) > task.cap
+            for share in shares
+            for microbatch in share
         )
         for key, values in (("FLOP imbalance", costs), ("token imbalance", lengths)):
             totals = np.array([values[share].sum() for share in members])
@@ -142,6 +144,20 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['over the cap']:>10}{row['FLOP imbalance']:>9.3%}{row['token imbalance']:>9.3%}"
             f"   {cell(row['ms'], 1, width=5)}"
         )
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Of all draws of each distribution: how many are at the bound, and the worst of the other columns."""
+    lines = []
+    for name in DISTRIBUTIONS:
+        for algorithm in ALGORITHMS:
+            mine = [row for row in rows if row["lengths"].startswith(name) and row["algorithm"] == algorithm]
+            reached = sum(row["bins"] == row["aligned L2"] for row in mine)
+            imbalance, slowest = (max(row["FLOP imbalance"] for row in mine), max(row["ms"]["median"] for row in mine))
+            lines.append(f"{name:<16}{algorithm:<13}{reached:>4} of {len(mine)} draws at the bound, at most "
+                         f"{sum(row['over the cap'] for row in mine)} over the cap, {imbalance:.3%} of FLOPs, "
+                         f"{slowest:,.1f} ms")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -197,11 +213,11 @@ def main() -> None:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     rows = [row for name, lengths in draws for row in measure(name, lengths, task, options.repetitions)]
-    print(f"dp {task.dp}, cap {task.cap:,}, {task.minibatches} mini-batches, FLOPs of {options.model.name}; "
+    print(f"dp {task.dp}, cap {task.cap:,}, mini-batches: {task.minibatches}, FLOPs of {options.model.name}; "
           f"ms: median (lowest – highest) of {options.repetitions}\n")  # fmt: skip
     print(table(rows))
     if not options.lengths:
-        print("\n" + PEERS)
+        print("\n" + summary(rows) + "\n\n" + PEERS)
     if options.json:
         kept = [{key: value for key, value in row.items() if options.lengths or key != "assignment"} for row in rows]
         settings = {"dp": task.dp, "cap": task.cap, "minibatches": task.minibatches, "model": options.model.name}

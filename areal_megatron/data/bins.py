@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from typing import NamedTuple
 
 import numpy as np
 
 EXCHANGES = 400
-"""After which `repair` gives up: two to three times as many as it took wherever it succeeded."""
-PAIR_EXCHANGES = 16
-"""Of them, how many may move pairs too, each of which costs ten others."""
-NEIGHBOURS = 6
-"""Pairs tried of a size with others of its bin: enough of them for any difference, and linear in n."""
+"""After which `repair` gives up; where it succeeds it takes at most as many as there are bins."""
 PAIRED = 128
-"""Of the sizes that fit a bin, how many of the largest are tried with a second one to fill it up."""
-PASSES = 4
-"""How often the excess is passed on by single sizes before pairs are tried."""
+"""Of the sizes that fit a bin, how many of the largest `fill` tries with a second one to fill it up."""
 HUGE = 2**62
 
 
@@ -146,36 +139,62 @@ def _fullest(left: np.ndarray, cap: int, accepted: int) -> tuple[int, list[int]]
 def repair(sizes: np.ndarray, start: np.ndarray, cap: int, count: int) -> np.ndarray | None:
     """The bins `start`, changed until none is over the cap; None if that did not succeed.
 
-    Each step exchanges a set of the fullest bin for a smaller one of another bin: what takes most off the excess of
-    all bins. Where nothing takes any off, the excess is passed on to a bin that may have more luck.
+    Each step exchanges a size of the fullest bin for a smaller one of another bin, or for nothing: what takes most off
+    the excess of all bins. Where nothing takes any off, the excess is passed on to a bin that may have more luck.
     """
-    single, loads = _Sets.single(sizes, start, count), _loads(sizes, start, count)
+    n, loads = len(sizes), _loads(sizes, start, count)
+    offers = np.concatenate((sizes, np.zeros(count, dtype=np.int64)))
+    bins = np.concatenate((start, np.arange(count)))  # the last ones offer nothing
     left = least = excess(sizes, start, cap, count)
-    stuck, passes, pair_exchanges = np.zeros(count, dtype=bool), 0, 0
+    stuck = np.zeros(count, dtype=bool)
     for _ in range(EXCHANGES):
         if not left:
             break
-        sets, fullest = single, int(loads.argmax())
-        exchange = _best_exchange(sets, fullest, loads, cap, stuck)
-        passes += exchange.gain <= 0
-        if exchange.gain <= 0 and (passes > PASSES or exchange.gain < -cap // 64):
-            passes, pair_exchanges = 0, pair_exchanges + 1
-            sets = single.with_pairs(len(sizes))
-            exchange = _best_exchange(sets, fullest, loads, cap, stuck)
-            if exchange.gain == -HUGE or pair_exchanges > PAIR_EXCHANGES:
-                break
-        stuck[fullest] |= exchange.gain <= 0
-        other, moved = int(sets.bins[exchange.taken]), sets.sizes[exchange.given] - sets.sizes[exchange.taken]
-        for chosen, target in ((exchange.given, other), (exchange.taken, fullest)):
-            members = sets.members[:, chosen]
-            single.bins[members[members >= 0]] = target
+        fullest = int(loads.argmax())
+        exchange = _best_exchange(offers, bins, fullest, loads, cap, stuck)
+        if exchange is None:
+            break
+        given, taken, gain = exchange
+        stuck[fullest] |= gain <= 0
+        other, moved = int(bins[taken]), offers[given] - offers[taken]
+        bins[given] = other
+        if taken < n:
+            bins[taken] = fullest
         loads[fullest] -= moved
         loads[other] += moved
-        left -= exchange.gain
+        left -= gain
         if left < least:
             least = left
             stuck[:] = False
-    return None if left else single.bins[: len(sizes)].copy()
+    return None if left else bins[:n]
+
+
+def _best_exchange(
+    offers: np.ndarray, bins: np.ndarray, fullest: int, loads: np.ndarray, cap: int, stuck: np.ndarray
+) -> tuple[int, int, int] | None:
+    """Of the fullest bin's sizes the one to give, the smaller one to take for it from a bin that is not stuck, and how
+    much that takes off the excess; None if there is no such pair.
+
+    The gain rises with the tokens moved up to min(over, room) and never afterwards, so that of the sizes that may be
+    given for another one only the two next to that can be best.
+    """
+    over, room = loads[fullest] - cap, np.maximum(cap - loads, 0)
+    own = np.flatnonzero((bins == fullest) & (offers > 0))
+    own = own[np.argsort(offers[own], kind="stable")]
+    given = np.concatenate(([-HUGE], offers[own], [HUGE]))
+    closed = stuck.copy()
+    closed[fullest] = True
+
+    place = np.searchsorted(given, offers + np.minimum(over, room)[bins], side="right")
+    below, above = given[place - 1] - offers, given[place] - offers
+    from_below = np.where(below > 0, below, -HUGE)
+    from_above = np.minimum(above, over) - np.maximum(above - room[bins], 0)
+    gains = np.where(closed[bins], -HUGE, np.maximum(from_below, from_above))
+    taken = int(gains.argmax())
+    if gains[taken] <= -cap:
+        return None
+    index = place[taken] - (1 if from_above[taken] >= from_below[taken] else 2)
+    return int(own[index]), taken, int(gains[taken])
 
 
 def fill_empty(bins: np.ndarray, count: int) -> None:
@@ -188,74 +207,6 @@ def fill_empty(bins: np.ndarray, count: int) -> None:
         bins[np.flatnonzero(bins == most)[-1]] = empty
         members[most] -= 1
         members[empty] = 1
-
-
-class _Sets(NamedTuple):
-    """What bins can give: one of their members, nothing, or two members."""
-
-    members: np.ndarray
-    """int64 [2, N], −1 for none"""
-    sizes: np.ndarray
-    bins: np.ndarray
-
-    @classmethod
-    def single(cls, sizes: np.ndarray, bins: np.ndarray, count: int) -> _Sets:
-        """The n sizes, then nothing from each bin."""
-        n = len(sizes)
-        first = np.concatenate((np.arange(n), np.full(count, -1)))
-        return cls(
-            members=np.stack((first, np.full(n + count, -1))),
-            sizes=np.concatenate((sizes, np.zeros(count, dtype=np.int64))),
-            bins=np.concatenate((bins, np.arange(count))),
-        )
-
-    def with_pairs(self, n: int) -> _Sets:
-        """These and pairs of the n single ones."""
-        order = np.argsort(self.bins[:n], kind="stable")
-        members, ordered = [self.members], self.bins[order]
-        for distance in range(1, min(NEIGHBOURS, n - 1) + 1):
-            same = np.flatnonzero(ordered[:-distance] == ordered[distance:])
-            members.append(np.stack((order[same], order[same + distance])))
-        pairs = np.concatenate(members[1:], axis=1) if len(members) > 1 else np.zeros((2, 0), dtype=np.int64)
-        return _Sets(
-            members=np.concatenate((self.members, pairs), axis=1),
-            sizes=np.concatenate((self.sizes, self.sizes[pairs].sum(0))),
-            bins=np.concatenate((self.bins, self.bins[pairs[0]])),
-        )
-
-
-class _Exchange(NamedTuple):
-    given: int
-    """Set of the fullest bin."""
-    taken: int
-    """Set of another bin, smaller than `given`."""
-    gain: int
-    """Tokens that the exchange takes off the excess of all bins; −HUGE if there is none."""
-
-
-def _best_exchange(sets: _Sets, fullest: int, loads: np.ndarray, cap: int, barred: np.ndarray) -> _Exchange:
-    """The one that gains most, with a bin that is not barred.
-
-    The gain rises with the tokens moved up to min(over, room) and never afterwards, so that of the sets that may be
-    given for another one only the two next to that can be best.
-    """
-    over, room = loads[fullest] - cap, np.maximum(cap - loads, 0)
-    own = np.flatnonzero((sets.bins == fullest) & (sets.sizes > 0))
-    own = own[np.argsort(sets.sizes[own], kind="stable")]
-    offered = np.concatenate(([-HUGE], sets.sizes[own], [HUGE]))
-    closed = barred.copy()
-    closed[fullest] = True
-
-    place = np.searchsorted(offered, sets.sizes + np.minimum(over, room)[sets.bins], side="right")
-    below, above = offered[place - 1] - sets.sizes, offered[place] - sets.sizes
-    from_above = np.minimum(above, over) - np.maximum(above - room[sets.bins], 0)
-    from_below = np.where(below > 0, below, -HUGE)
-    gains = np.where(closed[sets.bins], -HUGE, np.maximum(from_below, from_above))
-    taken = int(gains.argmax())
-    if gains[taken] <= -cap:
-        return _Exchange(-1, -1, -HUGE)
-    given = own[place[taken] - (1 if from_above[taken] >= from_below[taken] else 2)]
-    return _Exchange(int(given), taken, int(gains[taken]))
 
 
 def _loads(sizes: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:

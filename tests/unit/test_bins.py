@@ -76,17 +76,26 @@ def test_the_optimum_is_found(low):
         assert_packed(pack(sizes, CAP, count), sizes, CAP, count)
 
 
-@pytest.mark.parametrize(("count", "free"), [(8, 20), (40, 10)])
-def test_bins_that_were_filled_are_filled_again(count, free, monkeypatch):
-    """Each bin of 4096 cut into four to six sizes, with `free` tokens a bin left out; the starts alone do not do it."""
+@pytest.mark.parametrize(("count", "free"), [(8, 20), (40, 5), (200, 1)])
+def test_bins_that_were_filled_are_filled_again(count, free):
+    """Each bin of 4096 cut into four to six sizes, with `free` tokens a bin left out."""
     random, cap = np.random.default_rng(count), 4096
     cuts = [np.sort(random.choice(cap - 1, random.integers(3, 6), replace=False) + 1) for _ in range(count)]
     sizes = random.permutation(np.concatenate([np.diff([0, *cut, cap]) for cut in cuts]))
     sizes[np.argsort(-sizes)[:count]] -= free
     assert lower_bound(sizes, cap) == count
     assert_packed(pack(sizes, cap, count), sizes, cap, count)
-    monkeypatch.setattr(bins, "EXCHANGES", 0)
-    assert pack(sizes, cap, count) is None
+
+
+def test_exchanges_bring_bins_under_the_cap():
+    sizes, cap = np.random.default_rng(0).lognormal(7, 0.3, 400).astype(np.int64), 4096
+    count = lower_bound(sizes, cap) + 1
+    start = bins.spread(sizes, count)
+    before = start.copy()
+    assert bins.excess(sizes, start, cap, count) > 0
+    assert_packed(bins.repair(sizes, start, cap, count), sizes, cap, count)
+    assert np.array_equal(start, before)
+    assert bins.repair(sizes, start, cap - 50, count) is None  # less than there are tokens
 
 
 def test_empty_bins_take_from_those_with_most():
