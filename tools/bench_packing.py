@@ -155,8 +155,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
             mine = [row for row in rows if row["lengths"].startswith(name) and row["algorithm"] == algorithm]
             reached = sum(row["bins"] == row["aligned L2"] for row in mine)
             imbalance, slowest = (max(row["FLOP imbalance"] for row in mine), max(row["ms"]["median"] for row in mine))
-            lines.append(f"{name:<16}{algorithm:<13}{reached:>4} of {len(mine)} draws at the bound, at most "
-                         f"{sum(row['over the cap'] for row in mine)} over the cap, {imbalance:.3%} of FLOPs, "
+            lines.append(f"{name:<16}{algorithm:<13}{reached:>4} of {len(mine)} draws at the bound, "
+                         f"{sum(row['over the cap'] for row in mine)} over the cap; at most {imbalance:.3%} of FLOPs, "
                          f"{slowest:,.1f} ms")  # fmt: skip
     return "\n".join(lines)
 
