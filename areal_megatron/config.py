@@ -73,6 +73,11 @@ class Trainer:
     microbatch_tokens: int = 32768
     """Token cap of a packed micro-batch; a longer trajectory gets a micro-batch of its own."""
 
+    @property
+    def microbatch_multiple(self) -> int:
+        """Virtual stages take micro-batches in groups of as many as there are stages."""
+        return self.pp if self.vpp > 1 else 1
+
 
 @dataclass
 class Optimizer:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import split
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.rollout.generation import Generation
@@ -40,9 +41,11 @@ class Stopwatch:
 class Batches:
     """One batch at a time: asked for, formed, handed to every replica, trained."""
 
-    def __init__(self, config: Config, schedule: Schedule, generation: Generation, first: int = 0):
-        """`first`: batches that the run has trained before."""
-        self._config, self._schedule, self._generation = config, schedule, generation
+    def __init__(
+        self, config: Config, schedule: Schedule, generation: Generation, flops: SequenceFlops, first: int = 0
+    ):
+        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before."""
+        self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
         self.number = first
         self._parts: list[BatchPart] | None = None
         self._account: dict[str, Any] = {}
@@ -86,7 +89,8 @@ class Batches:
         config, version = self._config, self._schedule.version
         trajectories = [trajectory for group in groups for trajectory in self._generation.take(group)]
         self._parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + self.number,
-                            minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens)  # fmt: skip
+                            minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens, flops=self._flops,
+                            multiple=config.trainer.microbatch_multiple)  # fmt: skip
         self._account = describe(trajectories, version, config.reward.range[1])
         self._formed.set()
 

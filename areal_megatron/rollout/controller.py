@@ -19,6 +19,7 @@ import msgspec
 
 from areal_megatron import checkpoint_folder
 from areal_megatron.config import Config, ConfigError, load
+from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, write_status
@@ -79,7 +80,8 @@ class Controller:
         self.links: list[EngineLink] = []
         self.generation = Generation(config, self.schedule, self.engines, prompts, tokenizer.stop_tokens, scorer,
                                      self.timeline, on_finished=lambda: self.batches.try_form())  # fmt: skip
-        self.batches = Batches(config, self.schedule, self.generation, self.start.batches)
+        self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
+                               self.start.batches)  # fmt: skip
         self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline)
         self.service = Service(config.machine.host, run.token, self._handle)
         self.phase = "starting engines"

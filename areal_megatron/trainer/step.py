@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import Config
+from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import partition
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.model_check import check_model
@@ -83,6 +84,7 @@ class Trainer:
         self.device = self.parallel.device
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
+        self._flops = SequenceFlops.of(self.hf_config)
         self.chunks = build_model(config, self.sizes, self.device)
         hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
         self.optimizer = PolicyOptimizer(config, self.chunks)
@@ -171,7 +173,10 @@ class Trainer:
         """
         start = time.monotonic()
         trainer = self.config.trainer
-        plan = partition([len(tokens) for tokens, _ in examples], trainer.dp, 1, trainer.microbatch_tokens, seed=0)
+        lengths, prompts = [len(tokens) for tokens, _ in examples], [prompt for _, prompt in examples]
+        costs = self._flops(lengths, np.subtract(lengths, prompts))
+        plan = partition(lengths, trainer.dp, 1, trainer.microbatch_tokens, seed=0, costs=costs,
+                         multiple=trainer.microbatch_multiple)  # fmt: skip
         tally, steps, work = Tally(), Steps(before_step), []
         for members in plan[self.replica][0]:
             chosen = [examples[i] for i in members]

@@ -1,11 +1,18 @@
 """Batches divided over replicas, mini-batches and micro-batches."""
 
+from itertools import product
+
+import bench_packing
 import numpy as np
+import packing_paper
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_megatron.data.packing import allocate, balance, partition, split
+from areal_megatron.data.balance import Shares
+from areal_megatron.data.bins import lower_bound
+from areal_megatron.data.flops import SequenceFlops
+from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=8, max_size=60)
@@ -60,12 +67,12 @@ def test_fewer_sequences_than_replicas_is_refused():
     ],
 )
 def test_algorithm_1(sizes, cap, least, expected):
-    assert allocate(np.array(sizes, dtype=np.int64), cap, least) == expected
+    assert packing_paper.allocate(np.array(sizes, dtype=np.int64), cap, least) == expected
 
 
 def test_balance_on_a_long_tail():
     lengths = np.random.default_rng(0).lognormal(9, 0.6, 512).astype(int)
-    loads = [lengths[group].sum() for group in balance(lengths, 8)]
+    loads = [lengths[group].sum() for group in packing_paper.balance(lengths, 8)]
     assert max(loads) < 1.01 * min(loads)
 
 
@@ -79,3 +86,71 @@ def test_parts_index_their_own_trajectories():
         uids = [[[part.trajectories[i].uid for i in bin_] for bin_ in minibatch] for minibatch in part.minibatches]
         assert uids == expected
         assert len(part.trajectories) == sum(len(bin_) for minibatch in expected for bin_ in minibatch)
+
+
+def test_trajectories_cost_what_flops_says():
+    """Only the trained tokens differ: a replica gets one long and one short share of them."""
+    trajectories = [trajectory(uid, 50) for uid in range(4)]
+    for t in trajectories[2:]:
+        t.loss_mask = np.zeros(49, np.uint8)
+    flops = SequenceFlops(token=1.0, trained=10.0, pair=0.0)
+    for seed in range(8):
+        parts = split(trajectories, version=0, replicas=2, minibatches=1, cap=100, seed=seed, flops=flops)
+        assert [sum(int(t.loss_mask.sum()) for t in part.trajectories) for part in parts] == [49, 49]
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3), st.integers(100, 400))
+def test_costs_and_multiples_keep_the_promises_too(lengths, replicas, minibatches, multiple, cap):
+    costs = np.array(lengths) * 100.0 + np.square(lengths)
+    plan = partition(lengths, replicas, minibatches, cap, 0, costs, multiple)
+    assert plan == partition(lengths, replicas, minibatches, cap, 0, costs, multiple)
+    flat = [i for replica in plan for minibatch in replica for microbatch in minibatch for i in microbatch]
+    assert sorted(flat) == list(range(len(lengths)))
+    for shares in zip(*plan, strict=True):
+        [count] = {len(share) for share in shares}
+        assert count % multiple == 0
+        members = [i for share in shares for microbatch in share for i in microbatch]
+        assert replicas * count >= lower_bound(np.minimum(np.array(lengths)[members], cap), cap)
+        for share in shares:
+            spent = [costs[microbatch].sum() for microbatch in share]
+            assert spent == sorted(spent, reverse=True) and spent[0] > 0
+            assert all(sum(lengths[i] for i in microbatch) <= cap or len(microbatch) == 1 for microbatch in share)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_sequences_are_about_as_level_as_any_choice_of_the_same_bins(seed):
+    """All ways to put seven sequences into two bins on each of two replicas, the ones over the cap left out."""
+    random = np.random.default_rng(seed)
+    sizes = random.integers(5, 40, 7)
+    costs, cap, bins = sizes * 50.0 + sizes**2, 70, np.array([0, 0, 1, 1, 2, 2, 3])
+    cap = max(cap, int(np.bincount(bins, sizes).max()))
+    choices = np.array(list(product(range(4), repeat=7)))
+    loads = np.stack([(sizes * (choices == number)).sum(1) for number in range(4)])
+    first = (costs * (choices < 2)).sum(1)
+    fewest = np.maximum(first, costs.sum() - first)[(loads <= cap).all(0)].min()
+    shares = Shares(sizes, costs, bins, cap, 4, 2)
+    shares.level()
+    assert shares.loads.max() <= cap and np.bincount(shares.owners).tolist() == [2, 2]
+    np.testing.assert_allclose(shares.totals.sum(), costs.sum())
+    assert fewest <= shares.totals.max() + 1e-9 <= 1.1 * fewest
+
+
+@pytest.mark.parametrize(("name", "seed"), product(bench_packing.DISTRIBUTIONS, range(3)))
+def test_generated_lengths_reach_the_bound_and_the_balance(name, seed):
+    lengths, task = bench_packing.generate(name, seed), bench_packing.Task()
+    figures = bench_packing.judge(bench_packing.ours(lengths, task), lengths, task)
+    assert figures["bins"] == figures["aligned L2"] and figures["over the cap"] == 0
+    assert figures["FLOP imbalance"] <= 1e-3
+
+
+def test_one_more_microbatch_where_full_ones_leave_nothing_to_shift():
+    """200 tokens fill one micro-batch of each replica, but then 60² + 4 · 10² stand against 40² + 6 · 10²."""
+    lengths = [60, 40, *[10] * 10]
+    costs = np.square(lengths).astype(np.float64)
+    plan = partition(lengths, 2, 1, 100, 0, costs)
+    assert [len(minibatch) for [minibatch] in plan] == [2, 2]
+    spent = [sum(costs[i] for microbatch in minibatch for i in microbatch) for [minibatch] in plan]
+    assert sorted(spent) == [2600, 3600]
+    level = partition([60, 60, 40, 40], 2, 1, 100, 0, np.array([36.0, 36.0, 16.0, 16.0]))
+    assert [len(minibatch) for [minibatch] in level] == [1, 1]

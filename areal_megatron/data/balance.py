@@ -1,0 +1,117 @@
+"""Which replica gets which micro-batches, so that all have the same to compute. numpy only, deterministic."""
+
+from __future__ import annotations
+
+import numpy as np
+
+TOLERANCE = 1e-4
+"""Of the mean cost of a replica: closer than that nobody waits measurably."""
+LEAST_RELIEF = TOLERANCE / 10
+"""Of the mean cost; what relieves a replica by less is not worth an exchange."""
+EXCHANGES = 200
+"""Between two replicas, after which the balance is left as it is; tens are enough."""
+PARTNERS = 16
+"""Replicas with the least to compute that are asked to relieve the one with the most."""
+
+
+class Shares:
+    """n sequences in bins, the bins on replicas, equally many on each. The bins' loads never exceed the cap.
+
+    `sizes` int64 [n] in tokens and at most `cap`, `costs` float64 [n] above 0, `bins` int64 [n].
+    """
+
+    def __init__(self, sizes: np.ndarray, costs: np.ndarray, bins: np.ndarray, cap: int, count: int, replicas: int):
+        self.sizes, self.costs, self.bins, self.cap = sizes, costs, bins.copy(), cap
+        self.loads = np.bincount(bins, sizes, count).astype(np.int64)
+        self.bin_costs = np.bincount(bins, costs, count)
+        self.owners = deal(self.bin_costs, replicas)
+        """int64 [count]: the replica of each bin"""
+        self.totals = np.bincount(self.owners, self.bin_costs, replicas)
+        """float64 [replicas]: cost of each"""
+
+    def level(self) -> None:
+        """Relieves the costliest replica until all are within TOLERANCE or no exchange with one of
+        the PARTNERS relieves it."""
+        for _ in range(EXCHANGES):
+            replicas = np.argsort(self.totals, kind="stable").tolist()
+            most, mean = replicas[-1], self.totals.mean()
+            if self.totals[most] - self.totals[replicas[0]] <= TOLERANCE * mean:
+                return
+            if not any(
+                self._swap_bins(most, other) or self._swap_sequences(most, other) for other in replicas[:-1][:PARTNERS]
+            ):
+                return
+
+    @property
+    def imbalance(self) -> float:
+        """What the costliest replica has beyond the mean, as a share of the mean: time that the others wait."""
+        return float(self.totals.max() / self.totals.mean() - 1)
+
+    def microbatches(self) -> list[list[list[int]]]:
+        """Indices of sequences by [replica][micro-batch], the costliest micro-batches first: those of the same
+        place run at the same time and wait for each other where replicas share experts."""
+        members: list[list[int]] = [[] for _ in self.owners]
+        for index, number in enumerate(self.bins.tolist()):
+            members[number].append(index)
+        order = np.argsort(-self.bin_costs, kind="stable")
+        return [[members[i] for i in order[self.owners[order] == replica]] for replica in range(len(self.totals))]
+
+    def _swap_bins(self, giver: int, taker: int) -> bool:
+        given, taken = np.flatnonzero(self.owners == giver), np.flatnonzero(self.owners == taker)
+        moved = self.bin_costs[given][:, None] - self.bin_costs[taken]
+        place = self._closest(moved, giver, taker)
+        if place is None:
+            return False
+        self.owners[given[place[0]]], self.owners[taken[place[1]]] = taker, giver
+        self._move(moved[place], giver, taker)
+        return True
+
+    def _swap_sequences(self, giver: int, taker: int) -> bool:
+        """One of the giver's against one of the taker's, or against nothing, where both bins have the room."""
+        given = np.flatnonzero(self.owners[self.bins] == giver)
+        taken = np.flatnonzero(self.owners[self.bins] == taker)
+        empty = np.flatnonzero(self.owners == taker)
+        homes = np.concatenate((self.bins[taken], empty))
+        nothing = np.zeros(len(empty), dtype=np.int64)
+        moved = self.costs[given][:, None] - np.concatenate((self.costs[taken], nothing))
+        tokens = self.sizes[given][:, None] - np.concatenate((self.sizes[taken], nothing))
+        room = self.cap - self.loads
+        fits = (tokens <= room[homes]) & (-tokens <= room[self.bins[given]][:, None])
+        place = self._closest(np.where(fits, moved, 0.0), giver, taker)
+        if place is None:
+            return False
+        source, target = self.bins[given[place[0]]], homes[place[1]]
+        self.bins[given[place[0]]] = target
+        if place[1] < len(taken):
+            self.bins[taken[place[1]]] = source
+        self.loads[source] -= tokens[place]
+        self.loads[target] += tokens[place]
+        self.bin_costs[source] -= moved[place]
+        self.bin_costs[target] += moved[place]
+        self._move(moved[place], giver, taker)
+        return True
+
+    def _closest(self, moved: np.ndarray, giver: int, taker: int) -> tuple[int, int] | None:
+        """Where the cost moved comes closest to levelling the two replicas; None if nothing relieves the giver."""
+        difference = self.totals[giver] - self.totals[taker]
+        distance = np.abs(moved - difference / 2)
+        row, column = np.unravel_index(int(distance.argmin()), moved.shape)
+        relief = difference / 2 - distance[row, column]
+        return (row, column) if relief > LEAST_RELIEF * self.totals.mean() else None
+
+    def _move(self, cost: float, giver: int, taker: int) -> None:
+        self.totals[giver] -= cost
+        self.totals[taker] += cost
+
+
+def deal(costs: np.ndarray, replicas: int) -> np.ndarray:
+    """int64 [count]: the replica of each bin, equally many for each; the costliest first, to the replica with the
+    least cost among those that lack bins."""
+    owners, totals = np.empty(len(costs), dtype=np.int64), np.zeros(replicas)
+    missing = np.full(replicas, len(costs) // replicas)
+    for number in np.argsort(-costs, kind="stable").tolist():
+        owner = int(np.where(missing > 0, totals, np.inf).argmin())
+        owners[number] = owner
+        totals[owner] += costs[number]
+        missing[owner] -= 1
+    return owners

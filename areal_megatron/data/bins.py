@@ -1,0 +1,219 @@
+"""Bin packing: which sizes go together so that a given number of bins suffices under a cap.
+
+Sizes are int64 [n] between 1 and the cap. Everything is deterministic and needs numpy only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+
+import numpy as np
+
+EXCHANGES = 400
+"""After which `repair` gives up; where it succeeds it takes at most as many as there are bins."""
+PAIRED = 128
+"""Of the sizes that fit a bin, how many of the largest `fill` tries with a second one to fill it up."""
+HUGE = 2**62
+
+
+def lower_bound(sizes: np.ndarray, cap: int) -> int:
+    """No packing has fewer bins: the bound L2 of Martello and Toth (Knapsack Problems, 1990, Section 8.3).
+
+    Sizes above cap / 2 need a bin each. For each threshold t, those above cap − t leave room for no size of t or
+    more, so the sizes from t to cap / 2 share what the other large ones leave and bins of their own.
+    """
+    if not len(sizes):
+        return 0
+    ordered = np.sort(sizes)
+    before = np.concatenate(([0], np.cumsum(ordered)))
+    half = int(np.searchsorted(ordered, cap // 2, side="right"))
+    thresholds = np.concatenate(([0], ordered[:half]))
+    closed = np.maximum(np.searchsorted(ordered, cap - thresholds, side="right"), half)
+    small = before[half] - before[np.searchsorted(ordered, thresholds)]
+    room = (closed - half) * cap - (before[closed] - before[half])
+    return len(ordered) - half + max(0, int((-((room - small) // cap)).max()))
+
+
+def pack(sizes: np.ndarray, cap: int, count: int) -> np.ndarray | None:
+    """int64 [n]: the bin of each size, of `count` bins none of which exceeds `cap`; None if that was not found.
+
+    Bins are about equally full if there is room enough for that. No bin is empty if there are as many sizes.
+    Bin packing is NP-hard: None does not prove that there is no such packing.
+    """
+    starts = []
+    for start in (lambda: spread(sizes, count), lambda: best_fit(sizes, cap, count), lambda: fill(sizes, cap, count)):
+        starts.append(start())
+        if not excess(sizes, starts[-1], cap, count):
+            break
+    bins = repair(sizes, min(starts, key=lambda start: excess(sizes, start, cap, count)), cap, count)
+    if bins is not None:
+        fill_empty(bins, count)
+    return bins
+
+
+def excess(sizes: np.ndarray, bins: np.ndarray, cap: int, count: int) -> int:
+    """What all bins together hold above the cap."""
+    return int(np.maximum(_loads(sizes, bins, count) - cap, 0).sum())
+
+
+def spread(weights: np.ndarray, count: int) -> np.ndarray:
+    """int64 [n]: the bin of each, of `count` bins of about the same sum; the largest first, to the lightest bin."""
+    bins = np.empty(len(weights), dtype=np.int64)
+    loads = [(0, number) for number in range(count)]
+    for index, weight in _descending(weights):
+        load, bins[index] = loads[0]
+        heapq.heapreplace(loads, (load + weight, int(bins[index])))
+    return bins
+
+
+def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
+    """int64 [n]: the bin of each, the largest first into the bin with the least room that is enough.
+
+    What fits nowhere once all bins are open goes where the most room is, so that bins may be over the cap.
+    """
+    bins = np.empty(len(sizes), dtype=np.int64)
+    rooms = [(cap, number) for number in range(count)]
+    unplaced = []
+    for index, size in _descending(sizes):
+        place = bisect_left(rooms, (size, -1))
+        if place == count:
+            unplaced.append((index, size))
+            continue
+        room, bins[index] = rooms.pop(place)
+        insort(rooms, (room - size, int(bins[index])))
+    for index, size in unplaced:
+        room, bins[index] = rooms.pop()
+        insort(rooms, (room - size, int(bins[index])))
+    return bins
+
+
+def fill(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
+    """int64 [n]: the bin of each, one bin after the other as full as it gets: the largest that is left, and with it
+    others that fit, again the largest first, the last two of them the pair that leaves the least room.
+
+    What is left after the last bin goes where the most room is, so that bins may be over the cap.
+    """
+    order = np.concatenate(([-1], np.argsort(sizes, kind="stable")))
+    left = np.concatenate(([0], sizes[order[1:]]))  # the 0 is nothing, which completes a pair as well
+    bins, loads = np.empty(len(sizes), dtype=np.int64), np.zeros(count, dtype=np.int64)
+    spare, end = count * cap - int(sizes.sum()), len(left)
+    for number in range(count):
+        if end == 1:
+            break
+        room, members = _fullest(left[:end], cap, accepted=max(0, spare // (count - number)))
+        bins[order[members]] = number
+        loads[number] = cap - room
+        spare -= room
+        for member in members:  # in descending order
+            end -= 1
+            left[member:end] = left[member + 1 : end + 1]
+            order[member:end] = order[member + 1 : end + 1]
+    for place in range(end - 1, 0, -1):
+        bins[order[place]] = loads.argmin()
+        loads[bins[order[place]]] += left[place]
+    return bins
+
+
+def _fullest(left: np.ndarray, cap: int, accepted: int) -> tuple[int, list[int]]:
+    """Room left in a bin, and which of the ascending sizes `left` share it; `accepted` room is little enough."""
+    end = len(left) - 1
+    taken, room = [end], cap - int(left[end])
+    least, best = room, taken
+    while least > accepted:
+        end = int(left[:end].searchsorted(room, side="right"))  # those before it are free and fit
+        if end == 1:
+            break
+        first = max(1, end - PAIRED)
+        rest = room - left[first:end]
+        smaller = np.minimum(left[:end].searchsorted(rest, side="right"), np.arange(first, end)) - 1
+        rest -= left[smaller]
+        place = int(rest.argmin())
+        if rest[place] < least:
+            least, best = int(rest[place]), [*taken, first + place, int(smaller[place])]
+        end -= 1
+        taken, room = [*taken, end], room - int(left[end])
+    return least, [member for member in best if member]
+
+
+def repair(sizes: np.ndarray, start: np.ndarray, cap: int, count: int) -> np.ndarray | None:
+    """The bins `start`, changed until none is over the cap; None if that did not succeed.
+
+    Each step exchanges a size of the fullest bin for a smaller one of another bin, or for nothing: what takes most off
+    the excess of all bins. Where nothing takes any off, the excess is passed on to a bin that may have more luck.
+    """
+    n, loads = len(sizes), _loads(sizes, start, count)
+    offers = np.concatenate((sizes, np.zeros(count, dtype=np.int64)))
+    bins = np.concatenate((start, np.arange(count)))  # the last ones offer nothing
+    left = least = excess(sizes, start, cap, count)
+    stuck = np.zeros(count, dtype=bool)
+    for _ in range(EXCHANGES):
+        if not left:
+            break
+        fullest = int(loads.argmax())
+        exchange = _best_exchange(offers, bins, fullest, loads, cap, stuck)
+        if exchange is None:
+            break
+        given, taken, gain = exchange
+        stuck[fullest] |= gain <= 0
+        other, moved = int(bins[taken]), offers[given] - offers[taken]
+        bins[given] = other
+        if taken < n:
+            bins[taken] = fullest
+        loads[fullest] -= moved
+        loads[other] += moved
+        left -= gain
+        if left < least:
+            least = left
+            stuck[:] = False
+    return None if left else bins[:n]
+
+
+def _best_exchange(
+    offers: np.ndarray, bins: np.ndarray, fullest: int, loads: np.ndarray, cap: int, stuck: np.ndarray
+) -> tuple[int, int, int] | None:
+    """Of the fullest bin's sizes the one to give, the smaller one to take for it from a bin that is not stuck, and how
+    much that takes off the excess; None if there is no such pair.
+
+    The gain rises with the tokens moved up to min(over, room) and never afterwards, so that of the sizes that may be
+    given for another one only the two next to that can be best.
+    """
+    over, room = loads[fullest] - cap, np.maximum(cap - loads, 0)
+    own = np.flatnonzero((bins == fullest) & (offers > 0))
+    own = own[np.argsort(offers[own], kind="stable")]
+    given = np.concatenate(([-HUGE], offers[own], [HUGE]))
+    closed = stuck.copy()
+    closed[fullest] = True
+
+    place = np.searchsorted(given, offers + np.minimum(over, room)[bins], side="right")
+    below, above = given[place - 1] - offers, given[place] - offers
+    from_below = np.where(below > 0, below, -HUGE)
+    from_above = np.minimum(above, over) - np.maximum(above - room[bins], 0)
+    gains = np.where(closed[bins], -HUGE, np.maximum(from_below, from_above))
+    taken = int(gains.argmax())
+    if gains[taken] <= -cap:
+        return None
+    index = place[taken] - (1 if from_above[taken] >= from_below[taken] else 2)
+    return int(own[index]), taken, int(gains[taken])
+
+
+def fill_empty(bins: np.ndarray, count: int) -> None:
+    """Moves one member each of bins that have several into the empty ones, as long as there are both."""
+    members = np.bincount(bins, minlength=count)
+    for empty in np.flatnonzero(members == 0):
+        most = int(members.argmax())
+        if members[most] < 2:
+            return
+        bins[np.flatnonzero(bins == most)[-1]] = empty
+        members[most] -= 1
+        members[empty] = 1
+
+
+def _loads(sizes: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:
+    return np.bincount(bins, sizes, count).astype(np.int64)
+
+
+def _descending(weights: np.ndarray) -> list[tuple[int, int]]:
+    """(index, weight), the largest first, equal ones in their order."""
+    order = np.argsort(-weights, kind="stable")
+    return list(zip(order.tolist(), weights[order].tolist(), strict=True))
