@@ -22,6 +22,10 @@ from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
 
+SEEDED = False
+"""Whether a prompt that is generated again, after a resume, gets the same answers under the same weights. vLLM draws
+for each seeded answer apart, which a tiny model on a CPU feels: docs/measurements.md."""
+
 
 class Generation:
     """Owns the cursor, the requests in flight and the trajectories of finished groups."""
@@ -121,7 +125,7 @@ class Generation:
                 stop_tokens=self._stop_tokens,
                 request_id=f"group-{group.number}",
                 cache_salt=cache_salt(rollout, engine.version),
-                seed=sampling_seed(self._config.seed, "train", group.epoch, prompt.id),
+                seed=sampling_seed(self._config.seed, "train", group.epoch, prompt.id) if SEEDED else None,
             )
         finally:
             engine.release(n)

@@ -5,9 +5,11 @@ import json
 import os
 import shutil
 import signal
+import time
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,7 +36,8 @@ def long_world(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(long_world, tmp_path_factory):
-    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", long_world, rollout={"max_new_tokens": 2000})
+    settings = {"max_new_tokens": 2000, "max_running": 64}
+    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", long_world, rollout=settings)
     with started_engine(run):
         yield run
 
@@ -99,6 +102,48 @@ def test_a_seed_gives_the_same_answers_again(run):
     first, again, other = ([tuple(c.tokens) for c in completions] for completions in ask(run, asked))
     assert again == first[:2]
     assert len({*first, *other}) == 8
+
+
+@pytest.mark.soak
+def test_what_seeds_cost(run):
+    """64 answers of 24 tokens at once, as in configs/tiny_cpu.yaml, with and without seeds by turns; prints ratios."""
+    processes = server(run)
+
+    async def block(client, seeded):
+        async def ask_on(first):
+            for k in range(first, first + 4):
+                seed = k << 32 if seeded else None
+                await generate(client, n=8, max_tokens=24, stop_tokens=[], seed=seed, request_id=f"{k}")
+
+        start, computed = time.monotonic(), cpu_seconds(processes)
+        await asyncio.gather(*(ask_on(4 * asker) for asker in range(8)))
+        return time.monotonic() - start, cpu_seconds(processes) - computed
+
+    async def ratios(client):
+        await block(client, True)
+        pairs = []
+        for repetition in range(100):
+            order = (False, True) if repetition % 2 else (True, False)
+            taken = {seeded: await block(client, seeded) for seeded in order}
+            pairs.append(np.divide(taken[True], taken[False]))
+        return np.array(pairs)
+
+    seconds, computed = ask(run, ratios).T
+    for name, values in (("tokens/s", 1 / seconds), ("CPU seconds a token", computed)):
+        low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
+        print(f"{name}, with seeds over without: median {median:.3f}, quartiles {low:.3f} and {high:.3f}")
+    assert np.median(computed) < 1.15
+
+
+def server(run):
+    """vLLM's processes."""
+    port = int(run.endpoint("engine-0").rpartition(":")[2])
+    (api,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
+    return [api, *api.children(recursive=True)]
+
+
+def cpu_seconds(processes):
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def test_answers_of_forced_length_have_it(run):
@@ -229,16 +274,13 @@ def test_a_request_that_vllm_refuses_is_an_error_with_its_reason(run):
 
 def test_a_request_to_a_dying_engine_fails_at_once(run):
     """Last test of this file: it kills the engine."""
-    import psutil
-
-    port = int(run.endpoint("engine-0").rpartition(":")[2])
-    (server,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
+    api = server(run)[0]
 
     async def killed(client):
         task = asyncio.create_task(generate(client, n=2, max_tokens=1900, stop_tokens=[], request_id="doomed"))
         while not (await client.load()).running:
             await asyncio.sleep(0.01)
-        server.send_signal(signal.SIGKILL)
+        api.send_signal(signal.SIGKILL)
         await asyncio.wait_for(task, 15)
 
     with pytest.raises(EngineError, match=r"engine-0 at http"):

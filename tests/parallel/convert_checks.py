@@ -21,10 +21,10 @@ def state(trainer: Trainer) -> dict:
     return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
 
 
-def check_saved(folder: Path, rank: int, cases: dict[str, list], by_mbridge: list[str]) -> None:
+def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) -> None:
     """Saves a whole checkpoint of what it has loaded from a Hugging Face folder, after an update with learning rate 0.
 
-    cases: run folder → model, layout, dtype. Of those in `by_mbridge` also what mbridge exports, as RUN.safetensors.
+    cases: run folder → model, layout, dtype. With `mbridge` also what mbridge exports, as RUN.safetensors.
     """
     from areal_megatron.trainer import checkpoint
 
@@ -40,7 +40,7 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list], by_mbridge: lis
                 target.mkdir(parents=True)
             dist.barrier()
             checkpoint.Saving(subject, target).wait()
-            if run in by_mbridge and (exported := mbridges_export(config, subject)) and rank == 0:
+            if mbridge and (exported := mbridges_export(config, subject)) and rank == 0:
                 save_file(
                     {name: tensor.contiguous() for name, tensor in exported.items()}, f"{folder / run}.safetensors"
                 )

@@ -8,6 +8,7 @@ import numpy as np
 from areal_megatron.config import Config, Data, Model, Rollout
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.rollout import generation
 from areal_megatron.rollout.client import Completion, EngineError
 from areal_megatron.rollout.evaluation import Evaluation
 from areal_megatron.rollout.fleet import Engine
@@ -51,18 +52,18 @@ def admitted(tmp_path, client, state=None):
     """The state of a run of six groups, of two epochs of three prompts, after it has asked all that it may."""
     config, engines, timeline = setting(tmp_path, client)
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
-    generation = Generation(config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None)
+    subject = Generation(config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None)
     if state is not None:
-        generation.restore(state)
+        subject.restore(state)
     schedule.add_engine(0, 0)
 
     async def live():
-        running = asyncio.create_task(generation.run())
+        running = asyncio.create_task(subject.run())
         await asyncio.sleep(0.05)
         running.cancel()
 
     asyncio.run(live())
-    return generation.save()
+    return subject.save()
 
 
 def test_a_seed_depends_on_run_purpose_epoch_and_prompt_alone():
@@ -76,7 +77,8 @@ def test_a_seed_depends_on_run_purpose_epoch_and_prompt_alone():
     assert len({seed % 2**32 for seed in seeds}) == len(seeds), "torch's generator of the CPU drops the upper half"
 
 
-def test_prompts_that_are_asked_again_after_a_resume_have_the_seeds_they_had(tmp_path):
+def test_prompts_that_are_asked_again_after_a_resume_have_the_seeds_they_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "SEEDED", True)
     first, again = Asked(silent={0, 2}), Asked()
     state = admitted(tmp_path, first)
     assert sorted(state.again) == [(epoch, prompt) for epoch in (0, 1) for prompt in (0, 2)]
