@@ -105,24 +105,25 @@ def test_a_seed_gives_the_same_answers_again(run):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_what_seeds_cost(run):
     """64 answers of 24 tokens at once, as in configs/tiny_cpu.yaml, with and without seeds by turns; prints ratios."""
     processes = server(run)
 
     async def block(client, seeded):
         async def ask_on(first):
-            for k in range(first, first + 4):
+            for k in range(first, first + 2):
                 seed = k << 32 if seeded else None
                 await generate(client, n=8, max_tokens=24, stop_tokens=[], seed=seed, request_id=f"{k}")
 
         start, computed = time.monotonic(), cpu_seconds(processes)
-        await asyncio.gather(*(ask_on(4 * asker) for asker in range(8)))
+        await asyncio.gather(*(ask_on(2 * asker) for asker in range(8)))
         return time.monotonic() - start, cpu_seconds(processes) - computed
 
     async def ratios(client):
         await block(client, True)
         pairs = []
-        for repetition in range(100):
+        for repetition in range(60):
             order = (False, True) if repetition % 2 else (True, False)
             taken = {seeded: await block(client, seeded) for seeded in order}
             pairs.append(np.divide(taken[True], taken[False]))
