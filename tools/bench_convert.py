@@ -35,7 +35,8 @@ RANDOM_ELEMENTS = 2**20
 
 def config_of(parameters: float) -> dict[str, Any]:
     """config.json of a Qwen3 with an output layer of its own and about so many parameters."""
-    hidden, ffn, vocabulary = (2048, 6144, 151936) if parameters >= 1e9 else (512, 1536, 151936)
+    hidden, ffn = (2048, 6144) if parameters >= 1e9 else (512, 1536)
+    vocabulary = 151936 if parameters >= 2e8 else 1024
     heads, kv_heads, head_dim = hidden // 128, hidden // 256, 128
     layer = 2 * hidden * (heads + kv_heads) * head_dim + 3 * hidden * ffn
     return {

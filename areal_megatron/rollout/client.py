@@ -103,14 +103,17 @@ class EngineClient:
         )
 
     async def generate(self, prompt: list[int], *, n: int, max_tokens: int, temperature: float,
-                       stop_tokens: list[int], request_id: str, cache_salt: str | None = None) -> list[Completion]:  # fmt: skip
+                       stop_tokens: list[int], request_id: str, cache_salt: str | None = None,
+                       seed: int | None = None) -> list[Completion]:  # fmt: skip
         """n independent answers to one prompt, as one request: half the engine's cost of n requests.
 
-        Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has.
-        Raises EngineError.
+        Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has. With a
+        `seed` (rollout/seeds.py) the k-th answer is a function of weights, prompt and seed + k. Raises EngineError.
         """
         sampling = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False,
                     "ignore_eos": True, "stop_token_ids": stop_tokens}  # fmt: skip
+        if seed is not None:
+            sampling["seed"] = seed
         body = {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt

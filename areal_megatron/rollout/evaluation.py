@@ -12,6 +12,7 @@ from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.generation import cache_salt
 from areal_megatron.rollout.scoring import Scorer
+from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.workflows import single_turn
 
 
@@ -63,6 +64,7 @@ class Evaluation:
                     stop_tokens=self._stop_tokens,
                     request_id=f"eval-{version}-{prompt.id}",
                     cache_salt=cache_salt(self._config.rollout, engine.version),
+                    seed=sampling_seed(self._config.seed, "eval", prompt.id),
                 )
             finally:
                 engine.release(1)

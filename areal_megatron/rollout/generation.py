@@ -18,6 +18,7 @@ from areal_megatron.rollout.client import Completion, EngineError
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.schedule import Group, Schedule
 from areal_megatron.rollout.scoring import Score, Scorer
+from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
 
@@ -120,6 +121,7 @@ class Generation:
                 stop_tokens=self._stop_tokens,
                 request_id=f"group-{group.number}",
                 cache_salt=cache_salt(rollout, engine.version),
+                seed=sampling_seed(self._config.seed, "train", group.epoch, prompt.id),
             )
         finally:
             engine.release(n)

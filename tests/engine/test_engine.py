@@ -8,6 +8,7 @@ import signal
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,8 @@ def long_world(world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(long_world, tmp_path_factory):
-    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", long_world, rollout={"max_new_tokens": 2000})
+    settings = {"max_new_tokens": 2000, "max_running": 64}
+    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", long_world, rollout=settings)
     with started_engine(run):
         yield run
 
@@ -56,8 +58,9 @@ def reference(world):
     return AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
 
 
-def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference):
-    for completion in ask(run, lambda client: generate(client, stop_tokens=[])):
+@pytest.mark.parametrize("seed", [None, 2**62])
+def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference, seed):
+    for completion in ask(run, lambda client: generate(client, stop_tokens=[], seed=seed)):
         tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
         with torch.no_grad():
             logits = reference(tokens).logits[0, len(PROMPT) - 1 : -1]
@@ -85,12 +88,34 @@ def test_only_the_named_stop_tokens_end_an_answer(run, reference):
     assert any(end in c.tokens for c in completions)
 
 
+def test_a_seed_gives_the_same_answers_again(run):
+    """Alone or beside others, in a group of any size; the answers of a group differ."""
+
+    async def asked(client):
+        beside = asyncio.create_task(generate(client, n=8, max_tokens=400, stop_tokens=[], request_id="beside"))
+        first = await generate(client, seed=2**61, request_id="first")
+        await beside
+        again = await generate(client, seed=2**61, n=2, request_id="again")
+        return first, again, await generate(client, seed=2**61 + 99, request_id="other")
+
+    first, again, other = ([tuple(c.tokens) for c in completions] for completions in ask(run, asked))
+    assert again == first[:2]
+    assert len({*first, *other}) == 8
+
+
+def server(run):
+    """vLLM's processes."""
+    port = int(run.endpoint("engine-0").rpartition(":")[2])
+    (api,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
+    return [api, *api.children(recursive=True)]
+
+
 def test_answers_of_forced_length_have_it(run):
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=300)
 
     def sampled(client):
         return single_turn.sample(client, prompt, n=4, rollout=Rollout(max_new_tokens=5), stop_tokens=[1, 4, 8],
-                                  request_id="forced", cache_salt="v0")  # fmt: skip
+                                  request_id="forced", cache_salt="v0", seed=None)  # fmt: skip
 
     assert [len(completion.tokens) for completion in ask(run, sampled)] == [300] * 4
 
@@ -213,16 +238,13 @@ def test_a_request_that_vllm_refuses_is_an_error_with_its_reason(run):
 
 def test_a_request_to_a_dying_engine_fails_at_once(run):
     """Last test of this file: it kills the engine."""
-    import psutil
-
-    port = int(run.endpoint("engine-0").rpartition(":")[2])
-    (server,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
+    api = server(run)[0]
 
     async def killed(client):
         task = asyncio.create_task(generate(client, n=2, max_tokens=1900, stop_tokens=[], request_id="doomed"))
         while not (await client.load()).running:
             await asyncio.sleep(0.01)
-        server.send_signal(signal.SIGKILL)
+        api.send_signal(signal.SIGKILL)
         await asyncio.wait_for(task, 15)
 
     with pytest.raises(EngineError, match=r"engine-0 at http"):

@@ -8,10 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from reshard_oracle import MODELS, write_model
+from reshard_oracle import MODELS, megatron_shard, write_model
 
+from areal_megatron.reshard import hf
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.reshard.convert import from_hf, to_hf
+from areal_megatron.reshard.hf_folder import INDEX
+from areal_megatron.reshard.megatron import MegatronSizes
+
+WRITTEN = ["llama-converted", "qwen2-converted", "qwen3-tied-converted", "qwen3-moe-converted",
+           "qwen2-tied-exported", "qwen3-moe-exported"]  # fmt: skip
 CASES = [
     *((name, tp, False) for tp in (1, 2) for name in MODELS),
+    *((name, 1, False) for name in WRITTEN),
     ("qwen2-two-kv-heads", 4, False),
     ("qwen3-moe", 4, False),
     ("qwen3-moe", 2, True),
@@ -20,6 +29,19 @@ CASES = [
 ]
 """(model, tp, expert parallel)"""
 RANKS = 4
+SHARD_BYTES = 500_000
+
+
+def write_again(folder: Path, name: str, tensors: dict) -> None:
+    """The model `name` there and back by tools/convert_checkpoint.py, and as a trainer of one rank exports it."""
+    config, sizes = read_config(folder / name), MegatronSizes()
+    from_hf(folder / name, folder / f"{name}-checkpoint")
+    to_hf(folder / f"{name}-checkpoint", folder / f"{name}-converted", shard_bytes=SHARD_BYTES)
+    hf.export(megatron_shard(tensors, config, sizes, 0), hf_config=config, sizes=sizes, rank=0, source=folder / name,
+              path=folder / f"{name}-exported", shard_bytes=SHARD_BYTES)  # fmt: skip
+    for by in ("converted", "exported"):
+        index = json.loads((folder / f"{name}-{by}" / INDEX).read_text())
+        assert index["weight_map"].keys() == tensors.keys()
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +49,7 @@ def loaded(tmp_path_factory):
     """What each vLLM rank says of each case."""
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS:
-        write_model(name, folder / name, head_dim=32, hidden_size=256)
+        write_again(folder, name, write_model(name, folder / name, head_dim=32, hidden_size=256))
     write_model("qwen2", folder / "qwen2-two-kv-heads", num_key_value_heads=2, hidden_size=256)
     # The experts of five do not divide evenly, and the kernel pads the width of each to a multiple of 32.
     write_model("qwen3-moe", folder / "qwen3-moe-five", num_local_experts=5, moe_intermediate_size=48, hidden_size=256)
@@ -58,3 +80,11 @@ def test_layout_is_what_vllm_loads(loaded, name, tp, expert_parallel):
     for rank in range(tp):
         by_vllm, by_us = loaded[rank][f"{name} {tp} {expert_parallel}"]
         assert by_us == by_vllm
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_we_write_is_to_vllm_the_checkpoint_it_came_from(loaded, name):
+    """With the same keys, `write_again` says, and here the same parameters."""
+    ours, _ = loaded[0][f"{name} 1 False"]
+    original, _ = loaded[0][f"{name.rpartition('-')[0]} 1 False"]
+    assert ours == original

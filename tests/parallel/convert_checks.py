@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from export_checks import mbridges_export
+from safetensors.torch import save_file
 from tiny_models import load_oracle
 from trainer_checks import check_logits, make_config, make_trajectories, open_trainer
 
@@ -19,10 +21,10 @@ def state(trainer: Trainer) -> dict:
     return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
 
 
-def check_saved(folder: Path, rank: int, cases: dict[str, list]) -> None:
+def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) -> None:
     """Saves a whole checkpoint of what it has loaded from a Hugging Face folder, after an update with learning rate 0.
 
-    cases: run folder → model, layout, dtype.
+    cases: run folder → model, layout, dtype. With `mbridge` also what mbridge exports, as RUN.safetensors.
     """
     from areal_megatron.trainer import checkpoint
 
@@ -37,7 +39,11 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list]) -> None:
             saver = checkpoint.Saver(subject)
             saver.begin(target)
             saver.wait()
-            dist.barrier()  # rank 0 may still wait for the others
+            if mbridge and (exported := mbridges_export(config, subject)) and rank == 0:
+                save_file(
+                    {name: tensor.contiguous() for name, tensor in exported.items()}, f"{folder / run}.safetensors"
+                )
+            dist.barrier()  # rank 0 waits for the files of the others
 
 
 def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:

@@ -66,7 +66,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("group", SAVED)
 def test_saved_checkpoints_become_what_transformers_wrote(folder, on_ranks, group):
-    on_ranks("convert_checks:check_saved", 4, cases=SAVED[group])
+    on_ranks("convert_checks:check_saved", 4, cases=SAVED[group], mbridge=group == "dense")
     for run, (model, _, dtype) in SAVED[group].items():
         out = folder / f"{run}-hf"
         to_hf(folder / run / "checkpoint", out, description=folder / model, shard_bytes=100_000, verify=True)
@@ -75,6 +75,11 @@ def test_saved_checkpoints_become_what_transformers_wrote(folder, on_ranks, grou
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), (run, name)
             assert found[name].dtype == getattr(torch, dtype), (run, name)
+        if group == "dense":
+            by_mbridge = load_file(folder / f"{run}.safetensors")
+            assert found.keys() == by_mbridge.keys(), run
+            for name, tensor in found.items():
+                assert torch.equal(tensor, by_mbridge[name][: len(tensor)]), (run, name)
         _, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (run, info)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import numpy as np
 
@@ -17,22 +18,23 @@ _RETRY_S = 1.0
 
 
 async def sample(client: EngineClient, prompt: Prompt, *, n: int, rollout: Rollout, stop_tokens: list[int],
-                 request_id: str, cache_salt: str | None) -> list[Completion]:  # fmt: skip
+                 request_id: str, cache_salt: str | None, seed: int | None) -> list[Completion]:  # fmt: skip
     """n completed answers, from whatever versions the engine holds meanwhile.
 
     A failed request is repeated from its beginning; raises EngineError when it has failed _ATTEMPTS times.
     """
+    once = partial(_sample_once, client, prompt, n, rollout, stop_tokens, cache_salt, seed)
     for attempt in range(1, _ATTEMPTS):
         try:
-            return await _sample_once(client, prompt, n, rollout, stop_tokens, f"{request_id}-{attempt}", cache_salt)
+            return await once(f"{request_id}-{attempt}")
         except EngineError as e:
             log.warning("attempt %d of %d: %s", attempt, _ATTEMPTS, e)
             await asyncio.sleep(_RETRY_S)
-    return await _sample_once(client, prompt, n, rollout, stop_tokens, f"{request_id}-{_ATTEMPTS}", cache_salt)
+    return await once(f"{request_id}-{_ATTEMPTS}")
 
 
 async def _sample_once(client: EngineClient, prompt: Prompt, n: int, rollout: Rollout, stop_tokens: list[int],
-                       request_id: str, cache_salt: str | None) -> list[Completion]:  # fmt: skip
+                       cache_salt: str | None, seed: int | None, request_id: str) -> list[Completion]:  # fmt: skip
     forced = prompt.response_tokens
     completions = await client.generate(
         prompt.tokens,
@@ -42,6 +44,7 @@ async def _sample_once(client: EngineClient, prompt: Prompt, n: int, rollout: Ro
         stop_tokens=[] if forced else stop_tokens,
         request_id=request_id,
         cache_salt=cache_salt,
+        seed=seed,
     )
     for completion in completions:
         if completion.finish_reason not in ("stop", "length") or not np.isfinite(completion.logprobs).all():
