@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -53,14 +53,14 @@ def pieces(
             yield name, view.float(), expected[name][region]
 
 
-def assert_parameters(trainer: Trainer, reference: torch.nn.Module, atol: float) -> None:
-    for name, ours, theirs in pieces(trainer, trainer.parameters(), canonical(reference.state_dict())):
+def assert_parameters(trainer: Trainer, expected: Mapping[str, Tensor], atol: float) -> None:
+    """expected: by the names of a Hugging Face model in memory."""
+    for name, ours, theirs in pieces(trainer, trainer.parameters(), canonical(expected)):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def assert_gradient(trainer: Trainer, reference: torch.nn.Module) -> None:
+def assert_gradient(trainer: Trainer, gradients: Mapping[str, Tensor]) -> None:
     """Every part within 1e-6 of the norm of the whole gradient; the norm is the one that gradients are clipped by."""
-    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     assert (error := abs(trainer.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
     for name, ours, theirs in pieces(trainer, whole_gradients(trainer), canonical(gradients)):

@@ -41,12 +41,13 @@ def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tens
     total, count = torch.zeros(()), 0
     for t, advantage, proximal in zip(trajectories, advantages, proximals, strict=True):
         current = response_logprobs(model, t, config.rollout.temperature)
-        for k in np.flatnonzero(t.loss_mask):
-            ratio = torch.exp(current[k] - proximal[k])
-            clipped = torch.clamp(ratio, 1 - config.ppo.clip, 1 + config.ppo.clip)
-            weight = min(math.exp(float(proximal[k]) - float(t.logprobs[k])), config.ppo.behaviour_cap)
-            total = total - weight * torch.min(ratio * advantage, clipped * advantage)
-            count += 1
+        trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
+        proximal, behaviour = proximal[trained], torch.from_numpy(t.logprobs.copy())[trained]
+        ratio = torch.exp(current[trained] - proximal)
+        clipped = torch.clamp(ratio, 1 - config.ppo.clip, 1 + config.ppo.clip)
+        weight = torch.exp(proximal.double() - behaviour.double()).clamp(max=config.ppo.behaviour_cap)
+        total = total - (weight * torch.min(ratio * advantage, clipped * advantage)).sum()
+        count += len(trained)
     return total / max(count, 1)
 
 

@@ -1,0 +1,104 @@
+"""What plain code makes of a tiny model, computed once for all layouts and ranks: most of their time went there."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import training_oracle as oracle
+from tiny_models import load_oracle
+
+from areal_megatron.config import Config
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.trainer.step import Trainer
+
+TOKENS = 100
+"""Ids below it are tokens of every tiny model."""
+ROWS = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
+"""Lengths of the sequences of each packed row."""
+UPDATES = SFT_STEPS = 2
+
+
+def plain_results(subject: Trainer, make_trajectories) -> dict[str, Any]:
+    """Of the subject's model under its config; rank 0 of whoever comes first computes and keeps them beside the model."""
+    path = Path(subject.config.model.path) / "plain_results.pt"
+    if subject.is_first and not path.exists():
+        temporary = path.with_suffix(f".{os.getpid()}")
+        torch.save(_compute(subject.config, make_trajectories), temporary)
+        os.replace(temporary, path)
+    subject.parallel.barrier()
+    return torch.load(path, weights_only=True)
+
+
+def rows_and_batch() -> tuple[list[list[np.ndarray]], torch.Tensor]:
+    """Sequences by packed row, and an unpacked batch [3, 24]."""
+    random = np.random.default_rng(1)
+    rows = [[random.integers(0, TOKENS, n, dtype=np.int32) for n in lengths] for lengths in ROWS]
+    return rows, torch.from_numpy(random.integers(0, TOKENS, (3, 24)))
+
+
+def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
+    rows, batch = rows_and_batch()
+    with torch.no_grad():
+        packed = [torch.cat([model(torch.from_numpy(s)[None].long()).logits[0] for s in row]) for row in rows]
+        return {"rows": packed, "batch": model(batch).logits}
+
+
+def minibatch(make_trajectories) -> tuple[list[Trajectory], list[float], list[torch.Tensor]]:
+    """Trajectories of a mini-batch, their advantages and proximal log-probabilities."""
+    trajectories, random = make_trajectories(9, version=0, seed=2), np.random.default_rng(3)
+    proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
+                 for t in trajectories]  # fmt: skip
+    return trajectories, oracle.advantages(trajectories, "token"), proximals
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _compute(config: Config, make_trajectories) -> dict[str, Any]:
+    model = load_oracle(Path(config.model.path))
+    results = {"logits": plain_logits(model), **_response(model, make_trajectories(7, version=0), config)}
+    exact = copy.deepcopy(model).double()
+    oracle.ppo_loss(exact, *minibatch(make_trajectories), config).backward()
+    return results | {"gradient": gradients(exact)} | _training(model, config, make_trajectories)
+
+
+@torch.no_grad()
+def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Config) -> dict[str, torch.Tensor]:
+    """Log-probabilities and entropy of the trained tokens."""
+    temperature = config.rollout.temperature
+    logprobs = [oracle.response_logprobs(model, t, temperature)[t.loss_mask == 1] for t in trajectories]
+    spread = torch.cat([oracle.distributions(model, np.concatenate((t.prompt, t.response)), temperature)
+                        [len(t.prompt) - 1 :][t.loss_mask == 1] for t in trajectories])  # fmt: skip
+    return {"logprobs": torch.cat(logprobs), "entropy": -(spread.exp() * spread).sum(-1)}
+
+
+def training_data(make_trajectories, version: int) -> tuple[list[Trajectory], list[set[int]]]:
+    """Trajectories of an update, and which make up each of its two mini-batches."""
+    trajectories = make_trajectories(12, version, seed=10 + version)
+    order = np.random.default_rng(version).permutation(12)
+    return trajectories, [set(half.tolist()) for half in np.array_split(order, 2)]
+
+
+def sft_examples(make_trajectories, step: int) -> list[tuple[np.ndarray, int]]:
+    return [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
+
+
+def _training(model: torch.nn.Module, config: Config, make_trajectories) -> dict[str, Any]:
+    """UPDATES updates, then SFT_STEPS supervised steps; of each update the differences to the engine's
+    log-probabilities of tokens that the trained version sampled."""
+    learner, differences = oracle.Learner(model, config), []
+    for version in range(UPDATES):
+        trajectories, halves = training_data(make_trajectories, version)
+        with torch.no_grad():
+            found = [(oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy()))
+                     .abs()[(t.loss_mask == 1) & (t.versions == version)] for t in trajectories]  # fmt: skip
+        differences.append([float(torch.cat(found).max()), float(torch.cat(found).mean())])
+        learner.ppo_update(trajectories, [sorted(half) for half in halves])
+    losses = [learner.sft_step(sft_examples(make_trajectories, step)) for step in range(SFT_STEPS)]
+    return {"differences": differences, "sft_losses": losses, "parameters": model.state_dict()}
