@@ -30,22 +30,26 @@ def kill(started, victim: str) -> None:
     assert started.wait(60) != 0
 
 
-@pytest.mark.parametrize("victim", ["launcher", "trainer-0", "controller"])
-def test_a_run_that_is_killed_goes_on(local_run, world, victim):
-    changes = CHANGES | {"updates": 8, "checkpoint.every": 2, "checkpoint.hf_every": 4}
-    started = local_run("killed", *small(world, **changes))
-    run = Run(started.folder)
-    started.wait_for(lambda: complete(run))
-    time.sleep(random.uniform(0, 3))
-    kill(started, victim)
+def test_a_run_that_is_killed_three_times_goes_on(local_run, world):
+    """Of the launcher everything dies with it; a trainer rank and the controller take the run along."""
+    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10}
+    settings = small(world, **changes)
+    for incarnation, victim in enumerate(("launcher", "trainer-0", "controller")):
+        started = local_run("killed", *settings)
+        run = Run(started.folder)
+        last = f"version-{2 * incarnation + 2:06d}"
+        started.wait_for(lambda: [path for path in complete(run) if path.name >= last])  # noqa: B023
+        time.sleep(random.uniform(0, 1))
+        kill(started, victim)
+        assert ("resuming from" in started.output) == bool(incarnation)
 
-    again = local_run("killed", *small(world, **changes))
+    again = local_run("killed", *settings)
     assert again.wait() == 0, again.output
     assert "resuming from" in again.output
-    assert trained(run) == list(range(1, 9))
+    assert trained(run) == list(range(1, 11))
     assert audit(run) == []
-    assert len(complete(run)) == 2 and complete(run)[-1].name == "version-000008"
-    whole, exported = (load_file(folder / "model.safetensors") for folder in (run.hf, run.exports / "version-000008"))
+    assert len(complete(run)) == 2 and complete(run)[-1].name == "version-000010"
+    whole, exported = (load_file(folder / "model.safetensors") for folder in (run.hf, run.exports / "version-000010"))
     assert whole.keys() == exported.keys()
     assert all(torch.equal(whole[name], exported[name]) for name in whole)
 
