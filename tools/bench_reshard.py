@@ -1,12 +1,13 @@
 """What the resharder pays: weight updates of real engines against gather-and-broadcast, and against the raw link.
 
-    python tools/bench_reshard.py [--repetitions 5] [--json FILE] [--out runs/bench-reshard-N] [--small]
+    python tools/bench_reshard.py [--repetitions 5] [--json FILE] [--out runs/bench-reshard-N] [--small] [--core-each]
     python tools/bench_reshard.py --device cuda|cpu [--repetitions 5] [--json FILE] [--small]
 
 Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. In turns, on the same processes: our update, the
 same weights by gather and broadcast, and the bytes of our plan alone (both in tools/reshard_peers.py). First with idle
 engines, for speed and bytes; then while they generate, for the time that they stand still. Checksums that vLLM
-computes tell after every update whether the engines hold what they should. With --device: what packing, casting and
+computes tell after every update whether the engines hold what they should. With --core-each: one trainer rank and one
+engine of tp 1, so that on two cores nobody waits for a core. With --device: what packing, casting and
 unpacking cost, in one process and without vLLM (tools/bench_reshard_device.py).
 """
 
@@ -239,10 +240,10 @@ async def _while_generating(
     return done, kept, next_token_s, context
 
 
-async def measure(out: Path, repetitions: int, small: bool) -> dict[str, object]:
+async def measure(out: Path, repetitions: int, small: bool, core_each: bool) -> dict[str, object]:
     """What --json writes."""
     say(f"writing the model into {out}")
-    run, config = prepare(out, SMALL if small else SIZES)
+    run, config = prepare(out, SMALL if small else SIZES, core_each)
     idle, busy = [], []
     say(
         f"starting {config.trainer_ranks} trainer ranks and {config.rollout.engines} engines of {config.rollout.tp} ranks"
@@ -301,6 +302,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder for the run; default: runs/bench-reshard-N")
     parser.add_argument("--small", action="store_true", help="a small model, to try the tool out")
+    parser.add_argument(
+        "--core-each", action="store_true", help="one trainer rank and one engine rank, a core for each"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="packing and unpacking alone, on this device")
     options = parser.parse_args()
     if options.device:
@@ -312,7 +316,7 @@ def main() -> None:
         print(on_device.table(figures))
     else:
         out = new_folder("bench-reshard", options.out)
-        figures = asyncio.run(measure(out, options.repetitions, options.small))
+        figures = asyncio.run(measure(out, options.repetitions, options.small, options.core_each))
         print("\n" + table(figures))
     if options.json:
         write_json(options.json, figures)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", 
                             "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 
 
-def prepare(out: Path, sizes: dict[str, int]) -> tuple[Run, Config]:
-    """The model and the run folder of the process benchmark."""
+def prepare(out: Path, sizes: dict[str, int], core_each: bool) -> tuple[Run, Config]:
+    """The model and the run folder of the process benchmark; core_each: one trainer rank and one engine rank."""
     from make_arithmetic import make_tokenizer
     from torch import bfloat16, manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -54,8 +55,14 @@ def prepare(out: Path, sizes: dict[str, int]) -> tuple[Run, Config]:
         model=Model(path=str(out / "model"), dtype="bfloat16"),
         data=Data(train="none", max_prompt_tokens=PROMPT_TOKENS),
         machine=Machine(device="cpu", timeout_s=120),
-        trainer=Trainer(tp=2, pp=2),
-        rollout=Rollout(engines=2, tp=2, max_new_tokens=MAX_TOKENS, max_running=16, kv_cache_gb=0.25),
+        trainer=Trainer() if core_each else Trainer(tp=2, pp=2),
+        rollout=Rollout(
+            engines=1 if core_each else 2,
+            tp=1 if core_each else 2,
+            max_new_tokens=MAX_TOKENS,
+            max_running=16,
+            kv_cache_gb=0.25,
+        ),
     )
     run = Run(config.run_dir)
     run.create()
@@ -66,8 +73,8 @@ def prepare(out: Path, sizes: dict[str, int]) -> tuple[Run, Config]:
 class Trainers:
     """The other end of the trainer ranks' orders and answers: all ranks get the same orders. A context manager."""
 
-    def __init__(self, run: Run, count: int, timeout_s: float):
-        self._run, self._timeout_s = run, timeout_s
+    def __init__(self, run: Run, count: int, timeout_s: float, cores: list[int]):
+        self._run, self._timeout_s, self._cores = run, timeout_s, cores
         self._processes: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task] = []
         self._answers: list[asyncio.Queue] = [asyncio.Queue() for _ in range(count)]
@@ -80,6 +87,7 @@ class Trainers:
                 process = await asyncio.create_subprocess_exec(
                     *command, "--index", str(rank), env=ENVIRONMENT,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+                    preexec_fn=partial(os.sched_setaffinity, 0, self._cores),
                 )  # fmt: skip
             self._processes.append(process)
             self._readers.append(asyncio.create_task(self._read(rank, process.stdout)))
@@ -132,14 +140,14 @@ class Trainers:
 class Engine(EngineClient):
     """One vLLM server of `children`, with reshard_peers.EngineWorker in its workers; with what only tools ask of it."""
 
-    def __init__(self, run: Run, config: Config, index: int, children: Children):
+    def __init__(self, run: Run, config: Config, index: int, children: Children, cores: list[int]):
         port, self._reservation = reserve_port(config.machine.host)
         super().__init__(f"engine-{index}", f"http://{config.machine.host}:{port}", run.token, config.machine.timeout_s)
         self.index = index
         command = [*server_command(config, port), "--worker-extension-cls", "reshard_peers.EngineWorker"]
-        environment = ENVIRONMENT | server_environment(config, run, sorted(os.sched_getaffinity(0)))
+        environment = ENVIRONMENT | server_environment(config, run, cores)
         environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
-        self._process = children.start(self.name, command, environment, run.log(self.name), cores=set())
+        self._process = children.start(self.name, command, environment, run.log(self.name), set(cores))
 
     async def ready(self, timeout_s: float) -> None:
         """Returns when it serves. Raises RuntimeError if it ends, EngineError after `timeout_s`."""
@@ -177,11 +185,15 @@ class Engine(EngineClient):
 
 @asynccontextmanager
 async def pools(run: Run, config: Config) -> AsyncIterator[tuple[Trainers, list[Engine]]]:
-    """Trainer ranks and engines that are ready; ended afterwards."""
+    """Trainer ranks and engines that are ready; ended afterwards. One of each: they share no core."""
+    cores = sorted(os.sched_getaffinity(0))
+    apart = config.trainer_ranks + config.rollout.engines * config.rollout.tp == 2
     with Children() as children:
-        engines = [Engine(run, config, index, children) for index in range(config.rollout.engines)]
+        engines = [Engine(run, config, index, children, cores[:1] if apart else cores)
+                   for index in range(config.rollout.engines)]  # fmt: skip
         try:
-            async with Trainers(run, config.trainer_ranks, config.machine.timeout_s) as trainers:
+            async with Trainers(run, config.trainer_ranks, config.machine.timeout_s,
+                                cores[-1:] if apart else cores) as trainers:  # fmt: skip
                 ready = (engine.ready(START_TIMEOUT_S) for engine in engines)
                 await asyncio.gather(trainers.ready(START_TIMEOUT_S), *ready)
                 yield trainers, engines

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from trainer_checks import make_config, make_trajectories, open_trainer
 
 from areal_megatron.data.packing import split
+from areal_megatron.run import RunError
 from areal_megatron.trainer import checkpoint, stored
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.step import Trainer
@@ -44,6 +46,22 @@ def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
         keep(subject, folder / "straight", metrics)
         dist.barrier()  # rank 0 has waited for the others
         same_tensors(folder / "checkpoint", folder / "peer")
+        check_failure(subject, saver, folder / "failed")
+
+
+def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None:
+    """One rank cannot write its file: rank 0 says whose it was, and nothing describes the others'."""
+    if subject.is_first:
+        (path / "__1_0.distcp").mkdir(parents=True)
+    dist.barrier()
+    saver.begin(path)
+    if subject.rank < 2:
+        with pytest.raises(RunError, match=f"{path} could not be written by trainer-1: Is a directory"):
+            saver.wait()
+    else:
+        saver.wait()
+    dist.barrier()
+    assert not (path / ".metadata").exists() and not (path / "metadata.json").exists()
 
 
 def save_as_megatron_does(subject: Trainer, path: Path) -> None:

@@ -50,7 +50,7 @@ def start_ranks(forks):
         check = check if ":" in check else f"trainer_checks:{check}"
         outputs = [folder / f"rank-{rank}.out" for rank in range(world)]
         ranks = [
-            forks.Process(target=trainer_rank.main, args=(check, folder, rank, arguments, output), daemon=True)
+            forks.Process(target=trainer_rank.main, args=(check, folder, rank, arguments, output))
             for rank, output in enumerate(outputs)
         ]
         for process in ranks:
