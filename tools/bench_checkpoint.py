@@ -1,10 +1,11 @@
 """What an asynchronous checkpoint costs training, against one that training waits for.
 
-    python tools/bench_checkpoint.py [--repetitions 9] [--json FILE] [--out runs/bench-checkpoint-N]
+    python tools/bench_checkpoint.py [--repetitions 25] [--json FILE] [--out runs/bench-checkpoint-N]
 
 One trainer rank (18 million parameters, float32: 286 MB with the optimizer) takes supervised steps on one thread. A
 repetition is three runs of equally many steps, in turning order: undisturbed, with a checkpoint in the background, and
-with one that the steps wait for. The time lost to a checkpoint is how much longer its run took than the undisturbed one.
+with one that the steps wait for. The time lost to a checkpoint is how much longer its run took than the undisturbed one
+beside it; since shared machines are noisy, the medians of many short runs are compared.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from areal_megatron.config import Config, Data, Machine, Model
 from areal_megatron.config import Trainer as Sizes
 from areal_megatron.run import Run
 
-STEPS = 24
-"""Of a run; the file is on the disk well before the last."""
+STEPS = 4
+"""Of a run; the file is on the disk before the last."""
 SEQUENCES, TOKENS = 2, 32
 KINDS = ("undisturbed", "asynchronous", "synchronous")
 
@@ -58,9 +59,9 @@ def measure(folder: Path, repetitions: int) -> list[dict[str, float]]:
                     figures["stall_s"] = begun
             for kind in KINDS[1:]:
                 figures[f"lost_{kind}_s"] = figures[f"{kind}_s"] - figures["undisturbed_s"]
-            figures["lost_over_synchronous"] = figures["lost_asynchronous_s"] / figures["lost_synchronous_s"]
             result.append(figures)
-            print(f"repetition {repetition + 1}: {figures['lost_over_synchronous']:.3f}", flush=True)
+            print("repetition {}: lost {lost_asynchronous_s:.3f} s, synchronous {lost_synchronous_s:.3f} s"
+                  .format(repetition + 1, **figures), flush=True)  # fmt: skip
     return result
 
 
@@ -86,7 +87,7 @@ def steps(trainer, saver, examples, kind: str, path: Path) -> tuple[float, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder; default: runs/bench-checkpoint-N")
     options = parser.parse_args()
@@ -97,9 +98,11 @@ def main() -> None:
     megabytes = sum(file.stat().st_size for file in (out / "checkpoint").iterdir()) / 1e6
     print(f"{megabytes:.0f} MB a checkpoint; median (lowest – highest) of {options.repetitions} repetitions")
     for key, figure in report.items():
-        print(line(key, figure, digits=3) + ("   aim: at most 0.05" if key == "lost_over_synchronous" else ""))
+        print(line(key, figure, digits=3))
+    share = report["lost_asynchronous_s"]["median"] / report["lost_synchronous_s"]["median"]
+    print(f"{'lost_over_synchronous, of the medians':<50}{share:>10.3f}   aim: at most 0.05")
     if options.json:
-        write_json(options.json, report)
+        write_json(options.json, report | {"lost_over_synchronous": share})
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ import os
 import signal
 import time
 
-import pytest
-
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tests.conftest import left_over
@@ -20,17 +18,26 @@ def running(local_run, world, name):
     return started, started.members()
 
 
-@pytest.mark.parametrize("victim", ["trainer-0", "engine-0", "controller"])
-def test_a_process_that_is_killed_ends_the_run(local_run, world, victim):
-    started, members = running(local_run, world, f"kill-{victim}")
-    os.kill(started.pid(victim), signal.SIGKILL)
-    killed = time.monotonic()
-    assert started.wait(60) == 1
+def kill(started, victim):
+    """SIGKILL to the launcher, or to one process, which the launcher then names; nothing is left of the run."""
+    members, killed = started.members(), time.monotonic()
+    if victim == "launcher":
+        started.process.kill()
+        started.wait(60)
+    else:
+        os.kill(started.pid(victim), signal.SIGKILL)
+        assert started.wait(60) == 1
+        last = started.output.splitlines()[-1]
+        assert f"{victim} was killed by SIGKILL" in last
+        assert str(Run(started.folder).log(victim)) in last
     assert time.monotonic() - killed < 20
-    last = started.output.splitlines()[-1]
-    assert f"{victim} was killed by SIGKILL" in last
-    assert str(Run(started.folder).log(victim)) in last
-    assert not left_over(members)
+    assert not left_over(members, timeout_s=20)
+
+
+def test_an_engine_that_is_killed_ends_the_run(local_run, world):
+    """The others are killed in test_resume.py."""
+    started, _ = running(local_run, world, "kill-engine")
+    kill(started, "engine-0")
 
 
 def test_interrupt_ends_everything(local_run, world):
@@ -39,12 +46,6 @@ def test_interrupt_ends_everything(local_run, world):
     assert started.wait(30) == 130
     assert "interrupted" in started.output
     assert not left_over(members)
-
-
-def test_a_launcher_that_is_killed_takes_its_run_along(local_run, world):
-    started, members = running(local_run, world, "kill-launcher")
-    started.process.kill()
-    assert not left_over(members, timeout_s=20)
 
 
 def test_an_engine_that_cannot_start_shows_why(local_run, world):

@@ -1,8 +1,6 @@
 """Runs that are killed and go on: from the newest whole checkpoint, nothing lost, nothing trained twice."""
 
-import os
 import random
-import signal
 import subprocess
 import time
 
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 from areal_megatron.checkpoint_folder import complete, newest
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
+from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
 
 
@@ -23,11 +22,6 @@ def trained(run: Run) -> list[int]:
 
 CHANGES = {"eval_items": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.filter_uniform_groups": True,
            "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
-
-
-def kill(started, victim: str) -> None:
-    os.kill(started.process.pid if victim == "launcher" else started.pid(victim), signal.SIGKILL)
-    assert started.wait(60) != 0
 
 
 def test_a_run_that_is_killed_three_times_goes_on(local_run, world):

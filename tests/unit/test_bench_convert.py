@@ -1,10 +1,13 @@
 import json
+import subprocess
 import sys
 from collections import Counter
 from math import prod
 
 import bench_convert
 import pytest
+
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("parameters", [1e7, 3e8, 1e9, 2e9])
@@ -31,10 +34,10 @@ def test_chunks_cover_each_tensor_once_and_tensor_parallel_ranks_have_parts():
     assert parts["embedding.word_embeddings.weight"] == 2 and parts["decoder.final_layernorm.weight"] == 1
 
 
-def test_figures_of_a_repetition_belong_together(tmp_path, monkeypatch, capsys):
+def test_figures_of_a_repetition_belong_together(tmp_path):
     arguments = {"--parameters": "1e7", "--repetitions": "1", "--json": tmp_path / "figures", "--out": tmp_path / "out"}
-    monkeypatch.setattr(sys, "argv", ["bench_convert.py", *(str(x) for pair in arguments.items() for x in pair)])
-    bench_convert.main()
+    command = [sys.executable, ROOT / "tools" / "bench_convert.py", *(x for pair in arguments.items() for x in pair)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
     report = json.loads((tmp_path / "figures").read_text())
     tensors, _ = bench_convert.chunks_of(bench_convert.config_of(1e7))
     assert report.pop("checkpoint_gb") * 1e9 == pytest.approx(2 * sum(map(prod, tensors.values())), rel=0.01)
@@ -45,7 +48,6 @@ def test_figures_of_a_repetition_belong_together(tmp_path, monkeypatch, capsys):
     assert value["time_over_cp_and_read"] == pytest.approx(value["to_hf_s"] / (cp + read))
     assert value["time_over_cp_written_through_and_read"] == pytest.approx(value["to_hf_s"] / (cp + through + read))
     assert 0.01 < value["peak_rss_gb"] < 0.3, "of another process than the converter"
-    printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[1:]] == list(report)
     assert not (tmp_path / "out").exists()
 
