@@ -309,7 +309,8 @@ def _wait_without_spinning() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.distributed.parallel_state import get_tp_group
 
-    get_tp_group().device_communicator.dist_module = dist  # gloo in place of busy waiting in shared memory
+    if communicator := get_tp_group().device_communicator:
+        communicator.dist_module = dist  # gloo in place of busy waiting in shared memory
     for condition in gc.get_objects():
         if isinstance(condition, SpinCondition) and condition.is_reader:
             condition.busy_loop_s = 0.0

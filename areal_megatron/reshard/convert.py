@@ -7,10 +7,12 @@ Face folder but the weights.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, product
 from math import prod
 from pathlib import Path
@@ -34,7 +36,7 @@ from areal_megatron.reshard.hf_folder import INDEX, SINGLE, HfFolder, copy_descr
 from areal_megatron.reshard.layout import Box, Shape, numbers
 
 BLOCK_BYTES = 2 * 2**20
-"""Read and written at once: few enough to stay in a core's cache."""
+"""Read and written at once."""
 CHUNK_BYTES = 32 * 2**20
 """Of a tensor that from_hf stores as one; the writer keeps the last one of each tensor's name."""
 WRITE_BEHIND_BYTES = 64 * 2**20
@@ -270,23 +272,31 @@ def _write_shards(folder: Path, model: list[Entry], source: Source, shard_bytes:
 
 
 def _write_file(path: Path, held: list[Entry], source: Source, progress: _Progress) -> None:
-    memory, begun = np.empty(BLOCK_BYTES, np.uint8), 0
-    with open(path, "wb", buffering=0) as file:
+    """One thread reads a block while another writes the one before."""
+    memory = itertools.cycle([np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)])
+    written: Future | None = None
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as writer:
         _write(file, memoryview(safetensors_header({entry.name: (entry.dtype, entry.shape) for entry in held})))
         for entry in held:
             for block in entry.blocks():
-                rows = empty(block.shape, entry.dtype, memory)
+                rows = empty(block.shape, entry.dtype, next(memory))
                 source.read(entry.tensor, block, rows, entry.dtype)
-                _write(file, raw(rows))
+                if written:
+                    written.result()
+                written = writer.submit(_write, file, raw(rows))
                 progress(rows.nbytes)
-                if file.tell() - begun >= WRITE_BEHIND_BYTES:
-                    os.posix_fadvise(file.fileno(), begun, file.tell() - begun, os.POSIX_FADV_DONTNEED)
-                    begun = file.tell()
+        if written:
+            written.result()
 
 
 def _write(file: Any, data: memoryview) -> None:
+    """Appends; has the kernel begin to write each WRITE_BEHIND_BYTES to the disk once they are there."""
+    before = file.tell() // WRITE_BEHIND_BYTES
     while data:
         data = data[file.write(data) :]
+    if before < (now := file.tell() // WRITE_BEHIND_BYTES):
+        begun = before * WRITE_BEHIND_BYTES
+        os.posix_fadvise(file.fileno(), begun, now * WRITE_BEHIND_BYTES - begun, os.POSIX_FADV_DONTNEED)
 
 
 def _sync(path: Path) -> None:
