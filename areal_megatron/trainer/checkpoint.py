@@ -6,7 +6,6 @@ unpickles what is no tensor: checkpoints are trusted input.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -49,13 +48,12 @@ class Saver:
         self._stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
 
     def begin(self, path: Path, seal: Callable[[], None] = lambda: None) -> None:
-        """Starts to save into the folder `path`, made by rank 0 if need be; returns at once.
+        """Starts to save into the folder `path`, made if need be; returns at once.
 
         Parameters must not change before `wait_until_read` has returned. Once every rank has written its file, rank 0
         calls `seal`, on its thread. The first call lays out the files, with every rank's help.
         """
         self.wait()
-        self._generators = self._generators or stored.generators()
         if self._image is None:
             self._lay_out()
         for name, state in stored.generators().items():
@@ -69,9 +67,13 @@ class Saver:
         self._thread.start()
 
     def wait_until_read(self) -> None:
-        """Returns when everything has been copied: from here on a step may change it."""
-        if self._thread:
-            self._read.wait()
+        """Returns when everything has been copied: from here on a step may change it.
+
+        Raises RunError after machine.timeout_s.
+        """
+        if self._thread and not self._read.wait(self._timeout_s):
+            raise RunError(f"trainer-{self._trainer.rank}: the state for a checkpoint was not copied within "
+                           f"{self._timeout_s:.0f} s; is the device stuck?")  # fmt: skip
 
     def done(self) -> bool:
         """Whether nothing is being saved, on this rank (rank 0: on all of them). Raises RunError if it failed."""
@@ -83,7 +85,7 @@ class Saver:
         return self._thread is None
 
     def wait(self) -> None:
-        """Returns when it is done. Raises RunError as `done`, and after machine.timeout_s."""
+        """Returns when it is done. Raises RunError as `done`, and after twice machine.timeout_s."""
         if self._thread:
             self._thread.join(2 * self._timeout_s)  # its own waits end by then
             if not self.done():
@@ -92,8 +94,10 @@ class Saver:
 
     def _lay_out(self) -> None:
         trainer = self._trainer
-        tensors = [*stored.stored_tensors(trainer), *stored.stored_generators(trainer, self._generators)]
-        self._image = Image(tensors, stored.stored_objects(trainer))
+        self._generators, model = stored.generators(), stored.model_state(trainer)
+        tensors = [*stored.stored_tensors(model, trainer.optimizer)]
+        tensors += stored.stored_generators(trainer, self._generators)
+        self._image = Image(tensors, stored.stored_objects(model))
         everybody = [None] * trainer.parallel.world if trainer.is_first else None
         dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
         if trainer.is_first:
@@ -131,11 +135,12 @@ class Saver:
             self._error = e if known else RunError(f"the checkpoint in {path} could not be written: {_said(e)}")
 
     def _copy(self, settled: Any) -> None:
-        with torch.get_device_module(self._trainer.device).stream(self._stream) if self._stream else _nothing:
-            if settled:
-                self._stream.wait_event(settled)
+        if self._stream is None:
             self._image.copy()
-        if self._stream:
+        else:
+            with torch.get_device_module(self._trainer.device).stream(self._stream):
+                self._stream.wait_event(settled)
+                self._image.copy()
             self._stream.synchronize()
         self._read.set()
 
@@ -168,7 +173,7 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises RunError if the checkpoint is not one of this model or cannot be read.
     """
     strategy = get_default_load_sharded_strategy(str(path))
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replicas = stored.replicas()
     if trainer.config.trainer.dp > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, replicas, do_cache_distribution=False)
     try:
@@ -189,9 +194,6 @@ def load(trainer: Trainer, path: Path) -> None:
                        f"sizes: {_said(e)}") from e  # fmt: skip
     if "generators" in loaded:
         stored.set_generators(loaded["generators"])
-
-
-_nothing = contextlib.nullcontext()
 
 
 def _file(rank: int) -> str:

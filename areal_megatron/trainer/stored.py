@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from areal_megatron.reshard.layout import Box, Shape, boxes
-from areal_megatron.trainer.optimizer import Own
+from areal_megatron.trainer.optimizer import Own, PolicyOptimizer
 from areal_megatron.trainer.step import Trainer
 
 METADATA = {
@@ -46,16 +46,21 @@ class Stored(NamedTuple):
     """Flat; the live storage, in the order of the box."""
 
 
+def replicas() -> torch.distributed.ProcessGroup:
+    """The ranks that hold the same part of the model."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def model_state(trainer: Trainer) -> dict[int, Any]:
     """megatron-core's sharded state of this rank's part of the model, by virtual stage."""
-    metadata = METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = METADATA | {"dp_cp_group": replicas()}
     return {number: chunk.module.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(trainer.chunks)}
 
 
-def stored_tensors(trainer: Trainer) -> Iterator[Stored]:
-    """Model and optimizer."""
-    own = trainer.optimizer.own()
-    for sharded in nested_values(model_state(trainer)):
+def stored_tensors(model: dict[int, Any], optimizer: PolicyOptimizer) -> Iterator[Stored]:
+    """`model`: its model_state."""
+    own = optimizer.own()
+    for sharded in nested_values(model):
         if not isinstance(sharded, ShardedTensor | ShardedTensorFactory):
             continue
         part = own.get(sharded.data)
@@ -68,11 +73,11 @@ def stored_tensors(trainer: Trainer) -> Iterator[Stored]:
             yield from _parts(sharded, part)
 
 
-def stored_objects(trainer: Trainer) -> dict[str, Any]:
+def stored_objects(model: dict[int, Any]) -> dict[str, Any]:
     """What the model's modules keep besides tensors, by megatron-core's names; the same at every version."""
     return {
         sharded.unique_key: sharded.data
-        for sharded in nested_values(model_state(trainer))
+        for sharded in nested_values(model)
         if isinstance(sharded, ShardedObject) and is_main_replica(sharded.replica_id)
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from trainer_checks import make_config, make_trajectories, open_trainer
 
 from areal_megatron.data.packing import split
@@ -66,7 +66,7 @@ def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None
 
 def save_as_megatron_does(subject: Trainer, path: Path) -> None:
     """Model and optimizer by megatron-core alone, which gathers the optimizer's states of all replicas."""
-    model, metadata = stored.model_state(subject), stored.METADATA | {"dp_cp_group": replicas()}
+    model, metadata = stored.model_state(subject), stored.METADATA | {"dp_cp_group": stored.replicas()}
     with cpu_passes_for_cuda():
         optimizer = subject.optimizer.megatron.sharded_state_dict(model, False, metadata=metadata)
     dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(path), content_metadata=stored.METADATA)
@@ -101,10 +101,6 @@ def check_resumed(folder: Path, rank: int, model: str, layout: dict, run: str, e
         for found, wanted in zip(metrics, expected, strict=True):
             for key, value in wanted.items():
                 assert abs(found[key] - value) <= 1e-6 * max(1.0, abs(value)), (key, found[key], value)
-
-
-def replicas() -> dist.ProcessGroup:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | None = None) -> list[dict[str, float]]:

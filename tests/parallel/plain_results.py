@@ -23,12 +23,38 @@ ROWS = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
 UPDATES = SFT_STEPS = 2
 
 
-def plain_results(subject: Trainer, make_trajectories) -> dict[str, Any]:
+def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajectory]:
+    """Random answers of very different lengths; some tokens and one whole answer are masked."""
+    random = np.random.default_rng(seed)
+    trajectories = []
+    for uid in range(count):
+        length = int(random.integers(1, 12)) if uid else 100
+        mask = np.ones(length, np.uint8)
+        mask[: length // 4] = 0
+        trajectories.append(
+            Trajectory(
+                uid=uid,
+                epoch=0,
+                prompt_id=uid,
+                admission_version=version - uid % 2,
+                prompt=random.integers(0, TOKENS, int(random.integers(1, 9)), dtype=np.int32),
+                response=random.integers(0, TOKENS, length, dtype=np.int32),
+                logprobs=random.normal(-6, 1, length).astype(np.float32),
+                versions=np.full(length, version - uid % 2, np.int32),
+                loss_mask=mask * (uid != 1),
+                reward=float(random.choice([-5.0, 5.0])),
+                truncated=False,
+            )
+        )
+    return trajectories
+
+
+def plain_results(subject: Trainer) -> dict[str, Any]:
     """Of the subject's model under its config; rank 0 of whoever comes first computes and keeps them beside the model."""
     path = Path(subject.config.model.path) / "plain_results.pt"
     if subject.is_first and not path.exists():
         temporary = path.with_suffix(f".{os.getpid()}")
-        torch.save(_compute(subject.config, make_trajectories), temporary)
+        torch.save(_compute(subject.config), temporary)
         os.replace(temporary, path)
     subject.parallel.barrier()
     return torch.load(path, weights_only=True)
@@ -48,7 +74,7 @@ def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
         return {"rows": packed, "batch": model(batch).logits}
 
 
-def minibatch(make_trajectories) -> tuple[list[Trajectory], list[float], list[torch.Tensor]]:
+def minibatch() -> tuple[list[Trajectory], list[float], list[torch.Tensor]]:
     """Trajectories of a mini-batch, their advantages and proximal log-probabilities."""
     trajectories, random = make_trajectories(9, version=0, seed=2), np.random.default_rng(3)
     proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
@@ -60,12 +86,12 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _compute(config: Config, make_trajectories) -> dict[str, Any]:
+def _compute(config: Config) -> dict[str, Any]:
     model = load_oracle(Path(config.model.path))
     results = {"logits": plain_logits(model), **_response(model, make_trajectories(7, version=0), config)}
     exact = copy.deepcopy(model).double()
-    oracle.ppo_loss(exact, *minibatch(make_trajectories), config).backward()
-    return results | {"gradient": gradients(exact)} | _training(model, config, make_trajectories)
+    oracle.ppo_loss(exact, *minibatch(), config).backward()
+    return results | {"gradient": gradients(exact)} | _training(model, config)
 
 
 @torch.no_grad()
@@ -78,27 +104,27 @@ def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Co
     return {"logprobs": torch.cat(logprobs), "entropy": -(spread.exp() * spread).sum(-1)}
 
 
-def training_data(make_trajectories, version: int) -> tuple[list[Trajectory], list[set[int]]]:
+def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:
     """Trajectories of an update, and which make up each of its two mini-batches."""
     trajectories = make_trajectories(12, version, seed=10 + version)
     order = np.random.default_rng(version).permutation(12)
     return trajectories, [set(half.tolist()) for half in np.array_split(order, 2)]
 
 
-def sft_examples(make_trajectories, step: int) -> list[tuple[np.ndarray, int]]:
+def sft_examples(step: int) -> list[tuple[np.ndarray, int]]:
     return [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
 
 
-def _training(model: torch.nn.Module, config: Config, make_trajectories) -> dict[str, Any]:
+def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
     """UPDATES updates, then SFT_STEPS supervised steps; of each update the differences to the engine's
     log-probabilities of tokens that the trained version sampled."""
     learner, differences = oracle.Learner(model, config), []
     for version in range(UPDATES):
-        trajectories, halves = training_data(make_trajectories, version)
+        trajectories, halves = training_data(version)
         with torch.no_grad():
             found = [(oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy()))
                      .abs()[(t.loss_mask == 1) & (t.versions == version)] for t in trajectories]  # fmt: skip
         differences.append([float(torch.cat(found).max()), float(torch.cat(found).mean())])
         learner.ppo_update(trajectories, [sorted(half) for half in halves])
-    losses = [learner.sft_step(sft_examples(make_trajectories, step)) for step in range(SFT_STEPS)]
+    losses = [learner.sft_step(sft_examples(step)) for step in range(SFT_STEPS)]
     return {"differences": differences, "sft_losses": losses, "parameters": model.state_dict()}

@@ -16,8 +16,8 @@ import torch
 import training_oracle as oracle
 from comparison import assert_gradient, assert_parameters, gather_sequence, gather_vocabulary
 from plain_results import (
-    TOKENS,
     gradients,
+    make_trajectories,
     minibatch,
     plain_logits,
     plain_results,
@@ -66,32 +66,6 @@ def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
         yield trainer
 
 
-def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajectory]:
-    """Random answers of very different lengths; some tokens and one whole answer are masked."""
-    random = np.random.default_rng(seed)
-    trajectories = []
-    for uid in range(count):
-        length = int(random.integers(1, 12)) if uid else 100
-        mask = np.ones(length, np.uint8)
-        mask[: length // 4] = 0
-        trajectories.append(
-            Trajectory(
-                uid=uid,
-                epoch=0,
-                prompt_id=uid,
-                admission_version=version - uid % 2,
-                prompt=random.integers(0, TOKENS, int(random.integers(1, 9)), dtype=np.int32),
-                response=random.integers(0, TOKENS, length, dtype=np.int32),
-                logprobs=random.normal(-6, 1, length).astype(np.float32),
-                versions=np.full(length, version - uid % 2, np.int32),
-                loss_mask=mask * (uid != 1),
-                reward=float(random.choice([-5.0, 5.0])),
-                truncated=False,
-            )
-        )
-    return trajectories
-
-
 def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
     """Everything that must not depend on the parallel layout. cases: run folder → model, layout."""
     for run, (model, trainer) in cases.items():
@@ -101,7 +75,7 @@ def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 check_logits(subject, plain_logits(reference))
                 check_balance(subject, reference)
                 continue
-            expected = plain_results(subject, make_trajectories)
+            expected = plain_results(subject)
             check_logits(subject, expected["logits"])
             check_logprobs(subject, expected)
             check_gradient(subject, expected["gradient"])
@@ -140,7 +114,7 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
 
 def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
     """The gradient of one mini-batch, whatever the packing, is that of the plain formula in float64."""
-    batch = MiniBatch(subject, *minibatch(make_trajectories))
+    batch = MiniBatch(subject, *minibatch())
     for cap in (40, 400):
         batch.forward_backward(cap)
         assert_gradient(subject, expected)
@@ -175,7 +149,7 @@ class MiniBatch:
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
     """The routers' load-balancing loss, of trained tokens only, is part of the gradient where config.json asks for it."""
-    content, exact = minibatch(make_trajectories), reference.double()
+    content, exact = minibatch(), reference.double()
     batch = MiniBatch(subject, *content)
     members = [members for replica in batch.microbatches(100) for members in replica]
     loss = oracle.ppo_loss(exact, *content, subject.config) + oracle.balance_loss(exact, batch.trajectories, members)
@@ -189,7 +163,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
     config = subject.config
     calls = []
     for version, (largest, mean) in enumerate(expected["differences"]):
-        trajectories, halves = training_data(make_trajectories, version)
+        trajectories, halves = training_data(version)
         plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
         part = split(trajectories, version=version, **plan)[subject.replica]
         result = subject.train_batch(part, before_step=lambda: calls.append(version))  # noqa: B023
@@ -200,7 +174,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
         assert abs(result.metrics["logprob_diff_mean"] - mean) < 1e-4
         assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     for step, loss in enumerate(expected["sft_losses"]):
-        assert abs(subject.sft_step(sft_examples(make_trajectories, step))["loss"] - loss) < 1e-4
+        assert abs(subject.sft_step(sft_examples(step))["loss"] - loss) < 1e-4
     assert_parameters(subject, expected["parameters"], atol=3e-5)
     if subject.is_leader:
         lines = [json.loads(line) for line in subject.run.ledger(subject.replica).read_text().splitlines()]
@@ -233,7 +207,7 @@ def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 changed_by_settling.append(sum(not torch.equal(before[name], after[name]) for name in after))  # noqa: B023
 
             subject.optimizer.settle = spied
-            check_training(subject, plain_results(subject, make_trajectories))
+            check_training(subject, plain_results(subject))
             assert len(changed_by_settling) == 4 and all(changed_by_settling)
 
 

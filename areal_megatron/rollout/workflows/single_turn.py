@@ -18,7 +18,7 @@ _RETRY_S = 1.0
 
 
 async def sample(client: EngineClient, prompt: Prompt, *, n: int, rollout: Rollout, stop_tokens: list[int],
-                 request_id: str, cache_salt: str | None, seed: int | None) -> list[Completion]:  # fmt: skip
+                 request_id: str, cache_salt: str | None, seed: int) -> list[Completion]:  # fmt: skip
     """n completed answers, from whatever versions the engine holds meanwhile.
 
     A failed request is repeated from its beginning; raises EngineError when it has failed _ATTEMPTS times.
@@ -34,7 +34,7 @@ async def sample(client: EngineClient, prompt: Prompt, *, n: int, rollout: Rollo
 
 
 async def _sample_once(client: EngineClient, prompt: Prompt, n: int, rollout: Rollout, stop_tokens: list[int],
-                       cache_salt: str | None, seed: int | None, request_id: str) -> list[Completion]:  # fmt: skip
+                       cache_salt: str | None, seed: int, request_id: str) -> list[Completion]:  # fmt: skip
     forced = prompt.response_tokens
     completions = await client.generate(
         prompt.tokens,
