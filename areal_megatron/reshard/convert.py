@@ -12,11 +12,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from io import FileIO
 from itertools import groupby, product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -35,8 +37,10 @@ from areal_megatron.reshard.extents import (
 from areal_megatron.reshard.hf_folder import INDEX, SINGLE, HfFolder, copy_description
 from areal_megatron.reshard.layout import Box, Shape, numbers
 
-BLOCK_BYTES = 2 * 2**20
-"""Read and written at once."""
+BLOCK_BYTES = 4 * 2**20
+"""Read at once, while another is written."""
+WRITE_BYTES = 256 * 2**10
+"""A call of write; the kernel (6.18, ext4) takes four times as long for the bytes of larger ones, of a megabyte and more."""
 CHUNK_BYTES = 32 * 2**20
 """Of a tensor that from_hf stores as one; the writer keeps the last one of each tensor's name."""
 WRITE_BEHIND_BYTES = 64 * 2**20
@@ -82,27 +86,30 @@ def to_hf(
     dtype: str | None = None,
     shard_bytes: int = 4 * 2**30,
     verify: bool = False,
+    sync: bool = True,
     report: Report = lambda done, total: None,
 ) -> None:
     """Writes the checkpoint folder's model as the Hugging Face folder `out`, which appears whole or not at all.
 
     `checkpoint` may also be a torch_dist folder alone; then `description` is a folder with config.json, tokenizer
     and so on. dtype: of the result, None for the checkpoint's own. Files have at most shard_bytes, or one tensor.
-    verify: reads the result back and compares. Raises CheckpointError, or ConfigError for a config.json that is
+    verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power failure
+    soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that is
     missing or describes no known model.
     """
     trainer, description = _folders(checkpoint, description)
     config = read_config(description)
     canonical = architecture(config).canonical
-    source = DistCheckpoint(trainer, config)
-    model = entries(canonical, lambda tensor: dtype or source.dtype(tensor))
-    total = sum(entry.nbytes for entry in model)
-    progress = _Progress(report, total * (1 + verify))
-    with whole_folder(out, total) as folder:
-        _write_shards(folder, model, source, shard_bytes, progress)
-        copy_description(description, folder, model[0].dtype)
-        if verify:
-            compare(source, HfFolder(folder, config), model, progress)
+    with closing(DistCheckpoint(trainer, config)) as source:
+        model = entries(canonical, lambda tensor: dtype or source.dtype(tensor))
+        total = sum(entry.nbytes for entry in model)
+        progress = _Progress(report, total * (1 + verify))
+        with whole_folder(out, total, sync) as folder:
+            _write_shards(folder, model, source, shard_bytes, sync, progress)
+            copy_description(description, folder, model[0].dtype)
+            if verify:
+                with closing(HfFolder(folder, config)) as result:
+                    compare(source, result, model, progress)
 
 
 def from_hf(
@@ -112,6 +119,7 @@ def from_hf(
     dtype: str | None = None,
     shard_bytes: int = 4 * 2**30,
     verify: bool = False,
+    sync: bool = True,
     report: Report = lambda done, total: None,
 ) -> None:
     """Writes a Hugging Face folder as the checkpoint folder `out`: the model, no optimizer. As to_hf in all else.
@@ -144,13 +152,14 @@ def from_hf(
         progress(array.nbytes)
         return array
 
-    with whole_folder(out, total) as folder:
+    with closing(model), whole_folder(out, total, sync) as folder:
         (folder / DESCRIPTION).mkdir()
         copy_description(source, folder / DESCRIPTION, written[0].dtype)
         objects = dist_writer.extra_states(layout.held, pieces)
         dist_writer.write(folder / TRAINER, tensors, chunks, resolve, objects, shard_bytes)
         if verify:
-            compare(model, DistCheckpoint(folder / TRAINER, config), written, progress)
+            with closing(DistCheckpoint(folder / TRAINER, config)) as result:
+                compare(model, result, written, progress)
 
 
 def entries(canonical: Mapping[str, Shape], dtype: Callable[[str], str]) -> list[Entry]:
@@ -189,8 +198,8 @@ def compare(source: Source, result: Source, model: list[Entry], progress: _Progr
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, size: int) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` with everything in it on disk, or is removed if an error is raised.
+def whole_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
+    """A folder to fill, which becomes `path`, with `sync` once everything in it is on disk; removed if an error is raised.
 
     size: bytes that are to be written. Raises CheckpointError where `path` exists or cannot be written.
     """
@@ -207,12 +216,13 @@ def whole_folder(path: Path, size: int) -> Iterator[Path]:
             raise CheckpointError(f"{path} needs {size / 1e9:.3f} GB and {free / 1e9:.3f} GB are free: make room or "
                                   "choose another disk")  # fmt: skip
         yield partial
-        for folder, _, files in os.walk(partial):
+        for folder, _, files in os.walk(partial) if sync else ():
             for file in files:
                 _sync(Path(folder, file))
             _sync(Path(folder))
         os.rename(partial, path)
-        _sync(path.parent)
+        if sync:
+            _sync(path.parent)
     except BaseException as e:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(e, OSError):
@@ -250,7 +260,9 @@ def _singles(shape: Shape, named: int) -> Iterator[Box]:
         yield Box((*number, *(0 for _ in shape[named:])), (*(n + 1 for n in number), *shape[named:]))
 
 
-def _write_shards(folder: Path, model: list[Entry], source: Source, shard_bytes: int, progress: _Progress) -> None:
+def _write_shards(
+    folder: Path, model: list[Entry], source: Source, shard_bytes: int, sync: bool, progress: _Progress
+) -> None:
     files: list[list[Entry]] = [[]]
     size = 0
     for entry in model:
@@ -260,41 +272,39 @@ def _write_shards(folder: Path, model: list[Entry], source: Source, shard_bytes:
             size = entry.nbytes
         files[-1].append(entry)
     if len(files) == 1:
-        _write_file(folder / SINGLE, files[0], source, progress)
+        _write_file(folder / SINGLE, files[0], source, sync, progress)
         return
     weight_map = {}
     for number, held in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        _write_file(folder / name, held, source, progress)
+        _write_file(folder / name, held, source, sync, progress)
         weight_map |= {entry.name: name for entry in held}
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in model)}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_file(path: Path, held: list[Entry], source: Source, progress: _Progress) -> None:
+def _write_file(path: Path, held: list[Entry], source: Source, sync: bool, progress: _Progress) -> None:
     """One thread reads a block while another writes the one before."""
+    header = safetensors_header({entry.name: (entry.dtype, entry.shape) for entry in held})
     memory = itertools.cycle([np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)])
-    written: Future | None = None
     with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as writer:
-        _write(file, memoryview(safetensors_header({entry.name: (entry.dtype, entry.shape) for entry in held})))
+        written = writer.submit(_write, file, memoryview(header), sync)
         for entry in held:
             for block in entry.blocks():
                 rows = empty(block.shape, entry.dtype, next(memory))
                 source.read(entry.tensor, block, rows, entry.dtype)
-                if written:
-                    written.result()
-                written = writer.submit(_write, file, raw(rows))
+                written.result()
+                written = writer.submit(_write, file, raw(rows), sync)
                 progress(rows.nbytes)
-        if written:
-            written.result()
+        written.result()
 
 
-def _write(file: Any, data: memoryview) -> None:
-    """Appends; has the kernel begin to write each WRITE_BEHIND_BYTES to the disk once they are there."""
+def _write(file: FileIO, data: memoryview, sync: bool) -> None:
+    """Appends. With `sync` the kernel begins to write each WRITE_BEHIND_BYTES to the disk once they are there."""
     before = file.tell() // WRITE_BEHIND_BYTES
     while data:
-        data = data[file.write(data) :]
-    if before < (now := file.tell() // WRITE_BEHIND_BYTES):
+        data = data[file.write(data[:WRITE_BYTES]) :]
+    if sync and before < (now := file.tell() // WRITE_BEHIND_BYTES):
         begun = before * WRITE_BEHIND_BYTES
         os.posix_fadvise(file.fileno(), begun, now * WRITE_BEHIND_BYTES - begun, os.POSIX_FADV_DONTNEED)
 

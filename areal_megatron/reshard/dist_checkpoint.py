@@ -22,7 +22,7 @@ from areal_megatron.reshard import megatron
 from areal_megatron.reshard.architectures import architecture
 from areal_megatron.reshard.architectures.table import EMBEDDING, HEAD
 from areal_megatron.reshard.dist_metadata import Chunk, stored_tensors
-from areal_megatron.reshard.extents import CheckpointError, Extent, inside, part, read
+from areal_megatron.reshard.extents import CheckpointError, Extent, OpenFiles, inside, part, read
 from areal_megatron.reshard.layout import Box, Layout, Piece, Shape, numbers
 from areal_megatron.reshard.megatron import MegatronSizes
 
@@ -88,6 +88,7 @@ class DistCheckpoint:
             for name, pieces in by_parameter(expected).items()
         }
         self._located: dict[Chunk, Extent] = {}
+        self._files = OpenFiles()
 
     def dtype(self, tensor: str) -> str:
         """Of a canonical pattern."""
@@ -101,12 +102,15 @@ class DistCheckpoint:
                 region = piece.narrow(common).local
                 self._read(self._name_of[piece.parameter], region, numbers(tensor), part(out, box, common), dtype)
 
+    def close(self) -> None:
+        self._files.close()
+
     def _read(self, name: str, region: Box, named: int, out: ndarray, dtype: str) -> None:
         for chunk in self._chunks[name].get(region.start[:named], ()):
             if common := chunk.box.intersection(region):
                 if chunk not in self._located:
                     self._located[chunk] = chunk.locate()
-                read(self._located[chunk], common, part(out, region, common), dtype)
+                read(self._files, self._located[chunk], common, part(out, region, common), dtype)
 
     def _check_shapes(self, expected: Layout, model: str) -> None:
         for name, shape in expected.held.items():

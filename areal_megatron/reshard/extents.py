@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -49,15 +50,34 @@ def empty(shape: Shape, dtype: str, memory: ndarray | None = None) -> ndarray:
     return memory[:size].view(f"u{ITEMSIZE[dtype]}").reshape(shape)
 
 
-def read(extent: Extent, region: Box, out: ndarray, dtype: str) -> None:
+class OpenFiles:
+    """The files that were read from last, kept open: opening one takes as long as reading half a megabyte."""
+
+    def __init__(self, limit: int = 32):
+        self._limit = limit
+        self._files: dict[Path, FileIO] = {}
+
+    def descriptor(self, path: Path) -> int:
+        """Of the file, open for reading. Raises OSError."""
+        file = self._files.pop(path, None) or FileIO(path)
+        self._files[path] = file  # the last one of the dict
+        if len(self._files) > self._limit:
+            self._files.pop(next(iter(self._files))).close()
+        return file.fileno()
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+def read(files: OpenFiles, extent: Extent, region: Box, out: ndarray, dtype: str) -> None:
     """Fills `out`, of the region's shape and for elements of `dtype`, with `region`, a part of the extent's box.
 
     Raises CheckpointError where the file cannot be read or ends too early.
     """
     start, stop = inside(extent.box, region)
     try:
-        with open(extent.path, "rb", buffering=0) as file:
-            _fill(file.fileno(), extent.offset, extent.box.shape, (start, stop), extent.dtype, out, dtype)
+        _fill(files.descriptor(extent.path), extent.offset, extent.box.shape, (start, stop), extent.dtype, out, dtype)
     except EOFError:
         raise CheckpointError(f"{extent.path} ends too early: it is truncated, take another copy of it") from None
     except OSError as e:

@@ -11,7 +11,7 @@ from typing import Any
 from numpy import ndarray
 
 from areal_megatron.reshard.architectures import architecture, read_config
-from areal_megatron.reshard.extents import CheckpointError, read, safetensors_extents
+from areal_megatron.reshard.extents import CheckpointError, OpenFiles, read, safetensors_extents
 from areal_megatron.reshard.layout import Box, expand, numbers
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +27,7 @@ class HfFolder:
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any]):
         model = architecture(hf_config)
-        self._extents = {}
+        self._extents, self._files = {}, OpenFiles()
         for file in _weight_files(folder):
             self._extents |= safetensors_extents(file)
         expected = expand(model.canonical)
@@ -50,7 +50,10 @@ class HfFolder:
         within one layer and expert."""
         named = numbers(tensor)
         extent = self._extents[tensor.format(*box.start[:named])]
-        read(extent, Box(box.start[named:], box.stop[named:]), out[(0,) * named], dtype)
+        read(self._files, extent, Box(box.start[named:], box.stop[named:]), out[(0,) * named], dtype)
+
+    def close(self) -> None:
+        self._files.close()
 
 
 def copy_description(source: Path, folder: Path, dtype: str) -> None:

@@ -44,9 +44,10 @@ def test_figures_of_a_repetition_belong_together(tmp_path):
     for key, figure in report.items():
         assert 0 < figure["min"] == figure["median"] == figure["max"], key
     value = {key: figure["median"] for key, figure in report.items()}
-    cp, through, read = value["cp_s"], value["writing_the_copy_through_s"], value["read_s"]
+    cp, through, read = value["cp_s"], value["sync_of_the_copy_s"], value["read_s"]
+    assert value["no_sync_over_cp_and_read"] == pytest.approx(value["to_hf_no_sync_s"] / (cp + read))
     assert value["time_over_cp_and_read"] == pytest.approx(value["to_hf_s"] / (cp + read))
-    assert value["time_over_cp_written_through_and_read"] == pytest.approx(value["to_hf_s"] / (cp + through + read))
+    assert value["time_over_cp_and_sync_and_read"] == pytest.approx(value["to_hf_s"] / (cp + through + read))
     assert 0.01 < value["peak_rss_gb"] < 0.3, "of another process than the converter"
     assert [line.split()[0] for line in printed[1:]] == list(report)
     assert not (tmp_path / "out").exists()
