@@ -1,7 +1,8 @@
 """A real Slurm cluster of virtual nodes on this one machine: munged, slurmctld and a slurmd for every node.
 
-Every daemon is a child of the test's process. Everything they run is found by two variables of its environment:
-SLURM_CONF, of which every cluster has its own, and SLURMD_NODENAME.
+Every daemon is a child of the test's process. What they start is found by two variables of its environment:
+SLURM_CONF, of which every cluster has its own, and SLURMD_NODENAME. slurmstepd writes its title over its own: it is
+found by the folder that it works in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,7 +110,7 @@ class Cluster:
     def __exit__(self, *_) -> None:
         try:
             self._cancel_jobs()
-            self._kill(SLURM_CONF=self.environment["SLURM_CONF"])
+            self._kill(self.processes)
         finally:
             self._children.__exit__()
             shutil.rmtree(self._folder)
@@ -153,18 +155,24 @@ class Cluster:
 
     def fail(self, node: str) -> None:
         """Power loss: its slurmd and all that runs on it end at once. Slurm finds out after SlurmdTimeout, 10 s."""
-        self._kill(SLURM_CONF=self.environment["SLURM_CONF"], SLURMD_NODENAME=node)
+        self._kill(lambda: self.processes(node))
         _ = self._children.by_name[node].exit_code  # reaps it
 
     def restore(self, node: str) -> None:
-        """Switches it on again and waits until Slurm may use it."""
+        """Switches it on again and waits until Slurm may use it.
+
+        Slurm runs again the jobs that it had if they are older than 20 s or if Slurm has found out before; a younger
+        one stays RUNNING without a process.
+        """
         shutil.rmtree(self._folder / "spool" / node)
         self._start_node(node)
         self._await(lambda: node in self._in_state("idle,alloc,mix"), 30, f"{node} is not up")
 
-    def processes(self) -> list[psutil.Process]:
-        """Daemons, and whatever runs in jobs."""
-        return _processes(SLURM_CONF=self.environment["SLURM_CONF"])
+    def processes(self, node: str = "") -> list[psutil.Process]:
+        """Daemons and whatever runs in jobs, everywhere or on one node."""
+        variables = {"SLURM_CONF": self.environment["SLURM_CONF"]} | ({"SLURMD_NODENAME": node} if node else {})
+        folder = self._folder / "spool" / node
+        return _processes(lambda p: Path(p.cwd()).is_relative_to(folder) or variables.items() <= p.environ().items())
 
     def _configure(self) -> None:
         self._folder.chmod(0o755)
@@ -175,15 +183,15 @@ class Cluster:
         for gpu in range(self._gpus):
             (self._folder / "dev" / f"nvidia{gpu}").symlink_to("/dev/null")  # Slurm wants a device of that name
         host, plugins = socket.gethostname().partition(".")[0], self._programs.folder("usr/lib/*/slurm-wlm")
-        controller_port, *ports = _free_ports(1 + len(self.nodes))
+        port, *ports = _free_ports(1 + len(self.nodes))
         nodes = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self._cpus} RealMemory=200000"
+            f"NodeName={name} Port={port} NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self._cpus} RealMemory=200000"
             + (f" Gres=gpu:{self._gpus}" if self._gpus else "")
             for name, port in zip(self.nodes, ports, strict=True)
         ]
         text = _CONFIGURATION.format(
             host=host,
-            port=controller_port,
+            port=port,
             user=pwd.getpwuid(os.getuid()).pw_name,
             plugins=f"PluginDir={plugins}" if plugins else "",
             folder=self._folder,
@@ -210,12 +218,12 @@ class Cluster:
 
     def _start_node(self, node: str) -> None:
         (self._folder / "spool" / node).mkdir()
-        self._start("slurmd", "-D", "-N", node, "-d", self._programs.program("slurmstepd"), name=node)
+        # -b: it reports that the node has booted, as after a power loss, however short that was
+        self._start("slurmd", "-D", "-b", "-N", node, "-d", self._programs.program("slurmstepd"), node=node)
 
-    def _start(self, program: str, *arguments: str, name: str = "") -> None:
-        environment = {**self.environment, "SLURMD_NODENAME": name} if name else self.environment
-        name = name or program
-        command = [self._programs.program(program), *arguments]
+    def _start(self, program: str, *arguments: str, node: str = "") -> None:
+        environment, name = {**self.environment, "SLURMD_NODENAME": node} if node else self.environment, node or program
+        command = ["env", f"--chdir={self._folder / 'spool' / node}", self._programs.program(program), *arguments]
         self._children.start(name, command, environment, self._logs / f"{name}.log", set())
 
     def _in_state(self, states: str) -> set[str]:
@@ -223,56 +231,47 @@ class Cluster:
 
     def _cancel_jobs(self) -> None:
         """What does not end at once is killed after this."""
-        try:
+        with suppress(ClusterError):  # there may be no slurmctld to ask
             if jobs := self.run("squeue", "-h", "-o", "%A", timeout_s=5).split():
                 self.run("scancel", *sorted(set(jobs)), timeout_s=5)
                 deadline = time.monotonic() + 2
                 while self.run("squeue", "-h", timeout_s=5) and time.monotonic() < deadline:
                     time.sleep(0.1)
-        except ClusterError:
-            return  # no slurmctld to ask
 
-    def _kill(self, **variables: str) -> None:
-        """Kills every process with these variables until there is none."""
+    def _kill(self, find: Callable[[], list[psutil.Process]]) -> None:
+        """Until it finds none. They are stopped first: no daemon is left to report the end of another process."""
         deadline = time.monotonic() + 10
-        while processes := _processes(**variables):
+        while processes := find():
             if time.monotonic() > deadline:
                 raise ClusterError(f"processes that do not end: {processes}")
-            for process in processes:
-                try:
-                    process.send_signal(signal.SIGKILL)
-                except psutil.NoSuchProcess:
-                    continue
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for process in processes:
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
             time.sleep(0.02)
 
     def _await(self, condition: Callable[[], T], timeout_s: float, problem: str, job: str = "") -> T:
-        """The first true value of condition()."""
+        """The first true value of condition(). A client program that fails has found slurmctld too busy to answer."""
         deadline = time.monotonic() + timeout_s
-        while not (value := self._value(condition)):
-            if time.monotonic() > deadline:
-                details = [self.run("scontrol", "show", "job", job)] if job else []
-                logs = [f"{child.log}:\n{child.last_lines(8)}" for child in self._children.by_name.values()]
-                raise ClusterError("\n".join([f"{problem} after {timeout_s} s", *details, *logs]))
+        while time.monotonic() < deadline:
+            with suppress(ClusterError):
+                if value := condition():
+                    return value
             time.sleep(0.1)
-        return value
-
-    def _value(self, condition: Callable[[], T]) -> T | None:
-        try:
-            return condition()
-        except ClusterError:  # slurmctld does not answer yet
-            return None
+        details = [f"{problem} after {timeout_s} s"]
+        with suppress(ClusterError):
+            details += [self.run("scontrol", "show", "job", job)] if job else []
+        details += [f"{child.log}:\n{child.last_lines(8)}" for child in self._children.by_name.values()]
+        raise ClusterError("\n".join(details))
 
 
-def _processes(**variables: str) -> list[psutil.Process]:
-    """Living processes that were started with these variables, and their descendants; not this process."""
+def _processes(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """Living processes that are wanted, and their descendants; not this process."""
     found = set()
     for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if process.pid != os.getpid() and all(environment.get(name) == value for name, value in variables.items()):
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and wanted(process):
                 found |= {process, *process.children(recursive=True)}
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
     return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 

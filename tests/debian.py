@@ -89,19 +89,22 @@ def _programs(packages: tuple[str, ...], needed: tuple[str, ...]) -> Programs:
         return installed
     try:
         return Programs(_unpacked(packages))
-    except FileNotFoundError as error:
-        pytest.skip(f"no {missing[0]}, and no {error.filename} to unpack it with")
-    except subprocess.TimeoutExpired as error:
-        pytest.skip(f"no {missing[0]}: {error.cmd[0]} took more than {_DOWNLOAD_S} s for {' '.join(packages)}")
     except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
-        pytest.skip(f"no {missing[0]}: {error.cmd[0]} could not fetch {' '.join(packages)}: {reason}")
+        reasons = re.findall(r"^(?:E|dpkg.*?): (.*)", error.stderr, re.MULTILINE)
+        reason = reasons[0] if reasons else f"exit code {error.returncode} of {error.cmd[0]}"
+    except subprocess.TimeoutExpired as error:
+        reason = f"{error.cmd[0]} took more than {_DOWNLOAD_S} s"
+    except OSError as error:
+        reason = str(error)
+    pytest.skip(f"there is no {missing[0]}, and {' '.join(packages)} could not be unpacked: {reason}")
 
 
 def _unpacked(packages: tuple[str, ...]) -> Path:
     """The folder with the packages and all that they depend on and the machine lacks; made by whoever comes first."""
     release = platform.freedesktop_os_release().get("VERSION_ID", "unstable")
     kept = CACHE / f"{release}-{platform.machine()}-{'+'.join(packages)}"
+    if kept.exists():
+        return kept
     CACHE.mkdir(parents=True, exist_ok=True)
     with _lock(CACHE / "lock"):
         if not kept.exists():
