@@ -66,6 +66,13 @@ class Checkpoints:
         if every and version != self._version and (version % every == 0 or last):
             self._begin(version, batches)
 
+    def stop(self, version: int, batches: int) -> None:
+        """Saves `version`, whatever checkpoint.every is, unless that was done: the run is to end before its last update."""
+        with self._removed_if_it_fails():
+            self._saver.done()
+        if version != self._version:
+            self._begin(version, batches)
+
     def finish(self) -> None:
         """Returns when what was begun is saved and exported. Raises RunError if it cannot be saved."""
         with self._removed_if_it_fails():

@@ -15,6 +15,7 @@ from areal_megatron.rollout.protocol import (
     Publish,
     Request,
     Saved,
+    Stop,
     Trained,
     Written,
 )
@@ -22,7 +23,7 @@ from areal_megatron.run import Run
 from areal_megatron.trainer.step import BatchResult, Trainer
 
 _encode = encoder().encode
-_decode_part = decoder(BatchPart).decode
+_decode_part = decoder(BatchPart | None).decode
 _decode_links = decoder(list[Link]).decode
 
 
@@ -35,16 +36,16 @@ class Experience:
         self._controller = ControllerClient(self._endpoint, run.token, f"trainer-{trainer.rank}", self._timeout_s)
         self._controller.request(Hello(trainer.rank))
 
-    def take(self, number: int, version: int) -> BatchPart:
+    def take(self, number: int, version: int) -> BatchPart | None:
         """This replica's part of batch `number`; waits as long as the controller says that it is coming.
 
-        Raises ControllerError if the controller falls silent.
+        None, on all replicas alike: the run is to save a checkpoint and end. Raises ControllerError if the controller falls silent.
         """
         while True:
             data = None
             if self._trainer.is_leader:
                 reply = self._controller.request(NextBatch(self._trainer.replica, number, version))
-                data = b"" if isinstance(reply, NotYet) else _encode(reply.part)
+                data = b"" if isinstance(reply, NotYet) else _encode(None if isinstance(reply, Stop) else reply.part)
             if data := self._trainer.share(data):
                 return _decode_part(data)
 

@@ -3,7 +3,7 @@
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
-           incarnations.jsonl · checkpoints/ (checkpoint_folder.py) · exports/version-000012/
+           incarnations.jsonl · checkpoints/ (checkpoint_folder.py) · exports/version-000012/ · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
 """
@@ -51,6 +51,8 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self.exports = self.folder / "exports"
         self.incarnations = self.folder / "incarnations.jsonl"
+        self.stop = self.folder / "stop"
+        """While this file is there, the run is to save a checkpoint and end."""
 
     def create(self) -> None:
         """Makes the folders and the secret token. Raises FileExistsError if the run exists."""
@@ -66,6 +68,7 @@ class Run:
         (self.folder / "endpoints").mkdir()
         self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
+        self.stop.unlink(missing_ok=True)
         line = {"incarnation": len(self.starts()), "version": version, "batches": batches,
                 "checkpoint": checkpoint, "after": after}  # fmt: skip
         with self.incarnations.open("a") as file:

@@ -24,15 +24,19 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 
     for number in range(trained, batches):
         batch = experience.take(number, version)
+        if batch is None:
+            checkpoints.stop(version, number)
+            break
         result = trainer.train_batch(batch, before_step=until_read)
         experience.trained(number, result)
         if result.applied:
             version += 1
             weights.publish(version)
         checkpoints.after_update(version, number + 1, last=number + 1 == batches)
+    else:
+        weights.save_hf()
     weights.wait_until_delivered()
     checkpoints.finish()
-    weights.save_hf()
     experience.finish()
 
 

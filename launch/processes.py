@@ -13,11 +13,30 @@ from pathlib import Path
 import psutil
 
 
-class Child:
+class Log:
+    """What a process has written, wherever it runs."""
+
+    def __init__(self, name: str, log: Path):
+        self.name, self.log = name, log
+
+    @property
+    def last_write(self) -> float:
+        """When that was for the last time; 0 if it never did."""
+        return self.log.stat().st_mtime if self.log.exists() else 0.0
+
+    def last_lines(self, count: int = 15) -> str:
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as f:
+            f.seek(max(0, os.path.getsize(self.log) - 20000))
+            return "\n".join(f.read().decode(errors="replace").splitlines()[-count:])
+
+
+class Child(Log):
     """One process of a run, in a session of its own, its output in `log`, pinned to `cores` if there are any."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]):
-        self.name, self.log = name, log
+        super().__init__(name, log)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -39,16 +58,6 @@ class Child:
         """None while it runs; negative: ended by that signal."""
         return self._process.poll()
 
-    @property
-    def last_write(self) -> float:
-        """When the log was written to for the last time."""
-        return self.log.stat().st_mtime
-
-    def last_lines(self, count: int = 15) -> str:
-        with self.log.open("rb") as f:
-            f.seek(max(0, os.path.getsize(self.log) - 20000))
-            return "\n".join(f.read().decode(errors="replace").splitlines()[-count:])
-
 
 class Children:
     """The processes that this one owns. A context manager: leaving it ends them and all their descendants.
@@ -67,13 +76,17 @@ class Children:
         self._guardian.stdin.flush()
         return child
 
+    def end(self) -> None:
+        """Ends them and all their descendants."""
+        end_sessions({child.pid for child in self.by_name.values()})
+        for child in self.by_name.values():
+            _ = child.exit_code  # reaps it
+
     def __enter__(self) -> Children:
         return self
 
     def __exit__(self, *_) -> None:
-        end_sessions({child.pid for child in self.by_name.values()})
-        for child in self.by_name.values():
-            _ = child.exit_code  # reaps it
+        self.end()
         self._guardian.communicate(timeout=60)  # the end of its pipe: it finds nothing left and ends
 
 

@@ -144,7 +144,11 @@ class Engine(EngineClient):
         port, self._reservation = reserve_port(config.machine.host)
         super().__init__(f"engine-{index}", f"http://{config.machine.host}:{port}", run.token, config.machine.timeout_s)
         self.index = index
-        command = [*server_command(config, port), "--worker-extension-cls", "reshard_peers.EngineWorker"]
+        command = [
+            *server_command(config, config.machine.host, port),
+            "--worker-extension-cls",
+            "reshard_peers.EngineWorker",
+        ]
         environment = ENVIRONMENT | server_environment(config, run, cores)
         environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
         self._process = children.start(self.name, command, environment, run.log(self.name), set(cores))

@@ -15,7 +15,7 @@ from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import split
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.rollout.generation import Generation
-from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, Refused, Trained
+from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, Refused, Stop, Trained
 from areal_megatron.rollout.schedule import Schedule
 
 
@@ -51,10 +51,12 @@ class Batches:
         self._account: dict[str, Any] = {}
         self._formed = asyncio.Event()
         self._asked = False
+        self.stopping = False
+        """No further batch is formed."""
         self._trainer_waits, self._straggler = Stopwatch(), Stopwatch()
         self._last_trained = time.monotonic()
 
-    async def next(self, request: NextBatch) -> Part | NotYet | Refused:
+    async def next(self, request: NextBatch) -> Part | NotYet | Stop | Refused:
         """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
         if request.number == self.number + 1:  # this replica is done with a batch that rank 0 has yet to report
             await asyncio.sleep(0.05)
@@ -70,13 +72,15 @@ class Batches:
             await asyncio.wait_for(self._formed.wait(), min(5.0, self._config.machine.timeout_s / 4))
         except TimeoutError:
             return NotYet()
+        if self._parts is None and self.stopping:
+            return Stop()
         if self._parts is None:
             return Refused(f"batch {request.number} was trained before replica {request.replica} had its part")
         return Part(self._parts[request.replica])
 
     def try_form(self) -> None:
         """Forms the batch if trainers wait for it and the schedule allows it."""
-        if self._parts is not None or not self._asked:
+        if self._parts is not None or not self._asked or self.stopping:
             return
         self._trainer_waits.start()
         groups = self._schedule.form_batch()
@@ -115,8 +119,14 @@ class Batches:
         }
         self.number += 1
         self._parts, self._asked = None, False
-        self._formed = asyncio.Event()
+        if not self.stopping:
+            self._formed = asyncio.Event()
         return account | message.metrics
+
+    def stop(self) -> None:
+        """Replicas get the batch that has been formed, if there is one, and Stop instead of the next."""
+        self.stopping = True
+        self._formed.set()
 
     def begin(self) -> None:
         """Generation starts now: waiting and tokens per second count from here."""

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from areal_megatron import checkpoint_folder
+from areal_megatron.address import address
 from areal_megatron.config import Config, ConfigError, load
 from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.prompts import read_prompts
@@ -83,13 +84,14 @@ class Controller:
         self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
                                self.start.batches)  # fmt: skip
         self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline)
-        self.service = Service(config.machine.host, run.token, self._handle)
+        self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
         self._connected = asyncio.Event()
         self._bye = asyncio.Event()
         self._last_update: dict[str, Any] = {}
         self._last_update_at = self._started_at = time.monotonic()
         self._tasks: asyncio.TaskGroup | None = None
+        self._evaluations: set[asyncio.Task] = set()
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of this process's part."""
         if self.start.checkpoint:
@@ -106,6 +108,7 @@ class Controller:
         self.run.announce(PROCESS, self.service.endpoint)
         async with asyncio.TaskGroup() as self._tasks:
             background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
+            bye = self._tasks.create_task(self._bye.wait())
             await self._connect()
             for engine, link in zip(self.engines, self.links, strict=True):
                 background.append(
@@ -114,19 +117,20 @@ class Controller:
                 background.append(self._tasks.create_task(link.run()))
             if not self.start.version:
                 self.phase = "evaluating"
-                await self._evaluate(0)
+                await asyncio.wait([self._begin_evaluation(0), bye], return_when=asyncio.FIRST_COMPLETED)
             self.phase = "training"
             self.batches.begin()
             generating = self._tasks.create_task(self.generation.run())
-            await self._bye.wait()
+            await bye
             generating.cancel()
             self.schedule.end("the run ended")
             await asyncio.gather(*(link.settled() for link in self.links))
-            self.phase = "final evaluation"
-            await self._evaluate(self.schedule.version)
-            self.phase = "done"
+            if not self.batches.stopping:
+                self.phase = "final evaluation"
+                await self._begin_evaluation(self.schedule.version)
+            self.phase = "stopped" if self.batches.stopping else "done"
             self._write_status()
-            for task in background:
+            for task in (*background, *(self._evaluations if self.batches.stopping else ())):
                 task.cancel()
 
     async def close(self) -> None:
@@ -234,9 +238,14 @@ class Controller:
         every = self.config.eval_every
         newest = all(e.version >= version for e in self.engines)
         if every and version and version % every == 0 and version < self.schedule.updates and newest:
-            self._tasks.create_task(self._evaluate(version, _SHARE_OF_CONCURRENT_EVALUATION))
+            self._begin_evaluation(version, _SHARE_OF_CONCURRENT_EVALUATION)
 
-    async def _evaluate(self, version: int, share: float = 1.0) -> None:
+    def _begin_evaluation(self, version: int, share: float = 1.0) -> asyncio.Task:
+        self._evaluations.add(task := self._tasks.create_task(self._evaluate(version, share)))
+        task.add_done_callback(self._evaluations.discard)
+        return task
+
+    async def _evaluate(self, version: int, share: float) -> None:
         values = await self.evaluation.run(version, share)
         if values is not None:
             self.metrics.write("eval", version, values)
@@ -244,6 +253,9 @@ class Controller:
     async def _keep_status(self) -> None:
         while True:
             self._write_status()
+            if self.run.stop.exists() and not self._bye.is_set():
+                self.phase = "stopping"
+                self.batches.stop()
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self) -> None:

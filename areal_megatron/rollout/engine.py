@@ -16,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+from areal_megatron.address import address, socket_settings
 from areal_megatron.config import Config, load
 from areal_megatron.run import Run, from_command_line
 
@@ -23,12 +24,12 @@ SERVED_MODEL = "policy"
 GIB = 1 << 30
 
 
-def server_command(config: Config, port: int) -> list[str]:
-    """vLLM's command line for one engine of `config`."""
+def server_command(config: Config, host: str, port: int) -> list[str]:
+    """vLLM's command line for one engine of `config` that listens on an address."""
     rollout = config.rollout
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(Path(config.model.path).absolute()), "--served-model-name", SERVED_MODEL]
-    command += ["--host", config.machine.host, "--port", str(port)]
+    command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "areal_megatron.rollout.guard.Guard"]
     command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     command += ["--max-model-len", str(config.data.max_prompt_tokens + rollout.max_new_tokens)]
@@ -80,7 +81,7 @@ def runs_on_cpu(config: Config) -> bool:
 
 def reserve_port(host: str) -> tuple[int, socket.socket]:
     """A free port, kept from others until vLLM binds it: the socket lives through exec but never listens."""
-    reservation = socket.socket()
+    reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind((host, 0))
     reservation.set_inheritable(True)
@@ -94,11 +95,12 @@ def main() -> None:
     cpus = [int(cpu) for cpu in allowed.split(",")]
     if runs_on_cpu(config):
         os.sched_setaffinity(0, cpus)
-    host = config.machine.host
+    host = address(config.machine.host)
     port, _reservation = reserve_port(host)
-    command = server_command(config, port)
-    run.announce(f"engine-{index}", f"http://{host}:{port}")
-    os.execve(command[0], command, os.environ | server_environment(config, run, cpus))
+    command = server_command(config, host, port)
+    run.announce(f"engine-{index}", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus)
+    os.execve(command[0], command, environment)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """From rank 0 of a data-parallel replica; answered by Part as soon as the batch has been formed."""
+    """From rank 0 of a data-parallel replica; answered by Part as soon as the batch has been formed, or by Stop."""
 
     replica: int
     number: int
@@ -94,7 +94,7 @@ class Saved(msgspec.Struct, tag=True):
 
 
 class Bye(msgspec.Struct, tag=True):
-    """From global rank 0: every update is trained and delivered."""
+    """From global rank 0: every update is trained and delivered, or a checkpoint is saved after Stop."""
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -107,6 +107,10 @@ class Part(msgspec.Struct, tag=True):
 
 class NotYet(msgspec.Struct, tag=True):
     """No batch yet, ask again: sent now and then, so that a long wait for answers is no silent controller."""
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Instead of a batch, the same to every replica: the run is to save a checkpoint and end."""
 
 
 class Link(msgspec.Struct):
@@ -129,7 +133,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 Request = Hello | NextBatch | Trained | Publish | Delivered | Checkpoint | Written | Saved | Bye
-Reply = Welcome | Part | NotYet | Links | Ok | Refused
+Reply = Welcome | Part | NotYet | Stop | Links | Ok | Refused
 
 
 class Envelope(msgspec.Struct):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from areal_megatron.address import address, socket_settings
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.run import Run, RunError
@@ -99,8 +99,8 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism overlaps only in this order
     device = choose_device(config)
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.timeout_s)
-    if ipaddress.ip_address(socket.gethostbyname(config.machine.host)).is_loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the host's own address
+    for name, value in socket_settings(config.machine.host).items():
+        os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _open_store(config, run, rank, timeout)
     try:
@@ -167,17 +167,18 @@ def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist
         except dist.DistError as e:
             raise RunError(f"trainer-{rank}: cannot reach trainer-0 at {host}:{port}: {str(e).splitlines()[0]}") from e
     # A TCPStore that makes its own socket listens on every interface.
-    listener = socket.create_server((config.machine.host, 0))
+    host = address(config.machine.host)
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        config.machine.host,
+        host,
         port,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    run.announce(STORE, f"{config.machine.host}:{port}")
+    run.announce(STORE, f"{host}:{port}")
     return store
 
 

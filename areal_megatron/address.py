@@ -1,0 +1,44 @@
+"""Where a process of a run listens: machine.host on the node that it runs on. Imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from areal_megatron.config import ConfigError
+
+
+def address(host: str) -> str:
+    """The IP address that `host` stands for on this node: an address, a name, or a network interface such as ib0.
+
+    Raises ConfigError where it is none of them.
+    """
+    interfaces = psutil.net_if_addrs()
+    if host in interfaces:
+        found = {a.family: a.address.partition("%")[0] for a in reversed(interfaces[host])}
+        if not (own := found.get(socket.AF_INET) or found.get(socket.AF_INET6)):
+            raise ConfigError(f"machine.host: interface {host} of {socket.gethostname()} has no address; it has "
+                              f"{', '.join(sorted(interfaces))}")  # fmt: skip
+        return own
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        raise ConfigError(f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "
+                          f"{', '.join(sorted(interfaces))}") from None  # fmt: skip
+
+
+def socket_settings(host: str) -> dict[str, str]:
+    """Environment that has gloo, NCCL and vLLM of this node use machine.host too; they would choose by themselves.
+
+    Raises ConfigError as `address`.
+    """
+    own = address(host)
+    if ipaddress.ip_address(own).is_loopback:
+        return {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": own}
+    settings = {"VLLM_HOST_IP": own}
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == own for a in addresses):
+            settings |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return settings

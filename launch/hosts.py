@@ -1,0 +1,147 @@
+"""Where the processes of a run are started: on this machine, or by the supervisors of nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from launch.orders import Alive, Cleared, EndAll, Ended, Event, Hello, Order, Start, carry_out
+from launch.pools import Process
+from launch.processes import Child, Children, Log
+
+_POLL_S = 0.05
+_SILENCE_S = 60.0
+"""After which a supervisor is taken for lost; it says every five seconds that it lives."""
+_END_S = 60.0
+
+
+class HostError(RuntimeError):
+    """A node, or the way to it, is lost."""
+
+
+class Hosts(Protocol):
+    """A context manager: leaving it ends every process."""
+
+    by_name: Mapping[str, Child | Remote]
+
+    def supervisor(self, process: Process) -> str:
+        """Name of the one that is to start the process."""
+
+    def start(self, order: Start) -> None: ...
+
+    def refresh(self) -> None:
+        """Takes in what happened. Raises HostError."""
+
+    def end(self) -> None:
+        """Ends all processes and forgets them. Raises HostError."""
+
+
+class Here:
+    """This machine alone."""
+
+    def __init__(self):
+        self._children = Children()
+        self.by_name = self._children.by_name
+
+    def supervisor(self, process: Process) -> str:
+        return process.node
+
+    def start(self, order: Start) -> None:
+        carry_out(order, self._children)
+
+    def refresh(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self._children.end()
+        self.by_name.clear()
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._children.__exit__(*error)
+
+
+class Remote(Log):
+    """A process that a supervisor has started."""
+
+    def __init__(self, order: Start):
+        super().__init__(order.name, Path(order.log))
+        self.exit_code: int | None = None
+
+
+class Channel(Protocol):
+    """The way to all supervisors."""
+
+    def send(self, order: Order) -> None: ...
+
+    def receive(self) -> list[Event]:
+        """What came since the last call; returns at once. Raises HostError if the way is cut."""
+
+    def close(self) -> None:
+        """The supervisors end their processes and themselves."""
+
+
+class Nodes:
+    """The nodes behind a channel."""
+
+    def __init__(self, channel: Channel, place: Callable[[Process], str] = lambda process: process.node):
+        """`place`: the supervisor of a process."""
+        self._channel, self.supervisor = channel, place
+        self.by_name: dict[str, Remote] = {}
+        self._heard: dict[str, float] = {}
+        self._uncleared: set[str] = set()
+
+    def gather(self, expected: list[str], timeout_s: float) -> list[Hello]:
+        """What the supervisors have, in the order of `expected`. Raises HostError that names those who are missing."""
+        found: dict[str, Hello] = {}
+        deadline = time.monotonic() + timeout_s
+        while missing := [name for name in expected if name not in found]:
+            if time.monotonic() > deadline:
+                raise HostError(f"{len(missing)} of {len(expected)} nodes did not answer within {timeout_s:.0f} s: "
+                                f"{', '.join(missing[:8])}; is the folder of this installation there?")  # fmt: skip
+            found |= {event.supervisor: event for event in self._channel.receive() if isinstance(event, Hello)}
+            time.sleep(_POLL_S)
+        self._heard = dict.fromkeys(expected, time.monotonic())
+        return [found[name] for name in expected]
+
+    def start(self, order: Start) -> None:
+        self.by_name[order.name] = Remote(order)
+        self._channel.send(order)
+
+    def refresh(self) -> None:
+        now = time.monotonic()
+        for event in self._channel.receive():
+            self._heard[event.supervisor] = now
+            match event:
+                case Ended() if event.name in self.by_name:
+                    self.by_name[event.name].exit_code = event.code
+                case Cleared():
+                    self._uncleared.discard(event.supervisor)
+                case Alive() | _:
+                    pass
+        for name, heard in self._heard.items():
+            if now - heard > _SILENCE_S:
+                raise HostError(f"node {name} has said nothing for {_SILENCE_S:.0f} s")
+
+    def end(self) -> None:
+        self._uncleared = set(self._heard)
+        self._channel.send(EndAll())
+        deadline = time.monotonic() + _END_S
+        while self._uncleared:
+            if time.monotonic() > deadline:
+                raise HostError(
+                    f"{', '.join(sorted(self._uncleared))} did not end their processes within {_END_S:.0f} s"
+                )
+            self.refresh()
+            time.sleep(_POLL_S)
+        self.by_name.clear()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._channel.close()

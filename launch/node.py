@@ -1,0 +1,141 @@
+"""Supervises the processes of one node: `python -m launch.node [--pool POOL]`, started by launch.slurm over srun.
+
+Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). It ends all its processes at the
+end of stdin, when its launcher is gone, and at SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from launch.orders import Alive, Cleared, EndAll, Ended, Event, Hello, Order, Start, carry_out
+from launch.processes import Children
+
+POLL_S = 0.1
+ALIVE_S = 5.0
+"""Between two signs of life."""
+
+
+class Supervisor:
+    """Carries out orders for its own name. A context manager: leaving it ends its processes."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._children = Children()
+        self._reported: set[str] = set()
+        self._said = 0.0
+
+    def step(self, orders: Iterable[Order]) -> Iterator[Event]:
+        """What happened since the last call; returns at once, but for the end of processes."""
+        for order in orders:
+            match order:
+                case Start() if order.supervisor == self._name:
+                    self._reported.discard(order.name)
+                    try:
+                        carry_out(order, self._children)
+                    except OSError as e:
+                        print(f"{self._name}: cannot start {order.name}: {e}", file=sys.stderr, flush=True)
+                        yield Ended(self._name, order.name, 127)
+                case EndAll():
+                    self._children.end()
+                    yield from self._ended()
+                    self._children.by_name.clear()
+                    yield Cleared(self._name)
+        yield from self._ended()
+        if time.monotonic() - self._said > ALIVE_S:
+            self._said = time.monotonic()
+            yield Alive(self._name)
+
+    def _ended(self) -> Iterator[Ended]:
+        for child in self._children.by_name.values():
+            if child.name not in self._reported and (code := child.exit_code) is not None:
+                self._reported.add(child.name)
+                yield Ended(self._name, child.name, code)
+
+    def __enter__(self) -> Supervisor:
+        self._children.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._children.__exit__(*error)
+
+
+def hello(name: str, pool: str = "") -> Hello:
+    """What this node has, found without torch."""
+    cpus = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Hello(name, gpus(), gpu_gib(), cpus, machine, pool)
+
+
+def gpus() -> list[int]:
+    """GPU numbers that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [int(v) for v in visible.split(",") if v.strip().isdigit()]
+    folder = Path("/proc/driver/nvidia/gpus")
+    return list(range(len(list(folder.iterdir())))) if folder.is_dir() else []
+
+
+def gpu_gib() -> float:
+    """Memory of this machine's smallest GPU in GiB; 0 where the driver's own tool does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return min((int(mebibytes) for mebibytes in found if mebibytes.isdigit()), default=0) / 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.node", description=__doc__.split("\n")[0])
+    parser.add_argument("--pool", default="", choices=["", "trainer", "rollout"])
+    pool = parser.parse_args().pool
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    orders: queue.Queue[Order | None] = queue.Queue()
+    threading.Thread(target=_read, args=(orders,), daemon=True).start()
+    _say(hello(name, pool))
+    with Supervisor(name) as supervisor:
+        while (taken := _take(orders)) is not None:
+            for event in supervisor.step(taken):
+                _say(event)
+    return 0
+
+
+def _read(orders: queue.Queue[Order | None]) -> None:
+    decode = msgspec.json.Decoder(Order).decode
+    for line in sys.stdin.buffer:
+        orders.put(decode(line))
+    orders.put(None)
+
+
+def _take(orders: queue.Queue[Order | None]) -> list[Order] | None:
+    """Those that came within POLL_S; None at the end."""
+    try:
+        taken = [orders.get(timeout=POLL_S)]
+    except queue.Empty:
+        return []
+    while not orders.empty():
+        taken.append(orders.get())
+    return None if None in taken else taken
+
+
+def _say(event: Event) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

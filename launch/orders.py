@@ -1,0 +1,101 @@
+"""What launchers and the supervisors of nodes tell each other, a line of JSON each, and how a process is started.
+
+A launcher orders by name of a supervisor: a node, or an MPI slot. Nothing in an order is read by a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from areal_megatron.config import Config
+from areal_megatron.run import Run
+from launch.pools import Process
+from launch.processes import Child, Children
+
+_MODULES = {"controller": "areal_megatron.rollout.controller", "rollout": "areal_megatron.rollout.engine"}
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
+
+
+class Start(msgspec.Struct, tag=True):
+    """One process of the run."""
+
+    supervisor: str
+    name: str
+    command: list[str]
+    settings: dict[str, str]
+    """Of its environment, in addition to the supervisor's own."""
+    log: str
+    cores: list[int]
+    """It is pinned to these of the cores that the supervisor has, counted modulo their number; empty: to none."""
+
+
+class EndAll(msgspec.Struct, tag=True):
+    """To every supervisor: end your processes; answered with Ended for each and Cleared."""
+
+
+class Hello(msgspec.Struct, tag=True):
+    """What a supervisor has."""
+
+    supervisor: str
+    gpus: list[int]
+    gpu_gib: float
+    """Of the smallest GPU; 0: not known."""
+    cpus: int
+    machine: str
+    """Different on every machine: nodes may be virtual."""
+    pool: str = ""
+    """`trainer` or `rollout` where the pools have nodes of their own."""
+
+
+class Ended(msgspec.Struct, tag=True):
+    supervisor: str
+    name: str
+    code: int
+    """Negative: ended by that signal."""
+
+
+class Cleared(msgspec.Struct, tag=True):
+    supervisor: str
+
+
+class Alive(msgspec.Struct, tag=True):
+    supervisor: str
+
+
+Order = Start | EndAll
+Event = Hello | Ended | Cleared | Alive
+
+
+def start_order(config: Config, run: Run, process: Process, supervisor: str, python: str = "") -> Start:
+    """What starts a process of the placement; machine.device is chosen. `python`: another interpreter than this one."""
+    module = _MODULES.get(process.pool) or ("areal_megatron.train" if config.mode == "rl" else "areal_megatron.sft")
+    command = [python or sys.executable, "-m", module, "--run", str(run.folder)]
+    if process.pool != "controller":
+        command += ["--index", str(process.index)]
+    settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    cores: list[int] = []
+    if config.machine.device == "cuda":
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.index) for s in process.slots)
+        if process.pool == "trainer":
+            settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps tp communication only in this order
+    elif process.slots:
+        settings["CUDA_VISIBLE_DEVICES"] = ""  # torch and vLLM would take a GPU if they saw one
+        settings["OMP_NUM_THREADS"] = "1"
+        cores = [slot.index for slot in process.slots]
+    return Start(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
+
+
+def carry_out(order: Start, children: Children) -> Child:
+    """Starts the process as one of `children`. Raises OSError where its program or log is not there."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_MPI)} | order.settings
+    cores: set[int] = set()
+    if order.cores:
+        here = sorted(os.sched_getaffinity(0))
+        own = [here[core % len(here)] for core in order.cores]  # machine.slots may exceed the cores
+        cores = set(own)
+        environment["AREAL_CPUS"] = ",".join(map(str, own))
+    return children.start(order.name, order.command, environment, Path(order.log), cores)

@@ -1,0 +1,84 @@
+"""What every launcher does before it starts a process: check everything that can be checked, and begin the run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_megatron import checkpoint_folder
+from areal_megatron import config as configuration
+from areal_megatron.checkpoint_folder import Checkpoint
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.prompts import check_data
+from areal_megatron.reward.function import load_function
+from areal_megatron.run import Run
+from launch.plan import Plan, plan
+from launch.pools import Node
+
+
+def parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Of the arguments that all launchers have."""
+    made = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    made.add_argument("config", help="YAML file, see configs/")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    made.add_argument("--restarts", type=int, default=0, metavar="N",
+                      help="start the run again from its newest checkpoint if a process fails, N times at most")  # fmt: skip
+    return made
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A run that can be started."""
+
+    config: Config
+    run: Run
+    plan: Plan
+    checkpoint: Checkpoint | None
+    """None: from the model of model.path."""
+
+    def begin(self) -> None:
+        """Makes the run folder, or another incarnation in it."""
+        if not self.run.folder.exists():
+            self.run.create()
+        configuration.save(self.config, self.run.config)
+        begin(self.run, self.checkpoint)
+
+
+def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = (), gpu_gib: float = 0) -> Beginning:
+    """`nodes`, `rollout_nodes`, `gpu_gib`: as in plan.plan. Raises ConfigError."""
+    outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
+    check_data(config)
+    if config.mode == "rl":
+        load_function(config.reward.function)
+    run = Run(config.run_dir)
+    return Beginning(config, run, outcome, _resumed(config, run))
+
+
+def begin(run: Run, checkpoint: Checkpoint | None) -> None:
+    """Another incarnation, from the checkpoint or from the start."""
+    if checkpoint is None:
+        run.begin()
+        return
+    print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}", flush=True)
+    run.begin(version=checkpoint.version, batches=checkpoint.batches, checkpoint=str(checkpoint.folder),
+              after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None)  # fmt: skip
+
+
+def newest(run: Run) -> Checkpoint | None:
+    """The run's newest whole checkpoint; says what is wrong with newer ones. Raises ConfigError where none is whole."""
+    checkpoint, problems = checkpoint_folder.newest(run)
+    for problem in problems:
+        print(f"warning: {problem}; going on from the one before", file=sys.stderr)
+    if problems and not checkpoint:
+        raise ConfigError(f"resume: no checkpoint in {run.checkpoints} is whole")
+    return checkpoint
+
+
+def _resumed(config: Config, run: Run) -> Checkpoint | None:
+    """The checkpoint that `resume` names; None: from the start. Raises ConfigError."""
+    if not config.resume:
+        return None
+    return newest(run) if config.resume == "auto" else checkpoint_folder.read(Path(config.resume).absolute())
