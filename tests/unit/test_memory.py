@@ -24,7 +24,7 @@ from launch.memory.parts import GIB
 from launch.memory.trainer import held, stage_memory, trainer_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-HF = {folder.name: read_config(folder) for folder in (ROOT / "configs/models").iterdir()}
+HF = {name: read_config(ROOT / "configs/models" / name) for name in ("Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")}
 DENSE, EXPERTS = HF["Qwen2.5-32B"], HF["Qwen3-235B-A22B"]
 CLASSES = {"Qwen2ForCausalLM": transformers.Qwen2Config, "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig}
 CLUSTER = ["configs/tiny_cpu.yaml", "model.path=configs/models/Qwen2.5-32B", "model.dtype=bfloat16", "trainer.tp=8",
