@@ -13,6 +13,7 @@ from areal_megatron import config as configuration
 from areal_megatron.checkpoint_folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import check_data
+from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
 from launch.plan import Plan, plan
@@ -50,11 +51,17 @@ class Beginning:
 def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = (), gpu_gib: float = 0) -> Beginning:
     """`nodes`, `rollout_nodes`, `gpu_gib`: as in plan.plan. Raises ConfigError."""
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
+    check_input(config)
+    run = Run(config.run_dir)
+    return Beginning(config, run, outcome, _resumed(config, run))
+
+
+def check_input(config: Config) -> None:
+    """What can be checked without nodes. Raises ConfigError."""
+    check_model(config)
     check_data(config)
     if config.mode == "rl":
         load_function(config.reward.function)
-    run = Run(config.run_dir)
-    return Beginning(config, run, outcome, _resumed(config, run))
 
 
 def begin(run: Run, checkpoint: Checkpoint | None) -> None:

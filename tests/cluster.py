@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -84,7 +84,7 @@ class Cluster:
     def __init__(self, folder: Path, nodes: int = 4, cpus: int = 64, gpus: int = 0, grace_s: int = 20,
                  environment: Mapping[str, str] = os.environ):  # fmt: skip
         """`cpus` and `gpus` of every node may be more than the machine has; `environment`: that of programs and jobs."""
-        self._programs, self._logs, self._base = debian.slurm(), folder, environment
+        self._programs, self.logs, self._base = debian.slurm(), folder, environment
         self._cpus, self._gpus, self._grace_s = cpus, gpus, grace_s
         self.nodes = [f"node{number}" for number in range(nodes)]
 
@@ -130,14 +130,14 @@ class Cluster:
             raise ClusterError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def submit(self, script: Path, *options: str) -> str:
-        """The id of a new job of this batch script, whose log is `folder`/JOB.out."""
-        output = f"--output={self._logs}/%j.out"
-        return self.run("sbatch", "--parsable", "--open-mode=append", output, *options, str(script)).strip()
+    def submit(self, script: Path, *options: str, arguments: Iterable[str] = ()) -> str:
+        """The id of a new job of this batch script, whose log is `folder`/JOB.out; `arguments` are the script's own."""
+        output = f"--output={self.logs}/%j.out"
+        return self.run("sbatch", "--parsable", "--open-mode=append", output, *options, str(script), *arguments).strip()
 
     def output(self, job: str) -> str:
         """What a job that `submit` started has written so far, in all of its runs."""
-        log = self._logs / f"{job}.out"
+        log = self.logs / f"{job}.out"
         return log.read_text() if log.exists() else ""
 
     def state(self, job: str) -> str:
@@ -176,7 +176,7 @@ class Cluster:
 
     def _configure(self) -> None:
         self._folder.chmod(0o755)
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         for name in ("munge", "key", "state", "spool", "dev", "tmp"):
             (self._folder / name).mkdir()
             (self._folder / name).chmod(0o700 if name in ("key", "state") else 0o755)
@@ -224,7 +224,7 @@ class Cluster:
     def _start(self, program: str, *arguments: str, node: str = "") -> None:
         environment, name = {**self.environment, "SLURMD_NODENAME": node} if node else self.environment, node or program
         command = ["env", f"--chdir={self._folder / 'spool' / node}", self._programs.program(program), *arguments]
-        self._children.start(name, command, environment, self._logs / f"{name}.log", set())
+        self._children.start(name, command, environment, self.logs / f"{name}.log", set())
 
     def _in_state(self, states: str) -> set[str]:
         return set(self.run("sinfo", "-h", "-N", "-t", states, "-o", "%N").split())

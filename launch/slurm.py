@@ -1,0 +1,233 @@
+"""Runs everything in one Slurm allocation: `python -m launch.slurm CONFIG [key=value …]`, from a batch script.
+
+The scripts in slurm/ call it on the first node of the job. It starts one supervisor a node by srun, carves the nodes
+into pools, and watches the run. In a heterogeneous job group 0 is the trainers' and group 1 the engines'. USR1, which
+`sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, has the run save a checkpoint and the job
+queued again; with resume=auto it goes on where it was. Exit code 0: done, 1: a process or node failed, 2: wrong input,
+130: cancelled. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+
+from areal_megatron import checkpoint_folder
+from areal_megatron import config as configuration
+from areal_megatron.address import address
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.run import Run
+from launch import start
+from launch.hosts import HostError, Nodes
+from launch.orders import Event, Hello, Order
+from launch.pools import Node
+from launch.supervise import Outcome, supervise
+
+_POOLS = ("trainer", "rollout")
+_CLIENT_TIMEOUT_S = 60.0
+_FRUITLESS = 3
+_KILLED_S = 120.0
+"""Until Slurm ends a job that has been queued again."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = start.parser("launch.slurm", __doc__.split("\n")[0])
+    parser.add_argument("--gather-s", type=float, default=120.0, help="longest wait for the nodes' supervisors")
+    parser.add_argument("--grace-s", type=float, default=480.0,
+                        help="after USR1 the job is queued again after so many seconds at the latest")  # fmt: skip
+    options = parser.parse_intermixed_args(arguments)
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(requeue()))  # nothing has been started yet
+    try:
+        job = Job.of(os.environ)
+        config = configuration.load(options.config, options.overrides)
+        if config.machine.device == "auto":
+            config.machine.device = "cuda" if any(name.startswith("SLURM_JOB_GPUS") for name in os.environ) else "cpu"
+        start.check_input(config)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    nodes = Nodes(srun(job))
+    try:
+        found = nodes.gather(job.names, options.gather_s)
+        check_network(config, found)
+        everyone = [describe(hello, config) for hello in found]
+        trainers = [node for node, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
+        engines = [node for node, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
+        beginning = start.check(config, trainers, engines, gpu_gib=min(hello.gpu_gib for hello in found))
+    except (ConfigError, HostError) as e:
+        nodes.__exit__()
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    print(beginning.plan.table(), flush=True)
+    beginning.begin()
+    deadline = Deadline(beginning.run.stop, options.grace_s)
+    outcome = supervise(beginning, nodes, options.restarts, deadline.check)
+    if outcome is not Outcome.STOPPED and not deadline.passed:
+        return outcome
+    if is_stuck(beginning.run):
+        print(f"error: the run was stopped {_FRUITLESS} times in a row before it had trained anything: give the job more "
+              "time than the first number of its --signal", file=sys.stderr)  # fmt: skip
+        return Outcome.FAILED
+    return requeue()
+
+
+class Job(msgspec.Struct):
+    """The allocation that this process runs in."""
+
+    groups: list[list[str]]
+    """Node names; of a heterogeneous job those of each group."""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for group in self.groups for name in group]
+
+    @classmethod
+    def of(cls, environment: dict[str, str]) -> Job:
+        """Raises ConfigError outside a job, or where Slurm does not know the nodes of its list."""
+        if "SLURM_JOB_ID" not in environment:
+            raise ConfigError("launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
+                              "'sbatch slurm/train_32b.sh'; on one machine use launch.local")  # fmt: skip
+        count = int(environment.get("SLURM_HET_SIZE", 0))
+        if count not in (0, len(_POOLS)):
+            raise ConfigError(
+                f"the job has {count} heterogeneous groups; it may have two: trainers' and engines' nodes"
+            )
+        lists = [environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in range(count)]
+        return cls([expand(nodes) for nodes in lists or [environment["SLURM_JOB_NODELIST"]]])
+
+
+def expand(nodes: str) -> list[str]:
+    """Names in a node list such as node[0-3,7]. Raises ConfigError."""
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True,
+                              timeout=_CLIENT_TIMEOUT_S)  # fmt: skip
+    except FileNotFoundError:
+        raise ConfigError("there is no scontrol on this node: launch.slurm needs Slurm's client programs") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"scontrol did not answer within {_CLIENT_TIMEOUT_S:.0f} s") from None
+    except subprocess.CalledProcessError as e:
+        raise ConfigError(f"the node list {nodes!r} is malformed: {e.stderr.strip()}") from None
+    if not (names := done.stdout.split()):
+        raise ConfigError(f"the node list {nodes!r} names no node")
+    return names
+
+
+def describe(hello: Hello, config: Config) -> Node:
+    """A node of the pools. Raises ConfigError."""
+    if config.machine.device != "cuda":
+        return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)))
+    if not hello.gpus:
+        raise ConfigError(f"node {hello.supervisor} gives this job no GPU: ask for them, e.g. sbatch --gpus-per-node=8")
+    return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus)
+
+
+def check_network(config: Config, found: Sequence[Hello]) -> None:
+    """Raises ConfigError where this node has no such address, or processes of several machines would all have it."""
+    machines, own = {hello.machine for hello in found}, ipaddress.ip_address(address(config.machine.host))
+    if len(machines) > 1 and (own.is_loopback or config.machine.host[:1].isdigit()):
+        kind = "a loopback address" if own.is_loopback else "the address of one machine"
+        raise ConfigError(f"machine.host: {config.machine.host} is {kind} and the job has {len(machines)} nodes: name the "
+                          "cluster's network interface, e.g. machine.host=ib0")  # fmt: skip
+
+
+class Srun:
+    """The way to the supervisors: the stdin and stdout of one srun, which passes both on."""
+
+    def __init__(self, command: list[str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        self._decode = msgspec.json.Decoder(Event).decode
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, order: Order) -> None:
+        try:
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise HostError(self._ended()) from None
+
+    def receive(self) -> list[Event]:
+        if self._process.poll() is not None and self._lines.empty():
+            raise HostError(self._ended())
+        lines = [self._lines.get() for _ in range(self._lines.qsize())]
+        return [self._decode(line) for line in lines if line.startswith(b"{")]
+
+    def close(self) -> None:
+        try:
+            self._process.stdin.close()
+            self._process.wait(_CLIENT_TIMEOUT_S)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.terminate()  # srun ends its step
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._lines.put(line)
+
+    def _ended(self) -> str:
+        return f"srun, which holds the nodes' supervisors, ended with exit code {self._process.poll()}; see its words above"
+
+
+def srun(job: Job) -> Srun:
+    """Starts a supervisor on each node."""
+    command = ["srun"]
+    for number, names in enumerate(job.groups):
+        command += [":"] if number else []
+        command += [f"--het-group={number}"] if len(job.groups) > 1 else []
+        command += ["--overlap", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
+                    "--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered"]  # fmt: skip
+        command += [sys.executable, "-m", "launch.node"]
+        command += ["--pool", _POOLS[number]] if len(job.groups) > 1 else []
+    return Srun(command)
+
+
+class Deadline:
+    """Ends waiting for a run that was asked to stop and does not."""
+
+    def __init__(self, asked: Path, grace_s: float):
+        self._asked, self._grace_s = asked, grace_s
+        self._since: float | None = None
+        self.passed = False
+
+    def check(self) -> None:
+        """Raises HostError when the time is over."""
+        if self._since is None and self._asked.exists():
+            self._since = time.monotonic()
+        if self._since is not None and time.monotonic() - self._since > self._grace_s:
+            self.passed = True
+            raise HostError(f"the run did not stop within {self._grace_s:.0f} s; the job is queued again without it")
+
+
+def is_stuck(run: Run) -> bool:
+    """Whether the last _FRUITLESS incarnations, this one among them, have saved nothing."""
+    begun = {begin.version for begin in run.starts()[-_FRUITLESS:]}
+    saved, _ = checkpoint_folder.newest(run)
+    return len(run.starts()) >= _FRUITLESS and begun == {saved.version if saved else 0}
+
+
+def requeue() -> int:
+    """Queues this job again and waits for its end; the exit code where Slurm refuses."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True,
+                          timeout=_CLIENT_TIMEOUT_S)  # fmt: skip
+    if done.returncode:
+        print(f"error: the job cannot be queued again: {done.stderr.strip()}; submit it once more: resume=auto goes on",
+              file=sys.stderr)  # fmt: skip
+        return Outcome.STOPPED
+    print("the job is queued again", flush=True)
+    time.sleep(_KILLED_S)
+    return Outcome.STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The scripts of slurm/ on a real Slurm cluster of four virtual nodes, with a model that CPU cores can train."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from audit_run import audit
+from cluster import Cluster
+
+from areal_megatron.checkpoint_folder import complete
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from launch import slurm
+from launch.orders import Hello
+from tests.e2e.test_run import small
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm"), gpus=8, grace_s=200) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def submit(cluster, monkeypatch):
+    """sbatch of the real script from the repository's folder, on four nodes."""
+    monkeypatch.chdir(ROOT)
+
+    def submit(*arguments: str) -> str:
+        return cluster.submit(Path("slurm/train_32b.sh"), "--nodes=4", "--time=60", arguments=arguments)
+
+    return submit
+
+
+def tiny(world: Path, runs: Path, **changes) -> list[str]:
+    """Overrides of the 32B run: a trainer rank or an engine on each node."""
+    keys = {"name": "run", "runs_dir": runs, "machine.device": "cpu", "machine.slots": 1, "model.dtype": "float32",
+            "trainer.tp": 1, "trainer.pp": 2, "trainer.dp": 1, "trainer.microbatch_tokens": 2048, "rollout.tp": 1,
+            "rollout.engines": 2, "rollout.max_new_tokens": 24, "rollout.kv_cache_gb": 0.25, "data.max_prompt_tokens": 32,
+            "reward.workers": 1, "checkpoint.hf_every": 0, "optimizer.lr": 3e-3, **changes}  # fmt: skip
+    return small(world, **keys)
+
+
+def eventually(condition, timeout_s: float, problem=lambda: ""):
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"nothing within {timeout_s} s\n{problem()}"
+        time.sleep(0.1)
+    return value
+
+
+def trained(run: Run) -> int:
+    return sum(line["kind"] == "update" for line in read_metrics(run)) if run.metrics.exists() else 0
+
+
+def pid(cluster: Cluster, part: str) -> int:
+    return next(p.pid for p in cluster.processes() if part in p.cmdline())
+
+
+@pytest.mark.timeout(900)
+def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, world, tmp_path):
+    """A trainer rank dies: the run begins again. A more important job comes: this one saves, is queued and goes on."""
+    run, updates = Run(tmp_path / "run"), 16
+    job = submit("--restarts", "1", *tiny(world, tmp_path, updates=updates, **{"rollout.max_staleness": 2}))
+    eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
+    os.kill(pid(cluster, "areal_megatron.train"), signal.SIGKILL)
+    eventually(lambda: run.incarnation == 1 and trained(run) >= 5, 300, lambda: cluster.output(job))
+
+    script = tmp_path / "important.sh"
+    script.write_text("#!/bin/sh\nsleep 2\n")
+    important = cluster.submit(script, "--partition=high", "--nodes=4", "--exclusive")
+    assert cluster.wait(important, timeout_s=200) == "COMPLETED", cluster.output(job)
+    assert run.incarnation == 1 and 5 <= trained(run) < updates
+    assert cluster.wait(job, timeout_s=400) == "COMPLETED", cluster.output(job)
+
+    output = cluster.output(job)
+    assert "trainer-0 was killed by SIGKILL" in output or "trainer-1 was killed by SIGKILL" in output
+    assert "the job is queued again" in output and output.count("resuming from") == 2
+    lines = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert [line["version"] for line in lines] == list(range(1, updates + 1))
+    assert sum(line["reward_mean"] for line in lines[-4:]) > sum(line["reward_mean"] for line in lines[:4])
+    assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
+    assert run.start.version >= 5, "what was trained before the preemption was trained again"
+    assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
+
+
+def test_a_cancelled_job_leaves_no_process(cluster, submit, world, tmp_path):
+    run = Run(tmp_path / "run")
+    job = submit(*tiny(world, tmp_path))
+    eventually(lambda: run.status.exists(), 120, lambda: cluster.output(job))
+    cluster.run("scancel", job)
+    assert cluster.wait(job) == "CANCELLED"
+    eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in p.cmdline()], 20)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"trainer.pp": 4}, ["pools need 6 slots", "4 on 4 nodes"]),
+        ({"optimiser.lr": 1}, ["optimiser", "optimizer"]),
+        ({"model.path": "/nowhere"}, ["model.path", "/nowhere"]),
+        ({"machine.host": "ib7"}, ["machine.host", "ib7", "lo"]),
+        (
+            {"data.train": "$(touch hostile);`touch hostile`"},
+            ["$(touch hostile);`touch hostile`: cannot read the dataset"],
+        ),
+    ],
+)
+def test_wrong_input_ends_the_job_at_once(cluster, submit, world, tmp_path, overrides, words):
+    job = submit(*tiny(world, tmp_path, **overrides))
+    assert cluster.wait(job) == "FAILED"
+    last = [line for line in cluster.output(job).splitlines() if line.startswith("error: ")]
+    assert len(last) == 1 and all(word in last[0] for word in words), cluster.output(job)
+    assert "ExitCode=2:0" in cluster.run("scontrol", "show", "job", job)
+    assert not list(tmp_path.iterdir()) and not (ROOT / "hostile").exists()
+
+
+def test_outside_a_job_it_says_what_to_do(capsys):
+    assert slurm.main(["configs/tiny_cpu.yaml"]) == 2
+    assert "sbatch slurm/train_32b.sh" in capsys.readouterr().err
+
+
+def test_a_node_list_that_slurm_does_not_know(cluster, monkeypatch, capsys):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[0-")
+    assert slurm.main(["configs/tiny_cpu.yaml"]) == 2
+    assert "'node[0-' is malformed" in capsys.readouterr().err
+    assert slurm.expand("node[2-3,11]") == ["node2", "node3", "node11"]
+
+
+def test_loopback_is_refused_on_several_machines():
+    found = [Hello(f"node{n}", [], 0, 1, machine=str(n)) for n in range(2)]
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is a loopback address and the job has 2 nodes"):
+        slurm.check_network(Config(), found)
+    slurm.check_network(Config(), found[:1])
