@@ -47,6 +47,8 @@ class Hello(msgspec.Struct, tag=True):
     cpus: int
     machine: str
     """Different on every machine: nodes may be virtual."""
+    node: str = ""
+    """Where a node has several supervisors: its name."""
     pool: str = ""
     """`trainer` or `rollout` where the pools have nodes of their own."""
 

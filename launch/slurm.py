@@ -9,14 +9,12 @@ queued again; with resume=auto it goes on where it was. Exit code 0: done, 1: a 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,11 +22,11 @@ import msgspec
 
 from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
-from areal_megatron.address import address
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Run
 from launch import start
 from launch.hosts import HostError, Nodes
+from launch.network import check_network
 from launch.orders import Event, Hello, Order
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
@@ -129,15 +127,6 @@ def describe(hello: Hello, config: Config) -> Node:
     if not hello.gpus:
         raise ConfigError(f"node {hello.supervisor} gives this job no GPU: ask for them, e.g. sbatch --gpus-per-node=8")
     return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus)
-
-
-def check_network(config: Config, found: Sequence[Hello]) -> None:
-    """Raises ConfigError where this node has no such address, or processes of several machines would all have it."""
-    machines, own = {hello.machine for hello in found}, ipaddress.ip_address(address(config.machine.host))
-    if len(machines) > 1 and (own.is_loopback or config.machine.host[:1].isdigit()):
-        kind = "a loopback address" if own.is_loopback else "the address of one machine"
-        raise ConfigError(f"machine.host: {config.machine.host} is {kind} and the job has {len(machines)} nodes: name the "
-                          "cluster's network interface, e.g. machine.host=ib0")  # fmt: skip
 
 
 class Srun:

@@ -14,6 +14,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from launch import slurm
+from launch.network import check_network
 from launch.orders import Hello
 from tests.e2e.test_run import small
 
@@ -138,5 +139,5 @@ def test_a_node_list_that_slurm_does_not_know(cluster, monkeypatch, capsys):
 def test_loopback_is_refused_on_several_machines():
     found = [Hello(f"node{n}", [], 0, 1, machine=str(n)) for n in range(2)]
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is a loopback address and the job has 2 nodes"):
-        slurm.check_network(Config(), found)
-    slurm.check_network(Config(), found[:1])
+        check_network(Config(), found)
+    check_network(Config(), found[:1])

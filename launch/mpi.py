@@ -1,0 +1,160 @@
+"""Runs everything over the slots of an MPI job: `mpirun -n W python -m launch.mpi CONFIG [key=value …]`.
+
+Every MPI process is a slot, a GPU or a core, and supervises what is started there; the first one also watches the run.
+Orders and events are MPI messages; the processes of the run know nothing of MPI, so that one of them may die without the
+others. Exit codes are those of launch.local. What MPI cannot survive is the loss of one of its own processes, as with a
+node: mpirun then ends them all. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from os import environ
+
+import msgspec
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config, ConfigError
+from launch import start
+from launch.hosts import HostError, Nodes
+from launch.network import check_network
+from launch.node import POLL_S, Supervisor, hello
+from launch.orders import EndAll, Event, Hello, Order
+from launch.pools import Node, Process
+from launch.supervise import supervise
+
+_GATHER_S = 60.0
+_encode = msgspec.json.encode
+_decode_order = msgspec.json.Decoder(Order | None).decode
+_decode_event = msgspec.json.Decoder(Event).decode
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = start.parser("launch.mpi", __doc__.split("\n")[0])
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as e:  # RuntimeError: there is no MPI library
+        print(f"error: launch.mpi needs mpi4py and an MPI library: {e}", file=sys.stderr)
+        return 2
+    world = Messages(MPI.COMM_WORLD)
+    own = hello(str(world.rank))
+    own.node = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if world.rank:
+        follow(world, own)
+        return 0
+    nodes = Nodes(channel := MpiChannel(world, own), lambda process: places[_slot(process)])
+    try:
+        config = configuration.load(options.config, options.overrides)
+        start.check_input(config)
+        found = nodes.gather([str(rank) for rank in range(world.size)], _GATHER_S)
+        if config.machine.device == "auto":
+            config.machine.device = "cuda" if found[0].gpus else "cpu"
+        check_network(config, found)
+        machines, places = slots(found, config)
+        beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found))
+        if beginning.run.folder.exists() and not config.resume:
+            raise ConfigError(f"{config.run_dir} exists: choose another name=…, go on with resume=auto, or remove it")
+    except (ConfigError, HostError) as e:
+        channel.close()
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    print(beginning.plan.table(), flush=True)
+    beginning.begin()
+    return supervise(beginning, nodes, options.restarts)
+
+
+def slots(found: Sequence[Hello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:
+    """The nodes, and which MPI process (rank) holds a slot of them; the slot None is the node's first.
+
+    Raises ConfigError where a node has more MPI processes than GPUs.
+    """
+    ranks = defaultdict(list)
+    for own in found:
+        ranks[own.node].append(own)
+    nodes, places = [], {}
+    for name, members in ranks.items():
+        numbers = list(range(len(members)))
+        if config.machine.device == "cuda":
+            if len(members) > len(members[0].gpus):
+                raise ConfigError(f"node {name} has {len(members)} MPI processes and {len(members[0].gpus)} GPUs: start one "
+                                  "for each GPU, e.g. mpirun --map-by ppr:8:node")  # fmt: skip
+            numbers = members[0].gpus[: len(members)]
+        nodes.append(Node(name, tuple(numbers)))
+        places |= {(name, number): own.supervisor for number, own in zip(numbers, members, strict=True)}
+        places[name, None] = members[0].supervisor
+    return nodes, places
+
+
+def _slot(process: Process) -> tuple[str, int | None]:
+    return (process.node, process.slots[0].index if process.slots else None)
+
+
+class Messages:
+    """Bytes between the processes of a communicator; nothing waits but for sending a small one."""
+
+    def __init__(self, communicator):
+        from mpi4py import MPI
+
+        self._mpi, self._communicator = MPI, communicator
+        self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+
+    def send(self, data: bytes, rank: int) -> None:
+        self._communicator.Send([data, self._mpi.BYTE], dest=rank)
+
+    def receive(self) -> list[bytes]:
+        """What has come."""
+        status, received = self._mpi.Status(), []
+        while self._communicator.Iprobe(status=status):
+            data = bytearray(status.Get_count(self._mpi.BYTE))
+            self._communicator.Recv([data, self._mpi.BYTE], source=status.Get_source())
+            received.append(bytes(data))
+        return received
+
+
+class MpiChannel:
+    """The first process's way to all supervisors, its own among them."""
+
+    def __init__(self, world: Messages, own: Hello):
+        self._world, self._supervisor = world, Supervisor(own.supervisor)
+        self._orders: list[Order] = []
+        self._events: list[Event] = [own]
+
+    def send(self, order: Order) -> None:
+        everyone = isinstance(order, EndAll)
+        if everyone or order.supervisor == "0":
+            self._orders.append(order)
+        for rank in range(1, self._world.size) if everyone else {int(order.supervisor)} - {0}:
+            self._world.send(_encode(order), rank)
+
+    def receive(self) -> list[Event]:
+        orders, self._orders = self._orders, []
+        events, self._events = self._events, []
+        return [*events, *self._supervisor.step(orders), *map(_decode_event, self._world.receive())]
+
+    def close(self) -> None:
+        for rank in range(1, self._world.size):
+            self._world.send(_encode(None), rank)
+        self._supervisor.__exit__()
+
+
+def follow(world: Messages, own: Hello) -> None:
+    """Supervises the slot of another process than the first until that says that it is over."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun passes it on to all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    world.send(_encode(own), 0)
+    with Supervisor(own.supervisor) as supervisor:
+        while None not in (orders := [_decode_order(data) for data in world.receive()]):
+            for event in supervisor.step(orders):
+                world.send(_encode(event), 0)
+            time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`mpirun -n W python -m launch.mpi`: the same config over MPI slots, with Debian's Open MPI."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import debian
+import psutil
+import pytest
+from audit_run import audit
+
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from launch.mpi import slots
+from launch.orders import Hello
+from tests.conftest import left_over
+from tests.e2e.test_run import small
+
+ROOT = Path(__file__).parents[2]
+
+
+class MpiRun:
+    """mpirun of launch.mpi; output in one file."""
+
+    def __init__(self, folder: Path, count: int, *overrides: str):
+        self._output = folder.with_suffix(".out")
+        program = debian.openmpi().program("mpirun")
+        command = [program, "-n", str(count), sys.executable, "-m", "launch.mpi", "configs/tiny_cpu.yaml",
+                   f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
+        self.process = subprocess.Popen(command, cwd=ROOT, env=debian.mpi_environment(os.environ),
+                                        stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
+                                        stderr=subprocess.STDOUT)  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def members(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def mpi_run(tmp_path):
+    runs = []
+
+    def start(name: str, count: int, *overrides: str) -> MpiRun:
+        runs.append(MpiRun(tmp_path / name, count, *overrides))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.wait(60)
+
+
+@pytest.mark.timeout(900)
+def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run, world, tmp_path):
+    """A trainer rank is killed; the slots stay, start everything again, and the run ends as if nothing had been."""
+    changes = {"updates": 6, "checkpoint.every": 1, "trainer.pp": 2, "rollout.engines": 2, "rollout.max_staleness": 2}
+    started, run = mpi_run("run", 4, "--restarts=1", *small(world, **changes)), Run(tmp_path / "run")
+    deadline = time.monotonic() + 300
+    while not run.metrics.exists() or sum(line["kind"] == "update" for line in read_metrics(run)) < 2:
+        assert started.process.poll() is None and time.monotonic() < deadline, started.output
+        time.sleep(0.1)
+    members = started.members
+    victim = next(p for p in members if "areal_megatron.train" in p.cmdline() and p.cmdline()[-1] == "1")
+    assert not [name for name in victim.environ() if name.startswith(("OMPI_", "PMIX_"))]
+    victim.send_signal(signal.SIGKILL)
+    assert started.process.wait(400) == 0, started.output
+    assert "trainer-1 was killed by SIGKILL" in started.output and "resuming from" in started.output
+    assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == list(range(1, 7))
+    assert audit(run) == []
+    assert not left_over(members)
+
+
+def test_too_few_slots_and_wrong_input_are_one_line(mpi_run, world):
+    for overrides, words in (({"trainer.pp": 2}, "but there are 2"), ({"rollout.engines": 0}, "must be above 0")):
+        started = mpi_run("refused", 2, *small(world, **overrides))
+        assert started.process.wait(60) == 2
+        errors = [line for line in started.output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and words in errors[0], started.output
+
+
+def test_slots_of_nodes():
+    config = Config()
+    config.machine.device = "cuda"
+    found = [Hello(str(rank), [4, 5, 6], 80, 8, "m", node="ab"[rank % 2]) for rank in range(5)]
+    nodes, places = slots(found, config)
+    assert [(node.name, node.slots) for node in nodes] == [("a", (4, 5, 6)), ("b", (4, 5))]
+    assert places["a", 6] == "4" and places["b", 4] == "1" and places["b", None] == "1"
+    with pytest.raises(ConfigError, match="node a has 4 MPI processes and 3 GPUs"):
+        slots([*found, Hello("5", [4, 5, 6], 80, 8, "m", node="a")], config)
