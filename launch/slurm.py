@@ -115,8 +115,9 @@ def expand(nodes: str) -> list[str]:
         raise ConfigError(f"scontrol did not answer within {_CLIENT_TIMEOUT_S:.0f} s") from None
     except subprocess.CalledProcessError as e:
         raise ConfigError(f"the node list {nodes!r} is malformed: {e.stderr.strip()}") from None
-    if not (names := done.stdout.split()):
-        raise ConfigError(f"the node list {nodes!r} names no node")
+    names = done.stdout.split()
+    if not names or any("[" in name or "]" in name for name in names):  # it repeats what it cannot read
+        raise ConfigError(f"the node list {nodes!r} is malformed")
     return names
 
 
