@@ -2,7 +2,7 @@
 
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
-           metrics.jsonl · status.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
+           metrics.jsonl · status.json · processes.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
            incarnations.jsonl · checkpoints/ (checkpoint_folder.py) · exports/version-000012/ · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
@@ -51,6 +51,7 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self.exports = self.folder / "exports"
         self.incarnations = self.folder / "incarnations.jsonl"
+        self.processes = self.folder / "processes.json"
         self.stop = self.folder / "stop"
         """While this file is there, the run is to save a checkpoint and end."""
 

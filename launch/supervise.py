@@ -15,6 +15,7 @@ from launch import start
 from launch.hosts import HostError, Hosts
 from launch.orders import start_order
 from launch.processes import Child, Log
+from launch.records import Recorder
 from launch.start import Beginning
 
 _POLL_S = 0.1
@@ -39,10 +40,18 @@ def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callab
     config, run = beginning.config, beginning.run
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: run.stop.touch())
-    console, failure = Console(run, config), ""
+    console, failure, outcome = Console(run, config), "", Outcome.FAILED
+    recorder = Recorder(run, beginning.plan.placement)
+
+    def poll() -> None:
+        console.refresh()
+        recorder.write(hosts.by_name, restarts)
+        on_poll()
+
     try:
         with hosts:
-            while failure := _incarnation(beginning, hosts, console, on_poll):
+            while failure := _incarnation(beginning, hosts, poll):
+                recorder.write(hosts.by_name, restarts)
                 if not restarts or run.stop.exists():
                     break
                 restarts -= 1
@@ -51,19 +60,21 @@ def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callab
                 start.begin(run, start.newest(run))
     except KeyboardInterrupt:
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
-        return Outcome.INTERRUPTED
+        outcome = Outcome.INTERRUPTED
+        return outcome
     except (HostError, ConfigError) as e:
         failure = f"{failure}\nerror: {e}".lstrip()
+    else:
+        if not failure:
+            outcome = Outcome.STOPPED if read_status(run).get("phase") == "stopped" else Outcome.DONE
     finally:
         console.close()
-    if failure:
-        print(failure, file=sys.stderr)
-        return Outcome.FAILED
-    print(console.summary())
-    return Outcome.STOPPED if read_status(run).get("phase") == "stopped" else Outcome.DONE
+        recorder.write(hosts.by_name, restarts, outcome.name.lower())
+    print(failure or console.summary(), file=sys.stderr if failure else sys.stdout)
+    return outcome
 
 
-def _incarnation(beginning: Beginning, hosts: Hosts, console: Console, on_poll: Callable[[], None]) -> str:
+def _incarnation(beginning: Beginning, hosts: Hosts, on_poll: Callable[[], None]) -> str:
     """Starts every process and returns when all are through, "", or with what is to be said of one that failed."""
     for process in beginning.plan.placement.processes:
         hosts.start(start_order(beginning.config, beginning.run, process, hosts.supervisor(process)))
@@ -73,7 +84,6 @@ def _incarnation(beginning: Beginning, hosts: Hosts, console: Console, on_poll: 
             return _describe(failed)
         if all(c.exit_code == 0 for c in hosts.by_name.values() if not c.name.startswith("engine-")):
             return ""
-        console.refresh()
         on_poll()
         time.sleep(_POLL_S)
 

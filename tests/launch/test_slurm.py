@@ -13,7 +13,7 @@ from areal_megatron.checkpoint_folder import complete
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
-from launch import slurm
+from launch import slurm, status
 from launch.network import check_network
 from launch.orders import Hello
 from tests.e2e.test_run import small
@@ -64,11 +64,16 @@ def pid(cluster: Cluster, part: str) -> int:
 
 
 @pytest.mark.timeout(900)
-def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, world, tmp_path):
+def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, world, tmp_path, capsys):
     """A trainer rank dies: the run begins again. A more important job comes: this one saves, is queued and goes on."""
     run, updates = Run(tmp_path / "run"), 16
     job = submit("--restarts", "1", *tiny(world, tmp_path, updates=updates, **{"rollout.max_staleness": 2}))
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
+    assert status.main([str(run.folder)]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        all(f"node{n}" in shown for n in range(4)) and "running, training" in shown and "1 restarts are left" in shown
+    )
     os.kill(pid(cluster, "areal_megatron.train"), signal.SIGKILL)
     eventually(lambda: run.incarnation == 1 and trained(run) >= 5, 300, lambda: cluster.output(job))
 
@@ -79,6 +84,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert run.incarnation == 1 and 5 <= trained(run) < updates
     assert cluster.wait(job, timeout_s=400) == "COMPLETED", cluster.output(job)
 
+    assert status.main([str(run.folder)]) == 0 and ": done, version 16 of 16" in capsys.readouterr().out
     output = cluster.output(job)
     assert "trainer-0 was killed by SIGKILL" in output or "trainer-1 was killed by SIGKILL" in output
     assert "the job is queued again" in output and output.count("resuming from") == 2

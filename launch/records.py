@@ -1,0 +1,64 @@
+"""What a launcher leaves in the run folder for whoever wants to know how the run is: processes.json."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from areal_megatron.run import Run, write_atomically
+from launch.pools import Placement
+from launch.processes import Log
+
+RECORD_S = 5.0
+"""Between two records of a run in which nothing happens."""
+GONE_S = 30.0
+"""Without a record, after which the launcher is taken for dead: clocks of nodes differ, and shared folders lag."""
+
+
+class ProcessRecord(msgspec.Struct):
+    name: str
+    node: str
+    slots: list[int]
+    code: int | None
+    """Its exit code; None while it runs."""
+
+
+class Record(msgspec.Struct):
+    launcher: str
+    """The node that it runs on."""
+    time: float
+    """Seconds since the epoch."""
+    restarts_left: int
+    outcome: str
+    """"" while the run is going on, else how it ended: done, failed, stopped or interrupted."""
+    processes: list[ProcessRecord]
+
+
+class Recorder:
+    """Keeps processes.json up to date."""
+
+    def __init__(self, run: Run, placement: Placement):
+        self._run, self._placement = run, placement
+        self._written, self._codes = 0.0, {}
+
+    def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
+        """To be called often; it writes when a process has ended, and now and then."""
+        codes = {name: process.exit_code for name, process in processes.items()}
+        if not outcome and codes == self._codes and time.monotonic() - self._written < RECORD_S:
+            return
+        self._codes, self._written = codes, time.monotonic()
+        records = [ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
+                   for p in self._placement.processes]  # fmt: skip
+        record = Record(socket.gethostname(), time.time(), restarts_left, outcome, records)
+        write_atomically(self._run.processes, msgspec.json.encode(record).decode())
+
+
+def read_record(run: Run) -> Record | None:
+    """The last one; None before the first."""
+    try:
+        return msgspec.json.decode(run.processes.read_bytes(), type=Record)
+    except FileNotFoundError:
+        return None
