@@ -11,11 +11,14 @@ from areal_megatron.config import ConfigError
 
 
 def address(host: str) -> str:
-    """The IP address that `host` stands for on this node: an address, a name, or a network interface such as ib0.
+    """The IP address that `host` stands for on this node: an address, a name, a network interface such as ib0, or
+    `auto`, the interface with the default route.
 
     Raises ConfigError where it is none of them.
     """
     interfaces = psutil.net_if_addrs()
+    if host == "auto":
+        return _routed()
     if host in interfaces:
         found = {a.family: a.address.partition("%")[0] for a in reversed(interfaces[host])}
         if not (own := found.get(socket.AF_INET) or found.get(socket.AF_INET6)):
@@ -27,6 +30,16 @@ def address(host: str) -> str:
     except OSError:
         raise ConfigError(f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "
                           f"{', '.join(sorted(interfaces))}") from None  # fmt: skip
+
+
+def _routed() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of no machine, RFC 5737; connecting a datagram socket sends nothing
+        except OSError:
+            raise ConfigError(f"machine.host: auto, but {socket.gethostname()} has no default route; name an interface: "
+                              f"{', '.join(sorted(psutil.net_if_addrs()))}") from None  # fmt: skip
+        return probe.getsockname()[0]
 
 
 def socket_settings(host: str) -> dict[str, str]:

@@ -52,8 +52,8 @@ class Machine:
     """GPUs (or CPU cores) that the pools share; 0: all that this machine has."""
     device: str = choice("auto", "cpu", "cuda")
     host: str = "127.0.0.1"
-    """Address on which controller, engines and rendezvous listen, or the network interface, such as ib0, whose
-    address that is on each node."""
+    """Address on which controller, engines and rendezvous listen; or the network interface, such as ib0, whose address
+    that is on each node; or auto: the interface with the default route."""
     timeout_s: float = 600.0
     """Longest wait for a peer before the run ends with an error that names it."""
 

@@ -179,7 +179,14 @@ def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whol
     process = submitted(script, *hostile)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 0 and not err
-    expected = ["-m", "launch.slurm", f"configs/{named_config(script)}.yaml", "resume=auto", *hostile]
+    expected = [
+        "-m",
+        "launch.slurm",
+        f"configs/{named_config(script)}.yaml",
+        "resume=auto",
+        "machine.host=auto",
+        *hostile,
+    ]
     assert out.split("\0")[:-1] == [str(process.pid), *expected]
     assert not (ROOT / "owned").exists()
 

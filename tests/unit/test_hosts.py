@@ -1,0 +1,113 @@
+"""A supervisor over pipes, as srun holds it, and what becomes of a launcher whose nodes fall silent."""
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from launch import hosts
+from launch.hosts import HostError, Nodes
+from launch.orders import Alive, Hello, Start
+from launch.slurm import Srun
+
+SLEEPS = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """One supervisor of node `n1`."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    with Nodes(Srun([sys.executable, "-m", "launch.node"])) as nodes:
+        assert nodes.gather(["n1"], 20)[0].cpus >= 1
+        yield nodes
+
+
+def start(nodes, tmp_path, code, name="child", **order):
+    nodes.start(Start("n1", name, [sys.executable, "-c", code], order.pop("settings", {}), str(tmp_path / f"{name}.log"),
+                      order.pop("cores", [])))  # fmt: skip
+    return nodes.by_name[name]
+
+
+def eventually(condition, refresh=lambda: None, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        refresh()
+        time.sleep(0.05)
+    return value
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_process_is_started_with_its_settings_and_without_those_of_mpi(nodes, tmp_path):
+    code = "import os; print(os.environ['HERE'], os.environ.get('AREAL_CPUS'), len(os.sched_getaffinity(0)))"
+    child = start(nodes, tmp_path, code, settings={"HERE": "$(echo $HOME);`id`"}, cores=[len(os.sched_getaffinity(0))])
+    eventually(lambda: child.exit_code is not None, nodes.refresh)
+    first = min(os.sched_getaffinity(0))
+    assert child.exit_code == 0 and child.last_lines() == f"$(echo $HOME);`id` {first} 1"
+
+
+def test_deaths_are_reported_and_all_end_when_told_to(nodes, tmp_path):
+    child, other = start(nodes, tmp_path, SLEEPS), start(nodes, tmp_path, SLEEPS, "other")
+    pid, survivor = (int(eventually(c.last_lines)) for c in (child, other))
+    psutil.Process(pid).parent().send_signal(signal.SIGKILL)
+    assert eventually(lambda: child.exit_code, nodes.refresh) == -signal.SIGKILL
+    assert other.exit_code is None
+    nodes.end()
+    assert not nodes.by_name and not alive(pid) and not alive(survivor)
+    again = start(nodes, tmp_path, "raise SystemExit(3)", "again")
+    assert eventually(lambda: again.exit_code, nodes.refresh) == 3
+
+
+def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
+    nodes.start(Start("n1", "child", ["/nowhere/python"], {}, str(tmp_path / "log"), []))
+    assert eventually(lambda: nodes.by_name["child"].exit_code, nodes.refresh) == 127
+
+
+def test_processes_end_with_their_launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    channel = Srun([sys.executable, "-m", "launch.node"])
+    nodes = Nodes(channel)
+    nodes.gather(["n1"], 20)
+    pid = int(eventually(start(nodes, tmp_path, SLEEPS).last_lines))
+    channel._process.stdin.close()
+    eventually(lambda: not alive(pid))
+    eventually(lambda: channel._process.poll() is not None)
+    with pytest.raises(HostError, match="srun, which holds the nodes' supervisors, ended with exit code 0"):
+        eventually(lambda: False, nodes.refresh)
+
+
+class Fixed:
+    """A channel on which nothing comes but what is given."""
+
+    def __init__(self, *events):
+        self.events = list(events)
+
+    def send(self, order):
+        pass
+
+    def receive(self):
+        taken, self.events = self.events, []
+        return taken
+
+
+def test_nodes_that_do_not_answer_are_named():
+    nodes = Nodes(Fixed(Hello("n1", [], 0, 1, "m")))
+    with pytest.raises(HostError, match=r"1 of 2 nodes did not answer within 0 s: n2"):
+        nodes.gather(["n1", "n2"], 0.2)
+
+
+def test_a_node_that_falls_silent_is_lost(monkeypatch):
+    monkeypatch.setattr(hosts, "_SILENCE_S", 0.3)
+    channel = Fixed(Hello("n1", [], 0, 1, "m"), Hello("n2", [], 0, 1, "m"))
+    nodes = Nodes(channel)
+    nodes.gather(["n1", "n2"], 5)
+    time.sleep(0.4)
+    channel.events = [Alive("n1")]
+    with pytest.raises(HostError, match="node n2 has said nothing"):
+        nodes.refresh()
