@@ -42,6 +42,8 @@ def server_command(config: Config, host: str, port: int) -> list[str]:
         command += ["--enable-expert-parallel"]
     if runs_on_cpu(config):
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(rollout.kv_cache_gb * GIB))]
+        # A step that prefills a part of a prompt takes back the draw of its seed, which a CPU generator cannot do.
+        command += ["--no-enable-chunked-prefill"]
         if rollout.tp == 1:
             command += ["--distributed-executor-backend", "uni"]
     else:

@@ -103,6 +103,19 @@ def test_a_seed_gives_the_same_answers_again(run):
     assert len({*first, *other}) == 8
 
 
+def test_seeded_answers_to_more_prompt_tokens_than_a_step_takes(run):
+    """vLLM would prefill a part of a prompt and take back the draw that came with it, which a CPU generator cannot."""
+    prompts = [np.random.default_rng(number).integers(3, 15, 900).tolist() for number in range(5)]
+
+    async def asked(client):
+        together = [generate(client, prompt, seed=2**60 + k, request_id=f"long-{k}") for k, prompt in enumerate(prompts)]
+        answers = await asyncio.gather(*together)
+        return answers[-1], await generate(client, prompts[-1], seed=2**60 + 4, request_id="long-alone")
+
+    together, alone = ask(run, asked)
+    assert [tuple(c.tokens) for c in together] == [tuple(c.tokens) for c in alone]
+
+
 def server(run):
     """vLLM's processes."""
     port = int(run.endpoint("engine-0").rpartition(":")[2])
