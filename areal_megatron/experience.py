@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.rollout.protocol import (
@@ -13,6 +15,8 @@ from areal_megatron.rollout.protocol import (
     NextBatch,
     NotYet,
     Publish,
+    PublishAgain,
+    Reply,
     Request,
     Saved,
     Stop,
@@ -23,6 +27,7 @@ from areal_megatron.run import Run
 from areal_megatron.trainer.step import BatchResult, Trainer
 
 _encode = encoder().encode
+_PUBLISH_AGAIN = b"publish"
 _decode_part = decoder(BatchPart | None).decode
 _decode_links = decoder(list[Link]).decode
 
@@ -36,17 +41,20 @@ class Experience:
         self._controller = ControllerClient(self._endpoint, run.token, f"trainer-{trainer.rank}", self._timeout_s)
         self._controller.request(Hello(trainer.rank))
 
-    def take(self, number: int, version: int) -> BatchPart | None:
+    def take(self, number: int, version: int, publish: Callable[[int], None]) -> BatchPart | None:
         """This replica's part of batch `number`; waits as long as the controller says that it is coming.
 
-        None, on all replicas alike: the run is to save a checkpoint and end. Raises ControllerError if the controller falls silent.
+        Meanwhile publishes `version` again when an engine needs it. None, on all replicas alike: the run is to save a checkpoint and end. Raises ControllerError if the controller falls silent.
         """
         while True:
             data = None
             if self._trainer.is_leader:
                 reply = self._controller.request(NextBatch(self._trainer.replica, number, version))
-                data = b"" if isinstance(reply, NotYet) else _encode(None if isinstance(reply, Stop) else reply.part)
-            if data := self._trainer.share(data):
+                data = _packed(reply)
+            data = self._trainer.share(data)
+            if data == _PUBLISH_AGAIN:
+                publish(version)
+            elif data:
                 return _decode_part(data)
 
     def trained(self, number: int, result: BatchResult) -> None:
@@ -88,3 +96,15 @@ class Experience:
 
     def __exit__(self, *_) -> None:
         self._controller.close()
+
+
+def _packed(reply: Reply) -> bytes:
+    """For the other ranks of the replica."""
+    match reply:
+        case NotYet():
+            return b""
+        case PublishAgain():
+            return _PUBLISH_AGAIN
+        case Stop():
+            return _encode(None)
+    return _encode(reply.part)

@@ -23,7 +23,7 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
         checkpoints.wait_until_read()
 
     for number in range(trained, batches):
-        batch = experience.take(number, version)
+        batch = experience.take(number, version, weights.publish)
         if batch is None:
             checkpoints.stop(version, number)
             break

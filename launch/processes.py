@@ -71,6 +71,8 @@ class Children:
         self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
+        if earlier := self.by_name.get(name):
+            end_sessions({earlier.pid}, grace_s=1.0)  # what it may have left running
         child = self.by_name[name] = Child(name, command, environment, log, cores)
         self._guardian.stdin.write(f"{child.pid}\n".encode())
         self._guardian.stdin.flush()

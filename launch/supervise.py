@@ -34,30 +34,18 @@ class Outcome(enum.IntEnum):
 def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callable[[], None] = lambda: None) -> Outcome:
     """From the start of the run that has begun to its end; `hosts` is left without processes.
 
-    USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says how it ended. `on_poll` is
-    called ten times a second.
+    `restarts`: how often a process that fails is survived: an engine is started again by itself, anything else takes all
+    processes of the run along. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says
+    how it ended. `on_poll` is called ten times a second.
     """
-    config, run = beginning.config, beginning.run
     signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGUSR1, lambda *_: run.stop.touch())
-    console, failure, outcome = Console(run, config), "", Outcome.FAILED
-    recorder = Recorder(run, beginning.plan.placement)
-
-    def poll() -> None:
-        console.refresh()
-        recorder.write(hosts.by_name, restarts)
-        on_poll()
-
+    signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
+    watch, outcome, failure = _Watch(beginning, hosts, restarts, on_poll), Outcome.FAILED, ""
     try:
         with hosts:
-            while failure := _incarnation(beginning, hosts, poll):
-                recorder.write(hosts.by_name, restarts)
-                if not restarts or run.stop.exists():
-                    break
-                restarts -= 1
-                print(f"{failure}\nstarting again, {restarts} restarts are left", file=sys.stderr, flush=True)
+            while (failure := watch.incarnation()) and watch.may_restart(failure):
                 hosts.end()
-                start.begin(run, start.newest(run))
+                start.begin(beginning.run, start.newest(beginning.run))
     except KeyboardInterrupt:
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
         outcome = Outcome.INTERRUPTED
@@ -66,26 +54,66 @@ def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callab
         failure = f"{failure}\nerror: {e}".lstrip()
     else:
         if not failure:
-            outcome = Outcome.STOPPED if read_status(run).get("phase") == "stopped" else Outcome.DONE
+            outcome = Outcome.STOPPED if _phase(beginning) == "stopped" else Outcome.DONE
     finally:
-        console.close()
-        recorder.write(hosts.by_name, restarts, outcome.name.lower())
-    print(failure or console.summary(), file=sys.stderr if failure else sys.stdout)
+        watch.close(outcome)
+    print(failure or watch.console.summary(), file=sys.stderr if failure else sys.stdout)
     return outcome
 
 
-def _incarnation(beginning: Beginning, hosts: Hosts, on_poll: Callable[[], None]) -> str:
-    """Starts every process and returns when all are through, "", or with what is to be said of one that failed."""
-    for process in beginning.plan.placement.processes:
-        hosts.start(start_order(beginning.config, beginning.run, process, hosts.supervisor(process)))
-    while True:
-        hosts.refresh()
-        if failed := _failure(hosts.by_name, hosts):
-            return _describe(failed)
-        if all(c.exit_code == 0 for c in hosts.by_name.values() if not c.name.startswith("engine-")):
-            return ""
-        on_poll()
-        time.sleep(_POLL_S)
+class _Watch:
+    """Keeps an eye on the processes."""
+
+    def __init__(self, beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callable[[], None]):
+        self.console = Console(beginning.run, beginning.config)
+        self._beginning, self._hosts, self._restarts, self._on_poll = beginning, hosts, restarts, on_poll
+        self._processes = {process.name: process for process in beginning.plan.placement.processes}
+        self._recorder = Recorder(beginning.run, beginning.plan.placement)
+
+    def incarnation(self) -> str:
+        """Starts every process and returns when all are through, "", or with what is to be said of one that failed."""
+        for name in self._processes:
+            self._start(name)
+        while True:
+            self._hosts.refresh()
+            processes = self._hosts.by_name
+            if failed := _failure(processes, self._hosts):
+                said = _describe(failed)
+                if not self._is_running(failed.name) or not self.may_restart(said):
+                    return said
+                self._start(failed.name)
+            if all(c.exit_code == 0 for c in processes.values() if not c.name.startswith("engine-")):
+                return ""
+            self.console.refresh()
+            self._recorder.write(processes, self._restarts)
+            self._on_poll()
+            time.sleep(_POLL_S)
+
+    def may_restart(self, failure: str) -> bool:
+        """Takes one of the restarts, if there is one left, and says so."""
+        if not self._restarts or self._beginning.run.stop.exists():
+            return False
+        self._restarts -= 1
+        print(f"{failure}\nstarting again, {self._restarts} restarts are left", file=sys.stderr, flush=True)
+        return True
+
+    def close(self, outcome: Outcome) -> None:
+        self.console.close()
+        self._recorder.write(self._hosts.by_name, self._restarts, outcome.name.lower())
+
+    def _start(self, name: str) -> None:
+        process = self._processes[name]
+        supervisor = self._hosts.supervisor(process)
+        self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor))
+
+    def _is_running(self, name: str) -> bool:
+        """Whether it is an engine of a run that has begun to generate: then the others can do without it for a while."""
+        return name.startswith("engine-") and _phase(self._beginning) in ("evaluating", "training")
+
+
+def _phase(beginning: Beginning) -> str | None:
+    """Of the run, as the controller says."""
+    return read_status(beginning.run).get("phase")
 
 
 def _failure(processes: Mapping[str, Child | Log], hosts: Hosts) -> Child | None:

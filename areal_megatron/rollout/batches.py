@@ -15,7 +15,7 @@ from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import split
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.rollout.generation import Generation
-from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, Refused, Stop, Trained
+from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, PublishAgain, Refused, Stop, Trained
 from areal_megatron.rollout.schedule import Schedule
 
 
@@ -53,10 +53,12 @@ class Batches:
         self._asked = False
         self.stopping = False
         """No further batch is formed."""
+        self._to_publish: set[int] = set()
+        """Replicas that are yet to be told to publish again. All are told before any has the next batch, or Stop."""
         self._trainer_waits, self._straggler = Stopwatch(), Stopwatch()
         self._last_trained = time.monotonic()
 
-    async def next(self, request: NextBatch) -> Part | NotYet | Stop | Refused:
+    async def next(self, request: NextBatch) -> Part | NotYet | Stop | PublishAgain | Refused:
         """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
         if request.number == self.number + 1:  # this replica is done with a batch that rank 0 has yet to report
             await asyncio.sleep(0.05)
@@ -66,11 +68,16 @@ class Batches:
                            f"that is batch {self.number} of version {self._schedule.version}")  # fmt: skip
         if not 0 <= request.replica < self._config.trainer.dp:
             return Refused(f"there is no replica {request.replica}, trainer.dp is {self._config.trainer.dp}")
+        if request.replica in self._to_publish:
+            self._to_publish.discard(request.replica)
+            return PublishAgain()
         self._asked = True
         self.try_form()
         try:
             await asyncio.wait_for(self._formed.wait(), min(5.0, self._config.machine.timeout_s / 4))
         except TimeoutError:
+            return NotYet()
+        if self._parts is None and self._to_publish:
             return NotYet()
         if self._parts is None and self.stopping:
             return Stop()
@@ -80,7 +87,7 @@ class Batches:
 
     def try_form(self) -> None:
         """Forms the batch if trainers wait for it and the schedule allows it."""
-        if self._parts is not None or not self._asked or self.stopping:
+        if self._parts is not None or not self._asked or self.stopping or self._to_publish:
             return
         self._trainer_waits.start()
         groups = self._schedule.form_batch()
@@ -122,6 +129,13 @@ class Batches:
         if not self.stopping:
             self._formed = asyncio.Event()
         return account | message.metrics
+
+    def publish_again(self) -> bool:
+        """Has the trainers publish the current version again, unless one of them may be training: whether it has."""
+        if self._parts is not None or self.stopping or self._to_publish:
+            return False
+        self._to_publish = set(range(self._config.trainer.dp))
+        return True
 
     def stop(self) -> None:
         """Replicas get the batch that has been formed, if there is one, and Stop instead of the next."""

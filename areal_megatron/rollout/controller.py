@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.rollout import fleet, state
 from areal_megatron.rollout.batches import Batches
-from areal_megatron.rollout.client import EngineError
+from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.rollout.evaluation import Evaluation
-from areal_megatron.rollout.fleet import Engine
+from areal_megatron.rollout.fleet import LOST, Engine
 from areal_megatron.rollout.generation import Generation
 from areal_megatron.rollout.links import EngineLink
 from areal_megatron.rollout.protocol import (
@@ -56,6 +57,7 @@ from areal_megatron.run import Run, RunError, from_command_line
 
 log = logging.getLogger(__name__)
 _STATUS_S = 0.5
+_ATTEMPTS = 3
 _SHARE_OF_CONCURRENT_EVALUATION = 0.25
 PROCESS = "controller"
 
@@ -80,10 +82,12 @@ class Controller:
         self.engines: list[Engine] = []
         self.links: list[EngineLink] = []
         self.generation = Generation(config, self.schedule, self.engines, prompts, tokenizer.stop_tokens, scorer,
-                                     self.timeline, on_finished=lambda: self.batches.try_form())  # fmt: skip
+                                     self.timeline, on_finished=lambda: self.batches.try_form(),
+                                     is_lost=self._is_lost)  # fmt: skip
         self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
                                self.start.batches)  # fmt: skip
-        self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline)
+        self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
+                                     self._is_lost)  # fmt: skip
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
         self._connected = asyncio.Event()
@@ -92,6 +96,9 @@ class Controller:
         self._last_update_at = self._started_at = time.monotonic()
         self._tasks: asyncio.TaskGroup | None = None
         self._evaluations: set[asyncio.Task] = set()
+        self._published = -1
+        self._returned: Counter[int] = Counter()
+        """Engines that were started again and have no version yet: how often the trainers were asked for it."""
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of this process's part."""
         if self.start.checkpoint:
@@ -111,9 +118,7 @@ class Controller:
             bye = self._tasks.create_task(self._bye.wait())
             await self._connect()
             for engine, link in zip(self.engines, self.links, strict=True):
-                background.append(
-                    self._tasks.create_task(engine.watch(self.config.machine.timeout_s, self.generation.wake))
-                )
+                background.append(self._tasks.create_task(self._look_after(engine)))
                 background.append(self._tasks.create_task(link.run()))
             if not self.start.version:
                 self.phase = "evaluating"
@@ -166,7 +171,7 @@ class Controller:
                 return self._trained(message)
             case Publish():
                 await self._connected.wait()
-                return Links([link.publish(message) for link in self.links])
+                return self._publish(message)
             case Delivered():
                 if not 0 <= message.engine < len(self.links):
                     return Refused(f"there is no engine {message.engine}")
@@ -184,6 +189,73 @@ class Controller:
                 self._bye.set()
                 return Ok()
         return Refused(f"{type(message).__name__} is not for the controller")
+
+    async def _look_after(self, engine: Engine) -> None:
+        """Watches it for ever. Raises EngineError if it is lost and not started again within machine.timeout_s."""
+        timeout_s = self.config.machine.timeout_s
+        while True:
+            try:
+                await engine.watch(timeout_s, self.generation.wake)
+            except EngineError as e:
+                self._lose(engine, e)
+            deadline = time.monotonic() + timeout_s
+            while not await self._is_back(engine):
+                if time.monotonic() > deadline:
+                    raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
+                await asyncio.sleep(_STATUS_S)
+            log.warning("%s is back", engine.name)
+            if self.schedule.version or self.start.checkpoint:
+                self._returned[engine.index] = 0
+            else:
+                engine.version = 0
+                self.schedule.add_engine(engine.index, 0)
+                self.generation.wake()
+
+    async def _is_back(self, engine: Engine) -> bool:
+        found = fleet.find(self.config, self.run, engine.name)
+        try:
+            if found.endpoint == engine.client.endpoint:
+                raise EngineError("it has not announced itself again")
+            await found.wait_until_healthy(0)
+        except EngineError:
+            await found.close()
+            return False
+        await engine.return_as(found)
+        return True
+
+    def _lose(self, engine: Engine, reason: EngineError) -> None:
+        if engine.state != LOST:
+            log.error("%s is lost: %s", engine.name, reason)
+            engine.lose()
+            self._returned.pop(engine.index, None)
+            self.links[engine.index].cut(str(reason))
+            self.generation.lose(engine)
+
+    async def _is_lost(self, engine: Engine, client: EngineClient, reason: EngineError) -> bool:
+        if engine.state != LOST and engine.client is client:
+            try:
+                await client.wait_until_healthy(0)
+                return False
+            except EngineError:
+                self._lose(engine, reason)
+        return True
+
+    def _publish(self, message: Publish) -> Links:
+        """A version that is published again goes to those who lack it."""
+        again, self._published = message.version == self._published, message.version
+        taking = [link for link, engine in zip(self.links, self.engines, strict=True)
+                  if (link.lacks(message.version) if again else engine.state != LOST)]  # fmt: skip
+        return Links([link.publish(message) for link in taking])
+
+    def _bring_weights(self) -> None:
+        """To engines that were started again, unless the next version is on its way."""
+        version = self.schedule.version
+        lacking = [index for index in self._returned if self.links[index].lacks(version)]
+        if not lacking or not self.batches.publish_again():
+            return
+        self._returned.update(lacking)
+        if tried := [self.engines[index].name for index in lacking if self._returned[index] > _ATTEMPTS]:
+            raise EngineError(f"{', '.join(tried)} did not get version {version} after being started again; see above")
 
     def _trained(self, message: Trained) -> Reply:
         account = self.batches.trained(message)
@@ -230,6 +302,7 @@ class Controller:
         return Ok()
 
     def _committed(self, engine: int, version: int) -> None:
+        self._returned.pop(engine, None)
         if engine in self.schedule.engines:
             self.schedule.committed(engine, version)
         else:
@@ -256,6 +329,7 @@ class Controller:
             if self.run.stop.exists() and not self._bye.is_set():
                 self.phase = "stopping"
                 self.batches.stop()
+            self._bring_weights()
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self) -> None:

@@ -12,6 +12,8 @@ from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
 
 _POLL_S = 2.0
+LOST = "lost"
+"""State of an engine that has died and was not yet started again."""
 
 
 class Engine:
@@ -21,6 +23,7 @@ class Engine:
         self.index, self.name, self.client, self.timeline = index, client.name, client, timeline
         self.version = 0
         self.state = "starting"
+        self.losses = 0
         self._unfinished = 0
         self._started = 0
         self._ended = 0
@@ -63,6 +66,16 @@ class Engine:
         return {"name": self.name, "state": self.state, "version": self.version, "running": self.running,
                 "tokens_per_s": round(self.tokens_per_s, 1)}  # fmt: skip
 
+    def lose(self) -> None:
+        """It has died: it holds no version, and gets nothing until another process serves in its place."""
+        self.state, self.version, self.tokens_per_s = LOST, -1, 0.0
+        self.losses += 1
+
+    async def return_as(self, client: EngineClient) -> None:
+        """Another process serves in its place."""
+        await self.client.close()
+        self.client, self.state, self._ended = client, "ready", self._started
+
     async def wait_until_ready(self, timeout_s: float) -> None:
         await self.client.wait_until_healthy(timeout_s)
         self.state = "ready"
@@ -89,5 +102,9 @@ class Engine:
 def connect(config: Config, run: Run, index: int) -> Engine:
     """The engine that has announced itself as `engine-INDEX`. Raises RunError if it has not."""
     name = f"engine-{index}"
-    client = EngineClient(name, run.endpoint(name), run.token, config.machine.timeout_s)
-    return Engine(index, client, Timeline(run.timeline(name), name))
+    return Engine(index, find(config, run, name), Timeline(run.timeline(name), name))
+
+
+def find(config: Config, run: Run, name: str) -> EngineClient:
+    """A connection to where the engine has announced itself last. Raises RunError if it has not."""
+    return EngineClient(name, run.endpoint(name), run.token, config.machine.timeout_s)

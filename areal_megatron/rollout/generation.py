@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from areal_megatron.config import Config, Rollout
 from areal_megatron.data.prompts import Cursor, Prompt
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.rollout.client import Completion, EngineError
+from areal_megatron.rollout.client import Completion, EngineClient, EngineError
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.schedule import Group, Schedule
 from areal_megatron.rollout.scoring import Score, Scorer
@@ -22,20 +22,26 @@ from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
 
+IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
+"""Whether a request to an engine's client failed because that process is gone; then the engine is taken for lost."""
+
 
 class Generation:
     """Owns the cursor, the requests in flight and the trajectories of finished groups."""
 
     def __init__(self, config: Config, schedule: Schedule, engines: list[Engine], prompts: list[Prompt],
-                 stop_tokens: list[int], scorer: Scorer, timeline: Timeline, on_finished: Callable[[], None]):  # fmt: skip
+                 stop_tokens: list[int], scorer: Scorer, timeline: Timeline, on_finished: Callable[[], None],
+                 is_lost: IsLost):  # fmt: skip
         self._config, self._schedule, self._engines = config, schedule, engines
         self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
-        self._on_finished = on_finished
+        self._on_finished, self._is_lost = on_finished, is_lost
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = Cursor(len(prompts), config.seed)
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
         self._again: deque[tuple[int, int]] = deque()
+        self._tasks: defaultdict[int, set[asyncio.Task]] = defaultdict(set)
+        """By engine."""
         self.prompts_too_long = 0
 
     def save(self) -> State:
@@ -72,12 +78,23 @@ class Generation:
                     epoch, prompt = self._draw()
                     group = self._schedule.admit(engine.index, epoch, prompt.id)
                     engine.occupy(self._config.rollout.group_size)  # now: the task starts after further admissions
-                    groups.create_task(self._run_group(engine, group, prompt))
+                    tasks = self._tasks[engine.index]
+                    tasks.add(task := groups.create_task(self._run_group(engine, group, prompt)))
+                    task.add_done_callback(tasks.discard)
                 await self._wake.wait()
 
     def wake(self) -> None:
         """Something changed that may allow another admission."""
         self._wake.set()
+
+    def lose(self, engine: Engine) -> None:
+        """Its groups are admitted again, elsewhere or when it is back."""
+        if engine.index in self._schedule.engines:
+            lost = self._schedule.remove_engine(engine.index)
+            self._again.extendleft((group.epoch, group.prompt_id) for group in reversed(lost))
+        for task in self._tasks[engine.index] - {asyncio.current_task()}:
+            task.cancel()
+        self.wake()
 
     def take(self, group: Group) -> list[Trajectory]:
         """The trajectories of a group that trains now."""
@@ -110,11 +127,11 @@ class Generation:
 
     async def _run_group(self, engine: Engine, group: Group, prompt: Prompt) -> None:
         rollout = self._config.rollout
-        n = rollout.group_size
+        n, client = rollout.group_size, engine.client
         start = time.time_ns()
         try:
             completions = await single_turn.sample(
-                engine.client,
+                client,
                 prompt,
                 n=n,
                 rollout=rollout,
@@ -123,6 +140,10 @@ class Generation:
                 cache_salt=cache_salt(rollout, engine.version),
                 seed=sampling_seed(self._config.seed, "train", group.epoch, prompt.id),
             )
+        except EngineError as e:
+            if await self._is_lost(engine, client, e):
+                return
+            raise
         finally:
             engine.release(n)
         tokens = sum(len(c.tokens) for c in completions)

@@ -19,13 +19,13 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.reshard.session import init_body
 from areal_megatron.rollout.client import EngineError
-from areal_megatron.rollout.fleet import Engine
+from areal_megatron.rollout.fleet import LOST, Engine
 from areal_megatron.rollout.protocol import Delivered, Link, Publish
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Update:
     version: int
     epoch: int
@@ -43,6 +43,7 @@ class EngineLink:
         self._on_committed, self._on_torn = on_committed, on_torn
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
         self._pending: dict[tuple[int, int], _Update] = {}
+        self._unfinished: list[_Update] = []
         self._epoch = 0
         self._usable = False
         self.failures = 0
@@ -56,6 +57,7 @@ class EngineLink:
             self._usable = True
         update = _Update(message.version, self._epoch, message.store, opens_epoch)
         self._pending[update.epoch, update.version] = update
+        self._unfinished.append(update)
         self._updates.put_nowait(update)
         return Link(self._engine.index, self._epoch)
 
@@ -74,7 +76,21 @@ class EngineLink:
             except EngineError as e:
                 self._fail(update, str(e))
             finally:
+                self._unfinished.remove(update)
                 self._updates.task_done()
+
+    def lacks(self, version: int) -> bool:
+        """Whether the engine could take `version`, which it neither has nor is about to get."""
+        under_way = any(update.version == version for update in self._unfinished)
+        return self._engine.state != LOST and self._engine.version < version and not under_way
+
+    def cut(self, reason: str) -> None:
+        """The engine is lost: what is under way has failed, and the next version opens a new epoch."""
+        self._usable = False
+        for update in self._pending.values():
+            update.delivered.set_exception(EngineError(reason))
+            update.delivered.exception()  # nobody may be waiting for it yet
+        self._pending.clear()
 
     async def settled(self) -> None:
         """Returns when every published version was committed or has failed."""
@@ -103,6 +119,8 @@ class EngineLink:
         await self._commit(update.version)
         end = time.time_ns()
         self._engine.timeline.event("commit", start, end, version=update.version)
+        if not self._usable:
+            raise EngineError(f"{self._engine.name} was lost while it committed version {update.version}")
         self.last = {"publish_s": delivered.seconds, "commit_s": (end - start) / 1e9, "weights_bytes": delivered.bytes}
         self._engine.version = update.version
         self._on_committed(self._engine.index, update.version)
@@ -124,7 +142,7 @@ class EngineLink:
         finally:
             if whole:
                 await client.resume()
-                self._engine.state = "ready"
+                self._engine.state = "ready" if self._usable else LOST
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1

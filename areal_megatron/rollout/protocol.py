@@ -27,7 +27,8 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """From rank 0 of a data-parallel replica; answered by Part as soon as the batch has been formed, or by Stop."""
+    """From rank 0 of a data-parallel replica; answered by Part as soon as the batch has been formed, by
+    Stop or by PublishAgain."""
 
     replica: int
     number: int
@@ -48,7 +49,7 @@ class Trained(msgspec.Struct, tag=True):
 
 
 class Publish(msgspec.Struct, tag=True):
-    """From global rank 0: the weights of `version` are about to be sent. Answered with Links."""
+    """From global rank 0: the weights of `version` are about to be sent. Answered with Links to those who lack them."""
 
     version: int
     store: str
@@ -113,6 +114,10 @@ class Stop(msgspec.Struct, tag=True):
     """Instead of a batch, the same to every replica: the run is to save a checkpoint and end."""
 
 
+class PublishAgain(msgspec.Struct, tag=True):
+    """Instead of a batch, once to every replica: an engine that was started again needs the current weights."""
+
+
 class Link(msgspec.Struct):
     """One engine as a destination of weights; a new epoch means a new process group."""
 
@@ -133,7 +138,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 Request = Hello | NextBatch | Trained | Publish | Delivered | Checkpoint | Written | Saved | Bye
-Reply = Welcome | Part | NotYet | Stop | Links | Ok | Refused
+Reply = Welcome | Part | NotYet | Stop | PublishAgain | Links | Ok | Refused
 
 
 class Envelope(msgspec.Struct):

@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+from audit_run import audit
+
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tests.conftest import left_over
@@ -53,3 +55,29 @@ def test_an_engine_that_cannot_start_shows_why(local_run, world):
     assert started.wait(120) == 1
     assert "engine-0 ended with exit code" in started.output.splitlines()[-1]
     assert "cache" in started.output
+
+
+def updates(run):
+    return sum(line["kind"] == "update" for line in read_metrics(run)) if run.metrics.exists() else 0
+
+
+def test_an_engine_that_is_killed_is_started_again(local_run, world):
+    """First one of two, while the other goes on, then the only one that has weights is the one that came back."""
+    changes = {"updates": 100000, "eval_items": 4, "rollout.engines": 2, "machine.slots": 3, "rollout.max_staleness": 2}
+    started = local_run("survivor", "--restarts=2", *small(world, **changes))
+    run = Run(started.folder)
+    started.wait_for(lambda: updates(run) >= 2)
+    others = [started.pid(name) for name in ("controller", "trainer-0", "engine-0")]
+    os.kill(started.pid("engine-1"), signal.SIGKILL)
+    killed, trained = time.monotonic(), updates(run)
+    started.wait_for(lambda: "engine-1 is back" in run.log("controller").read_text())
+    print(f"back after {time.monotonic() - killed:.1f} s, {updates(run) - trained} updates meanwhile")
+    assert updates(run) > trained, "training went on"
+    os.kill(others[2], signal.SIGKILL)
+    started.wait_for(lambda: "engine-0 is back" in run.log("controller").read_text())
+    trained = updates(run)
+    started.wait_for(lambda: updates(run) >= trained + 4)
+    assert [started.pid(name) for name in ("controller", "trainer-0")] == others[:2] and run.incarnation == 0
+    run.stop.touch()
+    assert started.wait() == 75, started.output
+    assert audit(run) == []

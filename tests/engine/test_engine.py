@@ -108,7 +108,9 @@ def test_seeded_answers_to_more_prompt_tokens_than_a_step_takes(run):
     prompts = [np.random.default_rng(number).integers(3, 15, 900).tolist() for number in range(5)]
 
     async def asked(client):
-        together = [generate(client, prompt, seed=2**60 + k, request_id=f"long-{k}") for k, prompt in enumerate(prompts)]
+        together = [
+            generate(client, prompt, seed=2**60 + k, request_id=f"long-{k}") for k, prompt in enumerate(prompts)
+        ]
         answers = await asyncio.gather(*together)
         return answers[-1], await generate(client, prompts[-1], seed=2**60 + 4, request_id="long-alone")
 
