@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import psutil
@@ -26,6 +27,7 @@ from areal_megatron.rollout.protocol import (
     Ok,
     Part,
     Publish,
+    PublishAgain,
     Trained,
 )
 from tests.engine.engines import ask, make_run, started_engine
@@ -45,10 +47,10 @@ def start(world, tmp_path, engine):
     """Starts a controller in a run folder of its own, on the one engine."""
     started = []
 
-    def new(**keys):
+    def new(timeout_s=60, **keys):
         run, config = make_run(tmp_path / f"run-{len(started)}", world, rollout={"max_staleness": ETA}, **keys)
         config.reward.function = "tests.e2e.rewards:coarse"
-        config.trainer.dp = 2
+        config.trainer.dp, config.machine.timeout_s = 2, timeout_s
         save(config, run.config)
         (run.folder / "secret").write_text(engine.token)
         run.announce("engine-0", engine.endpoint("engine-0"))
@@ -142,8 +144,9 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
 
     assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 1)]
     client.request(Delivered(0, 1, 2, 0.1, 0, "no such store"))
-    assert client.request(Publish(2, "127.0.0.1:1")).links in ([Link(0, 1)], [Link(0, 2)])
-    client.request(Delivered(0, 1, 2, 0.1, 0, "no such store"))
+    while not (again := client.request(Publish(2, "127.0.0.1:1")).links):
+        time.sleep(0.05)  # it goes to those who lack it and are not about to get it
+    assert again == [Link(0, 2)]
     client.request(Delivered(0, 2, 2, 0.1, 0, "no such store"))
     client.request(Bye())
     assert process.wait(60) == 0, run.log("controller").read_text()
@@ -190,18 +193,43 @@ def test_wrong_input_ends_the_controller_with_code_2(start):
     assert ended.stderr.splitlines()[-1] == "error: reward.function: tests.e2e.rewards has no function missing"
 
 
-def test_a_dead_engine_ends_the_run_and_is_named(start, connect, engine):
-    """Last test of this file: it kills the engine."""
-    run, _, process = start(updates=1000)
-    client = connect(run)
-    for number in range(2):
-        take(client, number, number)
-        client.request(Trained(number, number, True, {}))
+def kill(engine):
     port = int(engine.endpoint("engine-0").rpartition(":")[2])
     (server,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
     for child in [*server.children(recursive=True), server]:
         child.kill()
-    assert process.wait(20) == 1
-    last = run.log("controller").read_text().splitlines()[-1]
-    assert last.startswith("error: engine-0 at http://127.0.0.1:")
+
+
+def wait_for(run, words, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while words not in run.log("controller").read_text():
+        assert time.monotonic() < deadline, run.log("controller").read_text()
+        time.sleep(0.1)
+
+
+def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, connect, engine):
+    """It kills the engine, and one that takes its place: the last test of this file."""
+    run, _, process = start(timeout_s=40, updates=1000)
+    client = connect(run)
+    for number in range(2):
+        take(client, number, number)
+        client.request(Trained(number, number, True, {}))
+    assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 1)]
+    kill(engine)
+    wait_for(run, "engine-0 is lost: engine-0 at http://127.0.0.1:")
+    assert client.request(Publish(2, "127.0.0.1:1")).links == []
+    assert isinstance(client.request(NextBatch(0, 2, 2)), NotYet)
+    with started_engine(engine):
+        run.announce("engine-0", engine.endpoint("engine-0"))
+        wait_for(run, "engine-0 is back")
+        for replica in (1, 0):
+            while isinstance(reply := client.request(NextBatch(replica, 2, 2)), NotYet):
+                pass
+            assert isinstance(reply, PublishAgain), "every replica once, before any has a batch"
+        assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 2)]
+        assert process.poll() is None
+        kill(engine)
+    assert process.wait(60) == 1
     assert json.loads(run.status.read_text())["phase"] == "training"
+    last = run.log("controller").read_text().splitlines()[-1]
+    assert last == "error: engine-0 was lost and not started again within 40 s"

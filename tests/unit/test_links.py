@@ -66,7 +66,7 @@ class Scene:
     def may_take_a_group(self):
         schedule = Schedule(batch_size=4, group_size=GROUP, max_staleness=0, updates=10)
         schedule.add_engine(0, 0)
-        generation = Generation(self.config, schedule, [self.engine], [], [], None, None, print)
+        generation = Generation(self.config, schedule, [self.engine], [], [], None, None, print, None)
         return generation._free_engine() is self.engine
 
 
@@ -100,5 +100,30 @@ def test_a_full_update_that_fails_costs_nothing_but_the_version(tmp_path):
             assert "/pause" not in scene.calls and scene.may_take_a_group()
             assert await scene.update(3) == ("ready", 2)
             assert scene.committed == [1, 3]
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_a_lost_engine_lacks_nothing_until_it_is_back_and_then_opens_another_epoch(tmp_path):
+    async def play():
+        async with Scene(tmp_path, "full") as scene:
+            await scene.update(1)
+            assert not scene.link.lacks(1) and scene.link.lacks(2)
+            scene.calls.clear()
+            first = scene.link.publish(Publish(2, "127.0.0.1:1"))
+            while "/start_weight_update" not in scene.calls:
+                await asyncio.sleep(0.01)
+            assert not scene.link.lacks(2), "it is on its way"
+            scene.engine.lose()
+            scene.link.cut("it was killed")
+            await scene.link.settled()
+            assert (scene.committed, scene.link.failures, scene.engine.state) == ([1], 1, "lost")
+            assert not scene.link.lacks(2)
+            scene.link.delivered(Delivered(0, first.epoch, 2, 0.1, 100))  # too late
+
+            scene.engine.state = "ready"
+            assert scene.link.lacks(2)
+            assert await scene.update(2) == ("ready", first.epoch + 1)
+            assert scene.committed == [1, 2] and not scene.link.lacks(2)
 
     asyncio.run(asyncio.wait_for(play(), 30))
