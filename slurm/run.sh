@@ -13,4 +13,4 @@ PYTHON="${PYTHON:-.venv/bin/python}"
 command -v "$PYTHON" >/dev/null || { echo "error: no $PYTHON in $PWD: run 'make setup' there, or set PYTHON" >&2; exit 2; }
 # machine.host=auto: the nodes talk over the interface with the default route; override it, e.g. machine.host=ib0.
 # exec: the signal before the time limit goes to this process, which has to be the launcher.
-exec "$PYTHON" -m launch.slurm "$CONFIG" resume=auto machine.host=auto "$@"
+exec "$PYTHON" -m launch.slurm "$CONFIG" --restarts=10 resume=auto machine.host=auto "$@"

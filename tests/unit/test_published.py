@@ -183,6 +183,7 @@ def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whol
         "-m",
         "launch.slurm",
         f"configs/{named_config(script)}.yaml",
+        "--restarts=10",
         "resume=auto",
         "machine.host=auto",
         *hostile,
