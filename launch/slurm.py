@@ -3,8 +3,8 @@
 The scripts in slurm/ call it on the first node of the job. It starts one supervisor a node by srun, carves the nodes
 into pools, and watches the run. In a heterogeneous job group 0 is the trainers' and group 1 the engines'. USR1, which
 `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, has the run save a checkpoint and the job
-queued again; with resume=auto it goes on where it was. Exit code 0: done, 1: a process or node failed, 2: wrong input,
-130: cancelled. Imports neither torch nor vllm.
+queued again; so is it, without a checkpoint, when a node is lost. With resume=auto it goes on where it was. Exit code 0:
+done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
     beginning.begin()
     deadline = Deadline(beginning.run.stop, options.grace_s)
     outcome = supervise(beginning, nodes, options.restarts, deadline.check)
-    if outcome is not Outcome.STOPPED and not deadline.passed:
+    if outcome not in (Outcome.STOPPED, Outcome.LOST):
         return outcome
     if is_stuck(beginning.run):
-        print(f"error: the run was stopped {_FRUITLESS} times in a row before it had trained anything: give the job more "
-              "time than the first number of its --signal", file=sys.stderr)  # fmt: skip
+        print(f"error: the job was queued again {_FRUITLESS} times in a row before it had saved anything; after a stop, give "
+              "it more time than the first number of its --signal", file=sys.stderr)  # fmt: skip
         return Outcome.FAILED
     return requeue()
 
@@ -186,14 +186,12 @@ class Deadline:
     def __init__(self, asked: Path, grace_s: float):
         self._asked, self._grace_s = asked, grace_s
         self._since: float | None = None
-        self.passed = False
 
     def check(self) -> None:
         """Raises HostError when the time is over."""
         if self._since is None and self._asked.exists():
             self._since = time.monotonic()
         if self._since is not None and time.monotonic() - self._since > self._grace_s:
-            self.passed = True
             raise HostError(f"the run did not stop within {self._grace_s:.0f} s; the job is queued again without it")
 
 

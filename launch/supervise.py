@@ -26,6 +26,8 @@ class Outcome(enum.IntEnum):
 
     DONE = 0
     FAILED = 1
+    LOST = 3
+    """A node, or the way to it, is gone; its processes may be, too."""
     STOPPED = 75
     """After a checkpoint, as asked: resume=auto goes on."""
     INTERRUPTED = 130
@@ -52,6 +54,7 @@ def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callab
         return outcome
     except (HostError, ConfigError) as e:
         failure = f"{failure}\nerror: {e}".lstrip()
+        outcome = Outcome.LOST if isinstance(e, HostError) else Outcome.FAILED
     else:
         if not failure:
             outcome = Outcome.STOPPED if _phase(beginning) == "stopped" else Outcome.DONE

@@ -96,6 +96,20 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
 
 
+@pytest.mark.timeout(600)
+def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, world, tmp_path):
+    run, updates = Run(tmp_path / "run"), 8
+    job = submit(*tiny(world, tmp_path, updates=updates, **{"trainer.pp": 1, "rollout.engines": 1, "machine.slots": 1}))
+    eventually(lambda: trained(run) >= 3, 300, lambda: cluster.output(job))
+    cluster.fail("node1")
+    cluster.wait(job, ["PENDING"], timeout_s=120)
+    cluster.restore("node1")
+    assert cluster.wait(job, timeout_s=300) == "COMPLETED", cluster.output(job)
+    assert "resuming from" in cluster.output(job) and run.start.version >= 1
+    lines = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert [line["version"] for line in lines] == list(range(1, updates + 1)) and audit(run) == []
+
+
 def test_a_cancelled_job_leaves_no_process(cluster, submit, world, tmp_path):
     run = Run(tmp_path / "run")
     job = submit(*tiny(world, tmp_path))

@@ -136,7 +136,7 @@ def test_few_sequences_are_about_as_level_as_any_choice_of_the_same_bins(seed):
     assert fewest <= shares.totals.max() + 1e-9 <= 1.1 * fewest
 
 
-@pytest.mark.parametrize(("name", "seed"), product(bench_packing.DISTRIBUTIONS, range(3)))
+@pytest.mark.parametrize(("name", "seed"), list(product(bench_packing.DISTRIBUTIONS, range(3))))
 def test_generated_lengths_reach_the_bound_and_the_balance(name, seed):
     lengths, task = bench_packing.generate(name, seed), bench_packing.Task()
     figures = bench_packing.judge(bench_packing.ours(lengths, task), lengths, task)

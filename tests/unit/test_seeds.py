@@ -40,6 +40,10 @@ class Right:
         return [Score(reward=5.0, correct=True, truncated=False, trained=True) for _ in completions]
 
 
+async def never(*_):
+    raise AssertionError("no engine is lost here")
+
+
 def setting(tmp_path, client):
     config = Config(name="x", updates=3, batch_size=4, seed=11, model=Model(path="x"), data=Data(train="x"),
                     rollout=Rollout(group_size=2, max_running=64, max_staleness=2))  # fmt: skip
@@ -51,7 +55,9 @@ def admitted(tmp_path, client, state=None):
     """The state of a run of six groups, of two epochs of three prompts, after it has asked all that it may."""
     config, engines, timeline = setting(tmp_path, client)
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
-    subject = Generation(config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None)
+    subject = Generation(
+        config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None, is_lost=never
+    )
     if state is not None:
         subject.restore(state)
     schedule.add_engine(0, 0)
@@ -107,5 +113,5 @@ def test_every_evaluation_asks_with_the_same_seeds(tmp_path):
     config, engines, timeline = setting(tmp_path, client)
     for version in (0, 3):
         engines[0].version = version
-        asyncio.run(Evaluation(config, engines, PROMPTS, [0], Right(), timeline).run(version))
+        asyncio.run(Evaluation(config, engines, PROMPTS, [0], Right(), timeline, never).run(version))
     assert sorted(client.seeds) == sorted([(p.id, sampling_seed(11, "eval", p.id)) for p in PROMPTS] * 2)
