@@ -14,8 +14,8 @@ import argparse
 import json
 import os
 import secrets
-import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +63,12 @@ class Run:
         with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
             f.write(secrets.token_hex(32))
 
-    def begin(self, *, version: int = 0, batches: int = 0, checkpoint: str = "", after: int | None = None) -> None:
-        """Begins another incarnation; what the one before said of its processes is forgotten."""
-        shutil.rmtree(self.folder / "endpoints")
-        (self.folder / "endpoints").mkdir()
+    def begin(self, *, version: int = 0, batches: int = 0, checkpoint: str = "", after: int | None = None,
+              keep: Collection[str] = ()) -> None:  # fmt: skip
+        """Begins another incarnation; what the one before said is forgotten, but of processes to `keep`."""
+        for endpoint in (self.folder / "endpoints").iterdir():
+            if endpoint.name not in keep:
+                endpoint.unlink()
         self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)

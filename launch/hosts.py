@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from launch.orders import Alive, Cleared, EndAll, Ended, Event, Hello, Order, Start, carry_out
+from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Order, Start, carry_out
 from launch.pools import Process
 from launch.processes import Child, Children, Log
 
@@ -31,11 +31,14 @@ class Hosts(Protocol):
 
     def start(self, order: Start) -> None: ...
 
+    def kill(self, process: Process) -> None:
+        """Ends one that hangs."""
+
     def refresh(self) -> None:
         """Takes in what happened. Raises HostError."""
 
-    def end(self) -> None:
-        """Ends all processes and forgets them. Raises HostError."""
+    def end(self, keep: Collection[str] = ()) -> None:
+        """Ends all processes but those and forgets them. Raises HostError."""
 
 
 class Here:
@@ -51,12 +54,15 @@ class Here:
     def start(self, order: Start) -> None:
         carry_out(order, self._children)
 
+    def kill(self, process: Process) -> None:
+        self._children.kill(process.name)
+
     def refresh(self) -> None:
         pass
 
-    def end(self) -> None:
-        self._children.end()
-        self.by_name.clear()
+    def end(self, keep: Collection[str] = ()) -> None:
+        self._children.end(keep)
+        self._children.forget(keep)
 
     def __enter__(self) -> Here:
         return self
@@ -112,6 +118,9 @@ class Nodes:
         self.by_name[order.name] = Remote(order)
         self._channel.send(order)
 
+    def kill(self, process: Process) -> None:
+        self._channel.send(End(self.supervisor(process), process.name))
+
     def refresh(self) -> None:
         now = time.monotonic()
         for event in self._channel.receive():
@@ -127,9 +136,9 @@ class Nodes:
             if now - heard > _SILENCE_S:
                 raise HostError(f"node {name} has said nothing for {_SILENCE_S:.0f} s")
 
-    def end(self) -> None:
+    def end(self, keep: Collection[str] = ()) -> None:
         self._uncleared = set(self._heard)
-        self._channel.send(EndAll())
+        self._channel.send(EndAll(list(keep)))
         deadline = time.monotonic() + _END_S
         while self._uncleared:
             if time.monotonic() > deadline:
@@ -138,7 +147,8 @@ class Nodes:
                 )
             self.refresh()
             time.sleep(_POLL_S)
-        self.by_name.clear()
+        for name in self.by_name.keys() - keep:
+            del self.by_name[name]
 
     def __enter__(self) -> Nodes:
         return self

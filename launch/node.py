@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from launch.orders import Alive, Cleared, EndAll, Ended, Event, Hello, Order, Start, carry_out
+from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Order, Start, carry_out
 from launch.processes import Children
 
 POLL_S = 0.1
@@ -48,10 +48,12 @@ class Supervisor:
                     except OSError as e:
                         print(f"{self._name}: cannot start {order.name}: {e}", file=sys.stderr, flush=True)
                         yield Ended(self._name, order.name, 127)
+                case End() if order.supervisor == self._name and order.name in self._children.by_name:
+                    self._children.kill(order.name)
                 case EndAll():
-                    self._children.end()
+                    self._children.end(order.keep)
                     yield from self._ended()
-                    self._children.by_name.clear()
+                    self._children.forget(order.keep)
                     yield Cleared(self._name)
         yield from self._ended()
         if time.monotonic() - self._said > ALIVE_S:

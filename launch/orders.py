@@ -33,8 +33,18 @@ class Start(msgspec.Struct, tag=True):
     """It is pinned to these of the cores that the supervisor has, counted modulo their number; empty: to none."""
 
 
+class End(msgspec.Struct, tag=True):
+    """One process that hangs, with its descendants; answered with Ended."""
+
+    supervisor: str
+    name: str
+
+
 class EndAll(msgspec.Struct, tag=True):
     """To every supervisor: end your processes; answered with Ended for each and Cleared."""
+
+    keep: list[str] = []
+    """Names of those that go on."""
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -68,7 +78,7 @@ class Alive(msgspec.Struct, tag=True):
     supervisor: str
 
 
-Order = Start | EndAll
+Order = Start | End | EndAll
 Event = Hello | Ended | Cleared | Alive
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -72,17 +72,27 @@ class Children:
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):
-            end_sessions({earlier.pid}, grace_s=1.0)  # what it may have left running
+            self.kill(earlier.name)  # what it may have left running
         child = self.by_name[name] = Child(name, command, environment, log, cores)
         self._guardian.stdin.write(f"{child.pid}\n".encode())
         self._guardian.stdin.flush()
         return child
 
-    def end(self) -> None:
-        """Ends them and all their descendants."""
-        end_sessions({child.pid for child in self.by_name.values()})
-        for child in self.by_name.values():
+    def kill(self, name: str) -> None:
+        """Ends one of them, which has little time for it, and its descendants."""
+        end_sessions({self.by_name[name].pid}, grace_s=1.0)
+
+    def end(self, keep: Collection[str] = ()) -> None:
+        """Ends all but those, with all their descendants."""
+        ended = [child for name, child in self.by_name.items() if name not in keep]
+        end_sessions({child.pid for child in ended})
+        for child in ended:
             _ = child.exit_code  # reaps it
+
+    def forget(self, keep: Collection[str] = ()) -> None:
+        """All but those, which have ended."""
+        for name in self.by_name.keys() - keep:
+            del self.by_name[name]
 
     def __enter__(self) -> Children:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,14 +64,16 @@ def check_input(config: Config) -> None:
         load_function(config.reward.function)
 
 
-def begin(run: Run, checkpoint: Checkpoint | None) -> None:
-    """Another incarnation, from the checkpoint or from the start."""
+def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:
+    """Another incarnation, from the checkpoint or from the start. `keep`: processes that live on."""
     if checkpoint is None:
         run.begin()
         return
-    print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}", flush=True)
+    alive = f"; {len(keep)} engines go on" if keep else ""
+    print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}{alive}", flush=True)
     run.begin(version=checkpoint.version, batches=checkpoint.batches, checkpoint=str(checkpoint.folder),
-              after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None)  # fmt: skip
+              after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None,
+              keep=keep)  # fmt: skip
 
 
 def newest(run: Run) -> Checkpoint | None:

@@ -6,6 +6,7 @@ import enum
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from areal_megatron.config import ConfigError
@@ -19,6 +20,8 @@ from launch.records import Recorder
 from launch.start import Beginning
 
 _POLL_S = 0.1
+_HUNG_S = 5.0
+"""A process has so long to end by itself after the controller has given it up."""
 
 
 class Outcome(enum.IntEnum):
@@ -36,8 +39,8 @@ class Outcome(enum.IntEnum):
 def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callable[[], None] = lambda: None) -> Outcome:
     """From the start of the run that has begun to its end; `hosts` is left without processes.
 
-    `restarts`: how often a process that fails is survived: an engine is started again by itself, anything else takes all
-    processes of the run along. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says
+    `restarts`: how often a process that fails is survived: an engine is started again by itself, a trainer rank takes all
+    trainer ranks and the controller along, and what fails by itself in the controller takes all processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says
     how it ended. `on_poll` is called ten times a second.
     """
     signal.signal(signal.SIGTERM, _interrupt)
@@ -46,8 +49,10 @@ def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callab
     try:
         with hosts:
             while (failure := watch.incarnation()) and watch.may_restart(failure):
-                hosts.end()
-                start.begin(beginning.run, start.newest(beginning.run))
+                checkpoint = start.newest(beginning.run)
+                keep = watch.kept() if checkpoint else ()
+                hosts.end(keep)
+                start.begin(beginning.run, checkpoint, keep)
     except KeyboardInterrupt:
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
         outcome = Outcome.INTERRUPTED
@@ -72,10 +77,15 @@ class _Watch:
         self._beginning, self._hosts, self._restarts, self._on_poll = beginning, hosts, restarts, on_poll
         self._processes = {process.name: process for process in beginning.plan.placement.processes}
         self._recorder = Recorder(beginning.run, beginning.plan.placement)
+        self._starts: Counter[str] = Counter()
+        """Of each process in this incarnation."""
+        self._given_up: set[str] = set()
+        self._looked = 0.0
 
     def incarnation(self) -> str:
-        """Starts every process and returns when all are through, "", or with what is to be said of one that failed."""
-        for name in self._processes:
+        """Starts what is not there and returns when all are through, "", or with what is to be said of one that failed."""
+        self._starts = Counter(self._hosts.by_name.keys())
+        for name in [name for name in self._processes if name not in self._hosts.by_name]:
             self._start(name)
         while True:
             self._hosts.refresh()
@@ -90,7 +100,16 @@ class _Watch:
             self.console.refresh()
             self._recorder.write(processes, self._restarts)
             self._on_poll()
+            self._end_hung()
             time.sleep(_POLL_S)
+
+    def kept(self) -> set[str]:
+        """Engines that can go on without trainers and controller: the living ones, unless the controller gave up."""
+        processes = self._hosts.by_name
+        if (processes["controller"].exit_code or 0) > 0:
+            return set()
+        living = {name for name, process in processes.items() if process.exit_code is None}
+        return {name for name in living - self._given_up if name.startswith("engine-")}
 
     def may_restart(self, failure: str) -> bool:
         """Takes one of the restarts, if there is one left, and says so."""
@@ -105,9 +124,23 @@ class _Watch:
         self._recorder.write(self._hosts.by_name, self._restarts, outcome.name.lower())
 
     def _start(self, name: str) -> None:
+        self._starts[name] += 1
         process = self._processes[name]
         supervisor = self._hosts.supervisor(process)
         self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor))
+
+    def _end_hung(self) -> None:
+        """Ends engines that the controller has given up while their processes live on."""
+        if time.monotonic() - self._looked < _HUNG_S:
+            return
+        self._looked = time.monotonic()
+        engines = read_status(self._beginning.run).get("engines", [])
+        given_up = {engine["name"] for engine in engines if engine["losses"] >= self._starts[engine["name"]]}
+        for name in given_up & self._given_up:
+            if self._hosts.by_name[name].exit_code is None:
+                print(f"{name} lives but does not answer: it is ended", file=sys.stderr, flush=True)
+                self._hosts.kill(self._processes[name])
+        self._given_up = given_up
 
     def _is_running(self, name: str) -> bool:
         """Whether it is an engine of a run that has begun to generate: then the others can do without it for a while."""

@@ -26,6 +26,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.reshard.layout import LayoutError
 from areal_megatron.reshard.live import live_parameters
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
+from areal_megatron.reshard.session import ABORT_BODY
 from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
 from areal_megatron.reshard.transport import LinkError
 from areal_megatron.reshard.vllm import EngineSizes
@@ -120,6 +121,16 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if first and self.parallel_config.rank == len(problems) - 1:
             raise error(first)
         return bool(first)
+
+
+class Session:
+    """What every vLLM worker of an engine can do in addition (--worker-extension-cls)."""
+
+    def close_update(self) -> None:
+        """Abandons the update that is open, if one is: whoever opened it is gone."""
+        if self._weight_update_active:
+            self.update_weights(ABORT_BODY["update_info"])
+            self.finish_weight_update()
 
 
 class StreamedReceiver(Receiver):

@@ -145,6 +145,12 @@ class EngineClient:
         """A new epoch of the engine's link (reshard/session.py); returns before the group has formed."""
         await self._call("POST", "/init_weight_transfer_engine", init_body)
 
+    async def take_over(self) -> None:
+        """Brings an engine that another controller has left, whatever it was doing, to where a new one is."""
+        await self._call("POST", "/collective_rpc", {"method": "close_update"})
+        await self.pause(clear_cache=True)
+        await self.resume()
+
     async def start_update(self) -> None:
         """The engine receives the next weights into staging while it generates."""
         await self._call("POST", "/start_weight_update")
@@ -170,9 +176,10 @@ class EngineClient:
                     raise EngineError(f"{self.name} does not serve after {timeout_s:.0f} s: {e}") from None
             await asyncio.sleep(0.2)
 
-    async def load(self) -> Load:
+    async def load(self, timeout_s: float | None = None) -> Load:
         """The engine's own gauges; they fail like any call when the engine is dead."""
-        text = (await self._call("GET", "/metrics", keep_alive=True)).decode()
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s)
+        text = (await self._call("GET", "/metrics", timeout=timeout, keep_alive=True)).decode()
         values = {
             "vllm:num_requests_running": 0.0,
             "vllm:num_requests_waiting": 0.0,

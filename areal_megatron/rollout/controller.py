@@ -157,7 +157,8 @@ class Controller:
         await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
         for engine in engines:
             if self.start.checkpoint:
-                engine.version = -1  # it has the weights of model.path, and gets no request before the resumed ones
+                await engine.client.take_over()  # it may have lived with the incarnation before
+                engine.version = -1  # whatever weights it has, it gets no request before the resumed ones
             else:
                 self.schedule.add_engine(engine.index, engine.version)
             self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed, self.generation.wake))

@@ -36,6 +36,7 @@ def server_command(config: Config, host: str, port: int) -> list[str]:
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
     command += ["--weight-transfer-config", json.dumps({"backend": backend}), "--enable-scale-out"]
+    command += ["--worker-extension-cls", "areal_megatron.reshard.receive.Session"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--disable-uvicorn-access-log"]
     if rollout.expert_parallel:

@@ -13,7 +13,9 @@ from areal_megatron.run import Run
 
 _POLL_S = 2.0
 LOST = "lost"
-"""State of an engine that has died and was not yet started again."""
+"""State of an engine that has died, or answers no more, and was not yet started again."""
+_SILENCE_S = 30.0
+"""After which an engine that does not even tell its load is lost; its server does nothing else than talk."""
 
 
 class Engine:
@@ -24,6 +26,7 @@ class Engine:
         self.version = 0
         self.state = "starting"
         self.losses = 0
+        """How often it has died or stopped answering."""
         self._unfinished = 0
         self._started = 0
         self._ended = 0
@@ -64,7 +67,7 @@ class Engine:
 
     def status(self) -> dict[str, object]:
         return {"name": self.name, "state": self.state, "version": self.version, "running": self.running,
-                "tokens_per_s": round(self.tokens_per_s, 1)}  # fmt: skip
+                "losses": self.losses, "tokens_per_s": round(self.tokens_per_s, 1)}  # fmt: skip
 
     def lose(self) -> None:
         """It has died: it holds no version, and gets nothing until another process serves in its place."""
@@ -82,14 +85,15 @@ class Engine:
 
     async def watch(self, timeout_s: float, on_room: Callable[[], None]) -> None:
         """Polls the engine's own counters for ever. Raises EngineError if it dies or samples nothing for timeout_s."""
-        tokens, seen, progress = 0, time.monotonic(), time.monotonic()
+        tokens, seen, progress = None, time.monotonic(), time.monotonic()
         while True:
             started = self._started
-            load = await self.client.load()
+            load = await self.client.load(min(timeout_s, _SILENCE_S))
             now = time.monotonic()
             self._ended = started - (load.running + load.waiting)
             on_room()
-            self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
+            if tokens is not None:
+                self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
             if load.generated_tokens != tokens or not load.running + load.waiting or self.state == "receiving":
                 progress = now
             elif now - progress > timeout_s:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import psutil
 from audit_run import audit
 
 from areal_megatron.observe.metrics import read_metrics
@@ -61,10 +62,17 @@ def updates(run):
     return sum(line["kind"] == "update" for line in read_metrics(run)) if run.metrics.exists() else 0
 
 
-def test_an_engine_that_is_killed_is_started_again(local_run, world):
-    """First one of two, while the other goes on, then the only one that has weights is the one that came back."""
-    changes = {"updates": 100000, "eval_items": 4, "rollout.engines": 2, "machine.slots": 3, "rollout.max_staleness": 2}
-    started = local_run("survivor", "--restarts=2", *small(world, **changes))
+def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
+    """First one engine of two, while the other goes on; then the other hangs; then a trainer dies under both."""
+    changes = {
+        "updates": 100000,
+        "checkpoint.every": 2,
+        "eval_items": 4,
+        "rollout.engines": 2,
+        "machine.slots": 3,
+        "rollout.max_staleness": 2,
+    }
+    started = local_run("survivor", "--restarts=3", *small(world, **changes))
     run = Run(started.folder)
     started.wait_for(lambda: updates(run) >= 2)
     others = [started.pid(name) for name in ("controller", "trainer-0", "engine-0")]
@@ -73,11 +81,20 @@ def test_an_engine_that_is_killed_is_started_again(local_run, world):
     started.wait_for(lambda: "engine-1 is back" in run.log("controller").read_text())
     print(f"back after {time.monotonic() - killed:.1f} s, {updates(run) - trained} updates meanwhile")
     assert updates(run) > trained, "training went on"
-    os.kill(others[2], signal.SIGKILL)
+    hung = psutil.Process(others[2])
+    for process in (hung, *hung.children(recursive=True)):
+        process.suspend()
     started.wait_for(lambda: "engine-0 is back" in run.log("controller").read_text())
+    assert "engine-0 lives but does not answer: it is ended" in started.output
+    assert not left_over([hung])
     trained = updates(run)
     started.wait_for(lambda: updates(run) >= trained + 4)
     assert [started.pid(name) for name in ("controller", "trainer-0")] == others[:2] and run.incarnation == 0
+    engines = [started.pid(f"engine-{index}") for index in range(2)]
+    os.kill(others[1], signal.SIGKILL)
+    started.wait_for(lambda: run.incarnation == 1 and updates(run) >= trained + 8)
+    assert "2 engines go on" in started.output
+    assert [started.pid(f"engine-{index}") for index in range(2)] == engines
     run.stop.touch()
     assert started.wait() == 75, started.output
     assert audit(run) == []

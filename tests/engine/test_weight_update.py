@@ -221,6 +221,11 @@ def test_failed_transfer_leaves_the_old_version(server):
         await client.start_update()  # the trainers publish nothing
         await client.abandon_update()
         await assert_serves(client, 4)
+        await client.start_update()
+        await client.pause(clear_cache=False)  # and now its controller dies
+        for _ in range(2):
+            await client.take_over()
+            await assert_serves(client, 4)
         await refused(client.join_link(server.body(hf_config=server.hf_config | {"vocab_size": 300})))
         await server.join(client)
         await server.update(client, 5, clear_cache=True)

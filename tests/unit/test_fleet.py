@@ -15,7 +15,7 @@ class Counters:
     def __init__(self, running, waiting=0, during=lambda: None):
         self._load, self._during = Load(running, waiting, generated_tokens=0), during
 
-    async def load(self):
+    async def load(self, timeout_s):
         self._during()
         return self._load
 

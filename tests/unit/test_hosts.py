@@ -11,6 +11,7 @@ import pytest
 from launch import hosts
 from launch.hosts import HostError, Nodes
 from launch.orders import Alive, Hello, Start
+from launch.pools import Process
 from launch.slurm import Srun
 
 SLEEPS = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
@@ -62,6 +63,15 @@ def test_deaths_are_reported_and_all_end_when_told_to(nodes, tmp_path):
     assert not nodes.by_name and not alive(pid) and not alive(survivor)
     again = start(nodes, tmp_path, "raise SystemExit(3)", "again")
     assert eventually(lambda: again.exit_code, nodes.refresh) == 3
+
+
+def test_one_that_hangs_is_ended_with_its_descendants(nodes, tmp_path):
+    code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
+    child, other = start(nodes, tmp_path, code), start(nodes, tmp_path, SLEEPS, "other")
+    pid, survivor = (int(eventually(c.last_lines)) for c in (child, other))
+    nodes.kill(Process("child", "rollout", 0, "n1", ()))
+    assert eventually(lambda: child.exit_code, nodes.refresh) == -signal.SIGKILL
+    assert not alive(pid) and alive(survivor) and other.exit_code is None
 
 
 def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
