@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -37,6 +37,8 @@ class Start:
     """Folder of the checkpoint; empty: the model of model.path."""
     after: int | None = None
     """Incarnation of this run that wrote the checkpoint; None: there is none, or it is another run's."""
+    time: float = field(default=0.0, compare=False)
+    """Seconds since the epoch when the launcher began it."""
 
 
 class Run:
@@ -73,7 +75,7 @@ class Run:
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
         line = {"incarnation": len(self.starts()), "version": version, "batches": batches,
-                "checkpoint": checkpoint, "after": after}  # fmt: skip
+                "checkpoint": checkpoint, "after": after, "time": time.time()}  # fmt: skip
         with self.incarnations.open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()

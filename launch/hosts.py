@@ -58,7 +58,7 @@ class Here:
         self._children.kill(process.name)
 
     def refresh(self) -> None:
-        pass
+        self._children.rotate_logs()
 
     def end(self, keep: Collection[str] = ()) -> None:
         self._children.end(keep)

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(beginning.plan.table())
         return 0
     beginning.begin()
-    return supervise(beginning, Here(), options.restarts)
+    return supervise(beginning, Here(), options)
 
 
 def _device(config: Config) -> str:

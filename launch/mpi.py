@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(e, ConfigError) else 1
     print(beginning.plan.table(), flush=True)
     beginning.begin()
-    return supervise(beginning, nodes, options.restarts)
+    return supervise(beginning, nodes, options)
 
 
 def slots(found: Sequence[Hello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:

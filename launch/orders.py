@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,10 +83,10 @@ Order = Start | End | EndAll
 Event = Hello | Ended | Cleared | Alive
 
 
-def start_order(config: Config, run: Run, process: Process, supervisor: str, python: str = "") -> Start:
-    """What starts a process of the placement; machine.device is chosen. `python`: another interpreter than this one."""
+def start_order(config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = ()) -> Start:
+    """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter."""
     module = _MODULES.get(process.pool) or ("areal_megatron.train" if config.mode == "rl" else "areal_megatron.sft")
-    command = [python or sys.executable, "-m", module, "--run", str(run.folder)]
+    command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
     if process.pool != "controller":
         command += ["--index", str(process.index)]
     settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
+
+LOG_BYTES = 64 * 2**20
+"""Of a log, after which it is moved aside: a process has at most twice as much."""
+_ROTATE_S = 60.0
 
 
 class Log:
@@ -67,6 +72,7 @@ class Children:
 
     def __init__(self):
         self.by_name: dict[str, Child] = {}
+        self._rotated = time.monotonic()
         command = [sys.executable, "-m", "launch.guardian"]
         self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -88,6 +94,16 @@ class Children:
         end_sessions({child.pid for child in ended})
         for child in ended:
             _ = child.exit_code  # reaps it
+
+    def rotate_logs(self) -> None:
+        """Moves what is in a long log aside, in place of what was moved there before; to be called often."""
+        if time.monotonic() - self._rotated < _ROTATE_S:
+            return
+        self._rotated = time.monotonic()
+        for child in self.by_name.values():
+            if child.log.exists() and child.log.stat().st_size > LOG_BYTES:
+                shutil.copyfile(child.log, child.log.with_name(f"{child.log.name}.1"))
+                os.truncate(child.log, 0)  # the process appends: it goes on at the new end
 
     def forget(self, keep: Collection[str] = ()) -> None:
         """All but those, which have ended."""

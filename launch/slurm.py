@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(beginning.plan.table(), flush=True)
     beginning.begin()
     deadline = Deadline(beginning.run.stop, options.grace_s)
-    outcome = supervise(beginning, nodes, options.restarts, deadline.check)
+    outcome = supervise(beginning, nodes, options, deadline.check)
     if outcome not in (Outcome.STOPPED, Outcome.LOST):
         return outcome
     if is_stuck(beginning.run):

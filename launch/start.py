@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from areal_megatron.run import Run
 from launch.plan import Plan, plan
 from launch.pools import Node
 
+POOLS = ("trainer", "rollout", "controller")
+
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
     """Of the arguments that all launchers have."""
@@ -27,7 +31,26 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     made.add_argument("--restarts", type=int, default=0, metavar="N",
                       help="start the run again from its newest checkpoint if a process fails, N times at most")  # fmt: skip
+    made.add_argument("--python", action=_PythonOfPool, default={}, metavar="POOL=COMMAND",
+                      help="how Python is called for the processes of pool trainer, rollout or controller: another "
+                           "environment's, or one in a container, e.g. 'rollout=apptainer exec --nv vllm.sif python3'")  # fmt: skip
     return made
+
+
+class _PythonOfPool(argparse.Action):
+    """Gathers words of a command by pool; no shell reads them."""
+
+    def __call__(self, parser, options, value, option=None) -> None:
+        pool, _, text = value.partition("=")
+        try:
+            command = shlex.split(text)
+        except ValueError as e:
+            raise argparse.ArgumentError(self, f"{text!r} is malformed: {e}") from None
+        if pool not in POOLS:
+            raise argparse.ArgumentError(self, f"{pool!r} is no pool; expected one of {', '.join(POOLS)}")
+        if not command or not shutil.which(command[0]):
+            raise argparse.ArgumentError(self, f"there is no program {command[0] if command else ''!r} on this node")
+        options.python = options.python | {pool: command}
 
 
 @dataclass(frozen=True)

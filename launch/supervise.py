@@ -6,6 +6,7 @@ import enum
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -36,16 +37,19 @@ class Outcome(enum.IntEnum):
     INTERRUPTED = 130
 
 
-def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callable[[], None] = lambda: None) -> Outcome:
+def supervise(
+    beginning: Beginning, hosts: Hosts, options: Namespace, on_poll: Callable[[], None] = lambda: None
+) -> Outcome:
     """From the start of the run that has begun to its end; `hosts` is left without processes.
 
-    `restarts`: how often a process that fails is survived: an engine is started again by itself, a trainer rank takes all
-    trainer ranks and the controller along, and what fails by itself in the controller takes all processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says
-    how it ended. `on_poll` is called ten times a second.
+    `options`, of start.parser: with `restarts` left a process that fails is survived: an engine is started again by itself,
+    a trainer rank takes all trainer ranks and the controller along, and what fails by itself in the controller takes all
+    processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says how it ended.
+    `on_poll` is called ten times a second.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
-    watch, outcome, failure = _Watch(beginning, hosts, restarts, on_poll), Outcome.FAILED, ""
+    watch, outcome, failure = _Watch(beginning, hosts, options, on_poll), Outcome.FAILED, ""
     try:
         with hosts:
             while (failure := watch.incarnation()) and watch.may_restart(failure):
@@ -72,9 +76,10 @@ def supervise(beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callab
 class _Watch:
     """Keeps an eye on the processes."""
 
-    def __init__(self, beginning: Beginning, hosts: Hosts, restarts: int, on_poll: Callable[[], None]):
+    def __init__(self, beginning: Beginning, hosts: Hosts, options: Namespace, on_poll: Callable[[], None]):
         self.console = Console(beginning.run, beginning.config)
-        self._beginning, self._hosts, self._restarts, self._on_poll = beginning, hosts, restarts, on_poll
+        self._beginning, self._hosts, self._on_poll = beginning, hosts, on_poll
+        self._restarts, self._python = options.restarts, options.python
         self._processes = {process.name: process for process in beginning.plan.placement.processes}
         self._recorder = Recorder(beginning.run, beginning.plan.placement)
         self._starts: Counter[str] = Counter()
@@ -127,7 +132,8 @@ class _Watch:
         self._starts[name] += 1
         process = self._processes[name]
         supervisor = self._hosts.supervisor(process)
-        self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor))
+        python = self._python.get(process.pool, ())
+        self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor, python))
 
     def _end_hung(self) -> None:
         """Ends engines that the controller has given up while their processes live on."""

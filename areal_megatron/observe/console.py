@@ -86,6 +86,9 @@ class Console:
             self._note(record["time"],
                        f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
                        f"{record.get('items', '?')} prompts")  # fmt: skip
+        elif record["kind"] == "start":
+            self._note(record["time"], "first batch trained {first_batch_s:.0f} s after the launch; engines served after "
+                       "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record))  # fmt: skip
         elif record["kind"] in ("update", "sft"):
             self._steps.append(record)
             if not self._live and (record["kind"] == "update" or self._is_twentieth()):

@@ -30,8 +30,8 @@ class MetricsWriter:
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Appends {"time", "kind", "version", **values}; `time` is seconds since the epoch.
 
-        `kind` is `update`, `eval`, `checkpoint`, `resume` or `sft`; `version` is the policy version (sft: the step) and the x axis
-        in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or dicts of them
+        `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the step) and
+        the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or dicts of them
         (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other values.
         """
         now = time.time()

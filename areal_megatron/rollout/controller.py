@@ -53,6 +53,7 @@ from areal_megatron.rollout.protocol import (
 from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.service import Service
+from areal_megatron.rollout.startup import Startup
 from areal_megatron.run import Run, RunError, from_command_line
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Controller:
                                      self._is_lost)  # fmt: skip
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
+        self.startup = Startup(self.start.time)
         self._connected = asyncio.Event()
         self._bye = asyncio.Event()
         self._last_update: dict[str, Any] = {}
@@ -162,15 +164,18 @@ class Controller:
             else:
                 self.schedule.add_engine(engine.index, engine.version)
             self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed, self.generation.wake))
+        self.startup.mark("engines")
         self._connected.set()
 
     async def _handle(self, message: Request) -> Reply:
         match message:
             case NextBatch():
+                self.startup.mark("trainers")
                 return await self.batches.next(message)
             case Trained():
                 return self._trained(message)
             case Publish():
+                self.startup.mark("trainers")
                 await self._connected.wait()
                 return self._publish(message)
             case Delivered():
@@ -279,6 +284,8 @@ class Controller:
         }
         self._last_update = account
         self.metrics.write("update", self.schedule.version, account)
+        if self.startup.mark("first_batch"):
+            self.metrics.write("start", self.schedule.version, self.startup.figures())
         self.generation.wake()
         return Ok()
 

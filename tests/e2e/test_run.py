@@ -83,6 +83,14 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     assert len(updates) == 6
     compared = [u["logprob_diff_max"] for u in updates if "logprob_diff_max" in u]
     assert compared and max(compared) < 1e-4  # vLLM and Megatron agree on tokens of the trained version
+    (start,) = [line for line in lines if line["kind"] == "start"]
+    assert (
+        start["first_batch_s"]
+        > max(start["engines_s"], start["trainers_s"])
+        > min(start["engines_s"], start["trainers_s"])
+        > 1
+    )
+    assert f"first batch trained {start['first_batch_s']:.0f} s after the launch" in started.output
     evaluations = [line for line in lines if line["kind"] == "eval"]
     assert [e["version"] for e in evaluations] == [0, 6]
     assert all(e["items"] == 1000 for e in evaluations)

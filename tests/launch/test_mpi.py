@@ -63,7 +63,8 @@ def mpi_run(tmp_path):
 def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run, world, tmp_path):
     """A trainer rank is killed; the slots stay, start everything again, and the run ends as if nothing had been."""
     changes = {"updates": 6, "checkpoint.every": 1, "trainer.pp": 2, "rollout.engines": 2, "rollout.max_staleness": 2}
-    started, run = mpi_run("run", 4, "--restarts=1", *small(world, **changes)), Run(tmp_path / "run")
+    marked = f"--python=rollout=env OWN_PYTHON=engines {sys.executable}"
+    started, run = mpi_run("run", 4, "--restarts=1", marked, *small(world, **changes)), Run(tmp_path / "run")
     deadline = time.monotonic() + 300
     while not run.metrics.exists() or sum(line["kind"] == "update" for line in read_metrics(run)) < 2:
         assert started.process.poll() is None and time.monotonic() < deadline, started.output
@@ -71,6 +72,8 @@ def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run
     members = started.members
     victim = next(p for p in members if "areal_megatron.train" in p.cmdline() and p.cmdline()[-1] == "1")
     assert not [name for name in victim.environ() if name.startswith(("OMPI_", "PMIX_"))]
+    engine = next(p for p in members if "--max-num-seqs" in p.cmdline())
+    assert engine.environ()["OWN_PYTHON"] == "engines" and "OWN_PYTHON" not in victim.environ()
     victim.send_signal(signal.SIGKILL)
     assert started.process.wait(400) == 0, started.output
     assert "trainer-1 was killed by SIGKILL" in started.output and "resuming from" in started.output

@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from launch import processes
 from launch.processes import Children, end_sessions
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
@@ -34,6 +35,19 @@ def eventually(condition, timeout_s=20.0):
 
 def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_long_logs_are_moved_aside_while_they_are_written(children, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "LOG_BYTES", 1000)
+    monkeypatch.setattr(processes, "_ROTATE_S", 0)
+    code = "import time\nfor n in range(100): print(n, '-' * 100, flush=True); time.sleep(0.02)"
+    child = start(children, tmp_path, code)
+    aside = tmp_path / "child.log.1"
+    eventually(lambda: children.rotate_logs() or child.exit_code is not None)
+    lines = aside.read_text().splitlines() + child.log.read_text().splitlines()
+    numbers = [int(line.split()[0]) for line in lines]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == 99 and numbers[0] > 50
+    assert 1000 < aside.stat().st_size < 2000
 
 
 def test_leaving_takes_descendants_along(tmp_path):
