@@ -113,6 +113,14 @@ class Run:
         """Publishes where `process` listens, e.g. `tcp://127.0.0.1:4711`."""
         write_atomically(self.folder / "endpoints" / process, endpoint)
 
+    def announced(self, prefix: str) -> list[str]:
+        """Processes with such a name that have announced themselves."""
+        return sorted(path.name for path in (self.folder / "endpoints").glob(f"{prefix}*"))
+
+    def drain(self, engine: str) -> Path:
+        """While this file is there, `engine` gets no further prompt, and leaves when it has answered those it has."""
+        return self.folder / "drain" / engine
+
     def endpoint(self, process: str, timeout_s: float = 0) -> str:
         """Where `process` listens; waits for its announcement. Raises RunError after timeout_s."""
         path, deadline = self.folder / "endpoints" / process, time.monotonic() + timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ class Hosts(Protocol):
     """A context manager: leaving it ends every process."""
 
     by_name: Mapping[str, Child | Remote]
+    lost: set[str]
+    """Engines that are gone with their nodes; the run goes on without them."""
 
     def supervisor(self, process: Process) -> str:
         """Name of the one that is to start the process."""
@@ -47,6 +50,7 @@ class Here:
     def __init__(self):
         self._children = Children()
         self.by_name = self._children.by_name
+        self.lost: set[str] = set()
 
     def supervisor(self, process: Process) -> str:
         return process.node
@@ -76,6 +80,7 @@ class Remote(Log):
 
     def __init__(self, order: Start):
         super().__init__(order.name, Path(order.log))
+        self.supervisor = order.supervisor
         self.exit_code: int | None = None
 
 
@@ -98,6 +103,7 @@ class Nodes:
         """`place`: the supervisor of a process."""
         self._channel, self.supervisor = channel, place
         self.by_name: dict[str, Remote] = {}
+        self.lost: set[str] = set()
         self._heard: dict[str, float] = {}
         self._uncleared: set[str] = set()
 
@@ -132,9 +138,8 @@ class Nodes:
                     self._uncleared.discard(event.supervisor)
                 case Alive() | _:
                     pass
-        for name, heard in self._heard.items():
-            if now - heard > _SILENCE_S:
-                raise HostError(f"node {name} has said nothing for {_SILENCE_S:.0f} s")
+        for name in [name for name, heard in self._heard.items() if now - heard > _SILENCE_S]:
+            self._lose(name)
 
     def end(self, keep: Collection[str] = ()) -> None:
         self._uncleared = set(self._heard)
@@ -149,6 +154,17 @@ class Nodes:
             time.sleep(_POLL_S)
         for name in self.by_name.keys() - keep:
             del self.by_name[name]
+
+    def _lose(self, node: str) -> None:
+        """Goes on without a node that has fallen silent. Raises HostError where the run cannot."""
+        silent = f"node {node} has said nothing for {_SILENCE_S:.0f} s"
+        gone = {name for name, process in self.by_name.items() if process.supervisor == node}
+        left = {name for name, process in self.by_name.items() if process.exit_code is None} - gone - self.lost
+        if any(not name.startswith("engine-") for name in gone) or not any(name.startswith("engine-") for name in left):
+            raise HostError(silent)
+        print(f"{silent}: the run goes on without {', '.join(sorted(gone)) or 'it'}", file=sys.stderr, flush=True)
+        self.lost |= gone
+        del self._heard[node]
 
     def __enter__(self) -> Nodes:
         return self

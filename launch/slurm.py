@@ -174,7 +174,7 @@ def srun(job: Job) -> Srun:
         command += [":"] if number else []
         command += [f"--het-group={number}"] if len(job.groups) > 1 else []
         command += ["--overlap", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
-                    "--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered"]  # fmt: skip
+                    "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--unbuffered"]  # fmt: skip
         command += [sys.executable, "-m", "launch.node"]
         command += ["--pool", _POOLS[number]] if len(job.groups) > 1 else []
     return Srun(command)

@@ -31,10 +31,14 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     made.add_argument("--restarts", type=int, default=0, metavar="N",
                       help="start the run again from its newest checkpoint if a process fails, N times at most")  # fmt: skip
-    made.add_argument("--python", action=_PythonOfPool, default={}, metavar="POOL=COMMAND",
+    add_python(made)
+    return made
+
+
+def add_python(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--python", action=_PythonOfPool, default={}, metavar="POOL=COMMAND",
                       help="how Python is called for the processes of pool trainer, rollout or controller: another "
                            "environment's, or one in a container, e.g. 'rollout=apptainer exec --nv vllm.sif python3'")  # fmt: skip
-    return made
 
 
 class _PythonOfPool(argparse.Action):

@@ -7,13 +7,13 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import read_status
 from launch import start
+from launch.health import Health
 from launch.hosts import HostError, Hosts
 from launch.orders import start_order
 from launch.processes import Child, Log
@@ -21,8 +21,6 @@ from launch.records import Recorder
 from launch.start import Beginning
 
 _POLL_S = 0.1
-_HUNG_S = 5.0
-"""A process has so long to end by itself after the controller has given it up."""
 
 
 class Outcome(enum.IntEnum):
@@ -47,16 +45,18 @@ def supervise(
     processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says how it ended.
     `on_poll` is called ten times a second.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
     watch, outcome, failure = _Watch(beginning, hosts, options, on_poll), Outcome.FAILED, ""
     try:
         with hosts:
             while (failure := watch.incarnation()) and watch.may_restart(failure):
+                if hosts.lost:
+                    raise HostError(f"{', '.join(sorted(hosts.lost))} cannot be started again: their node is lost")
                 checkpoint = start.newest(beginning.run)
-                keep = watch.kept() if checkpoint else ()
+                keep = watch.kept() if checkpoint else set()
                 hosts.end(keep)
-                start.begin(beginning.run, checkpoint, keep)
+                start.begin(beginning.run, checkpoint, keep | watch.added())
     except KeyboardInterrupt:
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
         outcome = Outcome.INTERRUPTED
@@ -82,21 +82,18 @@ class _Watch:
         self._restarts, self._python = options.restarts, options.python
         self._processes = {process.name: process for process in beginning.plan.placement.processes}
         self._recorder = Recorder(beginning.run, beginning.plan.placement)
-        self._starts: Counter[str] = Counter()
-        """Of each process in this incarnation."""
-        self._given_up: set[str] = set()
-        self._looked = 0.0
+        self._health = Health(beginning.run)
 
     def incarnation(self) -> str:
         """Starts what is not there and returns when all are through, "", or with what is to be said of one that failed."""
-        self._starts = Counter(self._hosts.by_name.keys())
+        self._health.begin(self._hosts.by_name)
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
             self._start(name)
         while True:
             self._hosts.refresh()
             processes = self._hosts.by_name
-            if failed := _failure(processes, self._hosts):
-                said = _describe(failed)
+            if failed := _failure(processes, self._hosts, self._health.drained | self._hosts.lost):
+                said = describe(failed)
                 if not self._is_running(failed.name) or not self.may_restart(said):
                     return said
                 self._start(failed.name)
@@ -105,7 +102,8 @@ class _Watch:
             self.console.refresh()
             self._recorder.write(processes, self._restarts)
             self._on_poll()
-            self._end_hung()
+            for name, why in self._health.to_end().items():
+                self._end(name, why)
             time.sleep(_POLL_S)
 
     def kept(self) -> set[str]:
@@ -114,7 +112,11 @@ class _Watch:
         if (processes["controller"].exit_code or 0) > 0:
             return set()
         living = {name for name, process in processes.items() if process.exit_code is None}
-        return {name for name in living - self._given_up if name.startswith("engine-")}
+        return {name for name in living - self._health.given_up if name.startswith("engine-")}
+
+    def added(self) -> set[str]:
+        """Engines that others have started for this run (launch/engines.py)."""
+        return set(self._beginning.run.announced("engine-")) - self._processes.keys()
 
     def may_restart(self, failure: str) -> bool:
         """Takes one of the restarts, if there is one left, and says so."""
@@ -129,24 +131,16 @@ class _Watch:
         self._recorder.write(self._hosts.by_name, self._restarts, outcome.name.lower())
 
     def _start(self, name: str) -> None:
-        self._starts[name] += 1
+        self._health.started(name)
         process = self._processes[name]
         supervisor = self._hosts.supervisor(process)
         python = self._python.get(process.pool, ())
         self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor, python))
 
-    def _end_hung(self) -> None:
-        """Ends engines that the controller has given up while their processes live on."""
-        if time.monotonic() - self._looked < _HUNG_S:
-            return
-        self._looked = time.monotonic()
-        engines = read_status(self._beginning.run).get("engines", [])
-        given_up = {engine["name"] for engine in engines if engine["losses"] >= self._starts[engine["name"]]}
-        for name in given_up & self._given_up:
-            if self._hosts.by_name[name].exit_code is None:
-                print(f"{name} lives but does not answer: it is ended", file=sys.stderr, flush=True)
-                self._hosts.kill(self._processes[name])
-        self._given_up = given_up
+    def _end(self, name: str, why: str) -> None:
+        if self._hosts.by_name[name].exit_code is None:
+            print(f"{name} {why}: it is ended", file=sys.stderr, flush=True)
+            self._hosts.kill(self._processes[name])
 
     def _is_running(self, name: str) -> bool:
         """Whether it is an engine of a run that has begun to generate: then the others can do without it for a while."""
@@ -158,13 +152,16 @@ def _phase(beginning: Beginning) -> str | None:
     return read_status(beginning.run).get("phase")
 
 
-def _failure(processes: Mapping[str, Child | Log], hosts: Hosts) -> Child | None:
-    """The process that ended before it should have, if any; one ended by a signal before one that noticed it."""
+def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collection[str]) -> Child | None:
+    """The process that ended before it should have, if any; one ended by a signal before one that noticed it.
+
+    `left`: engines that have left the run.
+    """
     controller = processes.get("controller")
     over = controller is not None and controller.exit_code == 0
 
     def bad() -> list[Child]:
-        return [c for c in processes.values() if c.exit_code is not None
+        return [c for c in processes.values() if c.exit_code is not None and c.name not in left
                 and (c.exit_code != 0 or (c.name.startswith("engine-") and not over))]  # fmt: skip
 
     if not bad():
@@ -174,11 +171,11 @@ def _failure(processes: Mapping[str, Child | Log], hosts: Hosts) -> Child | None
     return min(bad(), key=lambda c: (c.exit_code == 0, c.exit_code > 0, c.name == "controller", c.last_write))
 
 
-def _describe(child: Child) -> str:
+def describe(child: Child) -> str:
     code = child.exit_code
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"{child.last_lines()}\nerror: {child.name} {how}; its log: {child.log}"
 
 
-def _interrupt(*_) -> None:
+def interrupt(*_) -> None:
     raise KeyboardInterrupt

@@ -6,6 +6,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #SBATCH --time=24:00:00

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ class Publisher:
     """Sends the live parameters of one trainer rank; every trainer rank has one and calls it alike.
 
     `parameters` returns this rank's settled parameters by Megatron's names; their storage is read in place,
-    so no step may change them between `publish` and the return of `wait_until_read`. Each of `engines` engines
-    has the sizes `engine` and holds `dtype`. `on_delivered` is called on global rank 0 alone, once for each
+    so no step may change them between `publish` and the return of `wait_until_read`. Each engine has
+    the sizes `engine` and holds `dtype`; `engines` of them are there from the start. `on_delivered` is called on global rank 0 alone, once for each
     version and link. Raises ConfigError or LayoutError at once where model, sizes and parameters disagree.
     """
 
@@ -58,8 +59,9 @@ class Publisher:
         self.store, self.timeout_s, self.timeline = f"{store_host}:{store_port}", timeout_s, timeline
         self.on_delivered = on_delivered if rank == 0 else None
         self._check_finite = check_finite
-        planner = Planner(hf_config, sizes, engine, bucket_elements)
-        self._plans = [planner.plan(number) for number in range(engines)]
+        self._planner = Planner(hf_config, sizes, engine, bucket_elements)
+        self._plans = {number: self._planner.plan(number) for number in range(engines)}
+        self._planning = threading.Lock()
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Update] = []
 
@@ -76,8 +78,15 @@ class Publisher:
             outlet = self._outlets.get(engine)
             if outlet is None or outlet.epoch != epoch:
                 self._cut_off(outlet)
-                outlet = self._outlets[engine] = Outlet(self, self._plans[engine], engine, epoch)
+                outlet = self._outlets[engine] = Outlet(self, engine, epoch)
             self._updates.append(Update(outlet, version, parameters))
+
+    def plan(self, engine: int) -> Plan:
+        """What is sent to it. One that was added to the run is planned here, on its link's thread."""
+        with self._planning:
+            if engine not in self._plans:
+                self._plans[engine] = self._planner.plan(engine)
+            return self._plans[engine]
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
@@ -111,10 +120,8 @@ def _refuse_not_finite(parameters: Mapping[str, Tensor], holder: str) -> None:
 class Outlet:
     """This rank's end of the link to one engine in one epoch, kept from update to update."""
 
-    def __init__(self, publisher: Publisher, plan: Plan, engine: int, epoch: int):
-        self.publisher, self.plan, self.engine, self.epoch = publisher, plan, engine, epoch
-        self.buckets = plan.sent_by(publisher.rank)
-        self.senders = sorted({transfer.source for transfer in plan.transfers})
+    def __init__(self, publisher: Publisher, engine: int, epoch: int):
+        self.publisher, self.engine, self.epoch = publisher, engine, epoch
         self.updates = 0
         self.busy = threading.Lock()
         self._link: Link | None = None
@@ -122,6 +129,18 @@ class Outlet:
         self._buffers: list[Tensor] = []
         self._messages: list[Outgoing] = []
         self._bound_to: list[int] = []
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.publisher.plan(self.engine)
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        return self.plan.sent_by(self.publisher.rank)
+
+    @cached_property
+    def senders(self) -> list[int]:
+        return sorted({transfer.source for transfer in self.plan.transfers})
 
     def link(self) -> Link:
         """Raises LinkError if an earlier update of this epoch failed."""

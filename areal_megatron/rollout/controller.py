@@ -12,7 +12,6 @@ import logging
 import signal
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,16 @@ from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.rollout import fleet, state
+from areal_megatron.rollout import state
 from areal_megatron.rollout.batches import Batches
-from areal_megatron.rollout.client import EngineClient, EngineError
+from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.evaluation import Evaluation
-from areal_megatron.rollout.fleet import LOST, Engine
 from areal_megatron.rollout.generation import Generation
-from areal_megatron.rollout.links import EngineLink
+from areal_megatron.rollout.members import Members
 from areal_megatron.rollout.protocol import (
     Bye,
     Checkpoint,
     Delivered,
-    Links,
     NextBatch,
     Ok,
     Publish,
@@ -58,7 +55,6 @@ from areal_megatron.run import Run, RunError, from_command_line
 
 log = logging.getLogger(__name__)
 _STATUS_S = 0.5
-_ATTEMPTS = 3
 _SHARE_OF_CONCURRENT_EVALUATION = 0.25
 PROCESS = "controller"
 
@@ -80,27 +76,23 @@ class Controller:
         self.metrics = MetricsWriter(run)
         self.rewards = RewardWorkers(config.reward)
         scorer = Scorer(config.reward, tokenizer, self.rewards)
-        self.engines: list[Engine] = []
-        self.links: list[EngineLink] = []
-        self.generation = Generation(config, self.schedule, self.engines, prompts, tokenizer.stop_tokens, scorer,
+        self.members = Members(config, run, self.hf_config, self.schedule, wake=lambda: self.generation.wake(),
+                               on_lost=lambda engine: self.generation.lose(engine), on_committed=self._committed)  # fmt: skip
+        self.generation = Generation(config, self.schedule, self.members.engines, prompts, tokenizer.stop_tokens, scorer,
                                      self.timeline, on_finished=lambda: self.batches.try_form(),
-                                     is_lost=self._is_lost)  # fmt: skip
+                                     is_lost=self.members.is_lost)  # fmt: skip
         self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
                                self.start.batches)  # fmt: skip
-        self.evaluation = Evaluation(config, self.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
-                                     self._is_lost)  # fmt: skip
+        self.evaluation = Evaluation(config, self.members.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
+                                     self.members.is_lost)  # fmt: skip
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
         self.startup = Startup(self.start.time)
-        self._connected = asyncio.Event()
         self._bye = asyncio.Event()
         self._last_update: dict[str, Any] = {}
         self._last_update_at = self._started_at = time.monotonic()
         self._tasks: asyncio.TaskGroup | None = None
         self._evaluations: set[asyncio.Task] = set()
-        self._published = -1
-        self._returned: Counter[int] = Counter()
-        """Engines that were started again and have no version yet: how often the trainers were asked for it."""
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of this process's part."""
         if self.start.checkpoint:
@@ -118,10 +110,9 @@ class Controller:
         async with asyncio.TaskGroup() as self._tasks:
             background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
             bye = self._tasks.create_task(self._bye.wait())
-            await self._connect()
-            for engine, link in zip(self.engines, self.links, strict=True):
-                background.append(self._tasks.create_task(self._look_after(engine)))
-                background.append(self._tasks.create_task(link.run()))
+            await self.members.connect()
+            self.startup.mark("engines")
+            background.append(self._tasks.create_task(self.members.run()))
             if not self.start.version:
                 self.phase = "evaluating"
                 await asyncio.wait([self._begin_evaluation(0), bye], return_when=asyncio.FIRST_COMPLETED)
@@ -131,7 +122,7 @@ class Controller:
             await bye
             generating.cancel()
             self.schedule.end("the run ended")
-            await asyncio.gather(*(link.settled() for link in self.links))
+            await self.members.settled()
             if not self.batches.stopping:
                 self.phase = "final evaluation"
                 await self._begin_evaluation(self.schedule.version)
@@ -143,29 +134,8 @@ class Controller:
     async def close(self) -> None:
         self.service.close()
         await self.rewards.close()
-        for engine in self.engines:
-            await engine.client.close()
+        await self.members.close()
         self.metrics.close()
-
-    async def _connect(self) -> None:
-        """Waits until every engine serves."""
-        timeout_s = self.config.machine.timeout_s
-        deadline = time.monotonic() + timeout_s
-        indices = range(self.config.rollout.engines)
-        for index in indices:
-            await asyncio.to_thread(self.run.endpoint, f"engine-{index}", max(0.0, deadline - time.monotonic()))
-        engines = [fleet.connect(self.config, self.run, index) for index in indices]
-        self.engines += engines
-        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
-        for engine in engines:
-            if self.start.checkpoint:
-                await engine.client.take_over()  # it may have lived with the incarnation before
-                engine.version = -1  # whatever weights it has, it gets no request before the resumed ones
-            else:
-                self.schedule.add_engine(engine.index, engine.version)
-            self.links.append(EngineLink(self.config, self.hf_config, engine, self._committed, self.generation.wake))
-        self.startup.mark("engines")
-        self._connected.set()
 
     async def _handle(self, message: Request) -> Reply:
         match message:
@@ -176,13 +146,9 @@ class Controller:
                 return self._trained(message)
             case Publish():
                 self.startup.mark("trainers")
-                await self._connected.wait()
-                return self._publish(message)
+                return await self.members.publish(message)
             case Delivered():
-                if not 0 <= message.engine < len(self.links):
-                    return Refused(f"there is no engine {message.engine}")
-                self.links[message.engine].delivered(message)
-                return Ok()
+                return self.members.delivered(message)
             case Checkpoint():
                 return self._save(message)
             case Written():
@@ -196,91 +162,17 @@ class Controller:
                 return Ok()
         return Refused(f"{type(message).__name__} is not for the controller")
 
-    async def _look_after(self, engine: Engine) -> None:
-        """Watches it for ever. Raises EngineError if it is lost and not started again within machine.timeout_s."""
-        timeout_s = self.config.machine.timeout_s
-        while True:
-            try:
-                await engine.watch(timeout_s, self.generation.wake)
-            except EngineError as e:
-                self._lose(engine, e)
-            deadline = time.monotonic() + timeout_s
-            while not await self._is_back(engine):
-                if time.monotonic() > deadline:
-                    raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
-                await asyncio.sleep(_STATUS_S)
-            log.warning("%s is back", engine.name)
-            if self.schedule.version or self.start.checkpoint:
-                self._returned[engine.index] = 0
-            else:
-                engine.version = 0
-                self.schedule.add_engine(engine.index, 0)
-                self.generation.wake()
-
-    async def _is_back(self, engine: Engine) -> bool:
-        found = fleet.find(self.config, self.run, engine.name)
-        try:
-            if found.endpoint == engine.client.endpoint:
-                raise EngineError("it has not announced itself again")
-            await found.wait_until_healthy(0)
-        except EngineError:
-            await found.close()
-            return False
-        await engine.return_as(found)
-        return True
-
-    def _lose(self, engine: Engine, reason: EngineError) -> None:
-        if engine.state != LOST:
-            log.error("%s is lost: %s", engine.name, reason)
-            engine.lose()
-            self._returned.pop(engine.index, None)
-            self.links[engine.index].cut(str(reason))
-            self.generation.lose(engine)
-
-    async def _is_lost(self, engine: Engine, client: EngineClient, reason: EngineError) -> bool:
-        if engine.state != LOST and engine.client is client:
-            try:
-                await client.wait_until_healthy(0)
-                return False
-            except EngineError:
-                self._lose(engine, reason)
-        return True
-
-    def _publish(self, message: Publish) -> Links:
-        """A version that is published again goes to those who lack it."""
-        again, self._published = message.version == self._published, message.version
-        taking = [link for link, engine in zip(self.links, self.engines, strict=True)
-                  if (link.lacks(message.version) if again else engine.state != LOST)]  # fmt: skip
-        return Links([link.publish(message) for link in taking])
-
-    def _bring_weights(self) -> None:
-        """To engines that were started again, unless the next version is on its way."""
-        version = self.schedule.version
-        lacking = [index for index in self._returned if self.links[index].lacks(version)]
-        if not lacking or not self.batches.publish_again():
-            return
-        self._returned.update(lacking)
-        if tried := [self.engines[index].name for index in lacking if self._returned[index] > _ATTEMPTS]:
-            raise EngineError(f"{', '.join(tried)} did not get version {version} after being started again; see above")
-
     def _trained(self, message: Trained) -> Reply:
         account = self.batches.trained(message)
         if isinstance(account, Refused):
             return account
         now = time.monotonic()
         elapsed, self._last_update_at = now - self._last_update_at, now
-        idle = [engine.take_idle_s() for engine in self.engines]
-        last = [link.last for link in self.links if link.last]
-        account |= {key: max(update[key] for update in last) for key in ("publish_s", "commit_s") if last}
-        account |= {"weights_bytes": sum(update["weights_bytes"] for update in last)} if last else {}
-        account |= {
-            "engine_idle_share": min(1.0, sum(idle) / len(idle) / elapsed),
-            "engine_lag_max": max(self.schedule.version - engine.version for engine in self.engines),
+        account |= self.members.account(elapsed) | {
             "groups_filtered": self.schedule.counts["filtered"],
             "groups_skipped": self.schedule.counts["skipped"],
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
-            "link_failures": sum(link.failures for link in self.links),
         }
         self._last_update = account
         self.metrics.write("update", self.schedule.version, account)
@@ -309,16 +201,10 @@ class Controller:
             return Refused(f"the controller's state cannot be written: {e.strerror}")
         return Ok()
 
-    def _committed(self, engine: int, version: int) -> None:
-        self._returned.pop(engine, None)
-        if engine in self.schedule.engines:
-            self.schedule.committed(engine, version)
-        else:
-            self.schedule.add_engine(engine, version)
-        self.generation.wake()
+    def _committed(self, version: int) -> None:
+        """All engines that serve have it, or a later one."""
         every = self.config.eval_every
-        newest = all(e.version >= version for e in self.engines)
-        if every and version and version % every == 0 and version < self.schedule.updates and newest:
+        if every and version and version % every == 0 and version < self.schedule.updates:
             self._begin_evaluation(version, _SHARE_OF_CONCURRENT_EVALUATION)
 
     def _begin_evaluation(self, version: int, share: float = 1.0) -> asyncio.Task:
@@ -337,7 +223,7 @@ class Controller:
             if self.run.stop.exists() and not self._bye.is_set():
                 self.phase = "stopping"
                 self.batches.stop()
-            self._bring_weights()
+            self.members.bring_weights(self.batches.publish_again)
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self) -> None:
@@ -346,7 +232,7 @@ class Controller:
             "version": self.schedule.version,
             "updates": self.config.updates,
             "elapsed_s": time.monotonic() - self._started_at,
-            "engines": [engine.status() for engine in self.engines],
+            "engines": [engine.status() for engine in self.members.engines],
             "buffer_groups": len(self.schedule.finished),
             "running_groups": len(self.schedule.running),
             "last": self._last_update,

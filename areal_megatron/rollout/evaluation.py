@@ -10,7 +10,7 @@ from areal_megatron.config import Config
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.rollout.client import Completion, EngineError
-from areal_megatron.rollout.fleet import LOST, Engine
+from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.generation import IsLost, cache_salt
 from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.seeds import sampling_seed
@@ -62,7 +62,7 @@ class Evaluation:
 
     def _with(self, version: int) -> list[Engine]:
         """The engines that have the version, or a later one. Raises EngineError if there is none."""
-        if engines := [e for e in self._engines if e.version >= version and e.state not in ("torn", LOST)]:
+        if engines := [e for e in self._engines if e.version >= version and e.state != "torn" and not e.gone]:
             return engines
         lost = any(engine.losses for engine in self._engines)
         reason = "those that had it were lost" if lost else "no engine has committed it"

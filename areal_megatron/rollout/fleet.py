@@ -14,6 +14,8 @@ from areal_megatron.run import Run
 _POLL_S = 2.0
 LOST = "lost"
 """State of an engine that has died, or answers no more, and was not yet started again."""
+DRAINED = "drained"
+"""State of one that has answered everything and is to get nothing more."""
 _SILENCE_S = 30.0
 """After which an engine that does not even tell its load is lost; its server does nothing else than talk."""
 
@@ -27,6 +29,8 @@ class Engine:
         self.state = "starting"
         self.losses = 0
         """How often it has died or stopped answering."""
+        self.draining = False
+        """It gets no further prompt."""
         self._unfinished = 0
         self._started = 0
         self._ended = 0
@@ -69,24 +73,33 @@ class Engine:
         return {"name": self.name, "state": self.state, "version": self.version, "running": self.running,
                 "losses": self.losses, "tokens_per_s": round(self.tokens_per_s, 1)}  # fmt: skip
 
-    def lose(self) -> None:
-        """It has died: it holds no version, and gets nothing until another process serves in its place."""
-        self.state, self.version, self.tokens_per_s = LOST, -1, 0.0
-        self.losses += 1
+    @property
+    def gone(self) -> bool:
+        return self.state in (LOST, DRAINED)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it owes an answer."""
+        return self._unfinished > 0
+
+    def leave(self, state: str) -> None:
+        """LOST or DRAINED: it holds no version, and gets nothing until another process serves in its place."""
+        self.state, self.version, self.tokens_per_s = state, -1, 0.0
+        self.losses += state == LOST
 
     async def return_as(self, client: EngineClient) -> None:
         """Another process serves in its place."""
         await self.client.close()
-        self.client, self.state, self._ended = client, "ready", self._started
+        self.client, self.state, self._ended, self.draining = client, "ready", self._started, False
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         await self.client.wait_until_healthy(timeout_s)
         self.state = "ready"
 
     async def watch(self, timeout_s: float, on_room: Callable[[], None]) -> None:
-        """Polls the engine's own counters for ever. Raises EngineError if it dies or samples nothing for timeout_s."""
+        """Polls the engine's own counters until it is gone. Raises EngineError if it dies or samples nothing for timeout_s."""
         tokens, seen, progress = None, time.monotonic(), time.monotonic()
-        while True:
+        while not self.gone:
             started = self._started
             load = await self.client.load(min(timeout_s, _SILENCE_S))
             now = time.monotonic()

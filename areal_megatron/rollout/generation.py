@@ -108,7 +108,7 @@ class Generation:
             raise EngineError("every engine holds a mixture of versions after a streamed update that failed (the "
                               "reason is logged above); nothing can generate the batch that would bring the next")  # fmt: skip
         with_weights = [e for e in whole if e.index in self._schedule.engines]
-        free = [e for e in with_weights if e.running <= room and self._schedule.may_admit(e.index)]
+        free = [e for e in with_weights if not e.draining and e.running <= room and self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
 
     def _draw(self) -> tuple[int, Prompt]:

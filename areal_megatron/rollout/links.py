@@ -19,7 +19,7 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.reshard.session import init_body
 from areal_megatron.rollout.client import EngineError
-from areal_megatron.rollout.fleet import LOST, Engine
+from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.protocol import Delivered, Link, Publish
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class EngineLink:
     def lacks(self, version: int) -> bool:
         """Whether the engine could take `version`, which it neither has nor is about to get."""
         under_way = any(update.version == version for update in self._unfinished)
-        return self._engine.state != LOST and self._engine.version < version and not under_way
+        return not self._engine.gone and self._engine.version < version and not under_way
 
     def cut(self, reason: str) -> None:
         """The engine is lost: what is under way has failed, and the next version opens a new epoch."""
@@ -127,6 +127,8 @@ class EngineLink:
 
     async def _pause(self, state: str) -> int:
         """When it began, in ns of the wall clock."""
+        if self._engine.gone:
+            raise EngineError(f"{self._engine.name} was lost")
         start, self._engine.state = time.time_ns(), state
         await self._engine.client.pause(clear_cache=self._config.rollout.kv_policy == "recompute")
         return start
@@ -142,7 +144,8 @@ class EngineLink:
         finally:
             if whole:
                 await client.resume()
-                self._engine.state = "ready" if self._usable else LOST
+                if not self._engine.gone:
+                    self._engine.state = "ready"
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1

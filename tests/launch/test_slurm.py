@@ -11,7 +11,7 @@ from cluster import Cluster
 
 from areal_megatron.checkpoint_folder import complete
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch import slurm, status
 from launch.network import check_network
@@ -32,8 +32,8 @@ def submit(cluster, monkeypatch):
     """sbatch of the real script from the repository's folder, on four nodes."""
     monkeypatch.chdir(ROOT)
 
-    def submit(*arguments: str) -> str:
-        return cluster.submit(Path("slurm/train_32b.sh"), "--nodes=4", "--time=60", arguments=arguments)
+    def submit(*arguments: str, nodes: int = 4) -> str:
+        return cluster.submit(Path("slurm/train_32b.sh"), f"--nodes={nodes}", "--time=60", arguments=arguments)
 
     return submit
 
@@ -57,6 +57,10 @@ def eventually(condition, timeout_s: float, problem=lambda: ""):
 
 def trained(run: Run) -> int:
     return sum(line["kind"] == "update" for line in read_metrics(run)) if run.metrics.exists() else 0
+
+
+def engines(run: Run) -> list[dict]:
+    return read_status(run).get("engines", [])
 
 
 def pid(cluster: Cluster, part: str) -> int:
@@ -108,6 +112,29 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
     assert "resuming from" in cluster.output(job) and run.start.version >= 1
     lines = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert [line["version"] for line in lines] == list(range(1, updates + 1)) and audit(run) == []
+
+
+@pytest.mark.timeout(600)
+def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, world, tmp_path):
+    """Then engines of another job join; both leave nothing behind."""
+    run = Run(tmp_path / "run")
+    job = submit(*tiny(world, tmp_path, updates=100000, **{"rollout.max_staleness": 2, "trainer.pp": 1}), nodes=3)
+    eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
+    cluster.fail("node2")
+    eventually(lambda: "the run goes on without engine-1" in cluster.output(job), 150, lambda: cluster.output(job))
+    reached = trained(run)
+    eventually(lambda: trained(run) >= reached + 3, 60, lambda: cluster.output(job))
+    more = cluster.submit(Path("slurm/add_engines.sh"), "--time=60", arguments=[str(run.folder), "--count=1"])
+    eventually(
+        lambda: len(engines(run)) == 3 and engines(run)[2]["version"] > reached, 120, lambda: cluster.output(more)
+    )
+    assert run.incarnation == 0 and [engine["state"] == "lost" for engine in engines(run)] == [False, True, False]
+    assert cluster.state(job) == "RUNNING"
+    cluster.run("scancel", job)
+    assert cluster.wait(job) == "CANCELLED"
+    assert cluster.wait(more, timeout_s=60) == "COMPLETED", cluster.output(more)
+    eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in p.cmdline()], 20)
+    cluster.restore("node2")
 
 
 def test_a_cancelled_job_leaves_no_process(cluster, submit, world, tmp_path):

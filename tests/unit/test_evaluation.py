@@ -49,7 +49,7 @@ def evaluate(tmp_path, monkeypatch):
         async def is_lost(engine, client, error):
             assert engine.client is client and "is dead" in str(error)
             if engine.state != "lost":
-                engine.lose()
+                engine.leave("lost")
             return True
 
         evaluation = Evaluation(config, engines, PROMPTS, [0], Right(), timeline, is_lost)

@@ -27,7 +27,7 @@ def nodes(monkeypatch):
 
 
 def start(nodes, tmp_path, code, name="child", **order):
-    nodes.start(Start("n1", name, [sys.executable, "-c", code], order.pop("settings", {}), str(tmp_path / f"{name}.log"),
+    nodes.start(Start(order.pop("node", "n1"), name, [sys.executable, "-c", code], order.pop("settings", {}), str(tmp_path / f"{name}.log"),
                       order.pop("cores", [])))  # fmt: skip
     return nodes.by_name[name]
 
@@ -112,12 +112,24 @@ def test_nodes_that_do_not_answer_are_named():
         nodes.gather(["n1", "n2"], 0.2)
 
 
-def test_a_node_that_falls_silent_is_lost(monkeypatch):
+@pytest.mark.parametrize(
+    ("second", "goes_on"),
+    [(["engine-1"], True), ([], True), (["engine-1", "trainer-0"], False), (["engine-0", "engine-1"], False)],
+)
+def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second, goes_on):
+    """The run goes on without it if only engines were on it, and others are left."""
     monkeypatch.setattr(hosts, "_SILENCE_S", 0.3)
     channel = Fixed(Hello("n1", [], 0, 1, "m"), Hello("n2", [], 0, 1, "m"))
     nodes = Nodes(channel)
     nodes.gather(["n1", "n2"], 5)
+    for name in ("controller", "trainer-0", "engine-0", "engine-1"):
+        start(nodes, tmp_path, "", name, node="n2" if name in second else "n1")
     time.sleep(0.4)
     channel.events = [Alive("n1")]
-    with pytest.raises(HostError, match="node n2 has said nothing"):
+    if goes_on:
         nodes.refresh()
+        nodes.refresh()
+        assert nodes.lost == set(second) and capsys.readouterr().err.count("node n2 has said nothing") == 1
+    else:
+        with pytest.raises(HostError, match="node n2 has said nothing"):
+            nodes.refresh()

@@ -114,7 +114,7 @@ def test_a_lost_engine_lacks_nothing_until_it_is_back_and_then_opens_another_epo
             while "/start_weight_update" not in scene.calls:
                 await asyncio.sleep(0.01)
             assert not scene.link.lacks(2), "it is on its way"
-            scene.engine.lose()
+            scene.engine.leave("lost")
             scene.link.cut("it was killed")
             await scene.link.settled()
             assert (scene.committed, scene.link.failures, scene.engine.state) == ([1], 1, "lost")

@@ -152,7 +152,9 @@ def test_every_config_has_one_script():
     assert {option(script, "gpus-per-node") for script in SCRIPTS} == {"8"}
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "slurm/run.sh"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, ROOT / "slurm/run.sh", ROOT / "slurm/add_engines.sh"], ids=lambda path: path.name
+)
 def test_bash_reads_the_script(script):
     subprocess.run(["bash", "-n", script], check=True)
 

@@ -1,0 +1,44 @@
+"""What the controller says of engines, for whoever has started them: which hang, and which are drained."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from areal_megatron.observe.metrics import read_status
+from areal_megatron.run import Run
+
+_LOOK_S = 5.0
+"""Between two looks; an engine that was lost has so long to end by itself."""
+
+
+class Health:
+    """Of the engines that one launcher has started."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._starts: Counter[str] = Counter()
+        self._looked = 0.0
+        self.given_up: set[str] = set()
+        """Those that the controller has lost and that were not started again since."""
+        self.drained: set[str] = set()
+
+    def begin(self, kept: Iterable[str] = ()) -> None:
+        """Another controller, which has lost none yet; the engines in `kept` live on."""
+        self._starts = Counter(kept)
+        self.given_up, self.drained = set(), set()
+
+    def started(self, name: str) -> None:
+        self._starts[name] += 1
+
+    def to_end(self) -> dict[str, str]:
+        """Engines whose processes, if they live, are to be ended now, and why; to be called often."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return {}
+        self._looked = time.monotonic()
+        own = [e for e in read_status(self._run).get("engines", []) if e["name"] in self._starts]
+        self.drained = {engine["name"] for engine in own if engine["state"] == "drained"}
+        given_up = {engine["name"] for engine in own if engine["losses"] >= self._starts[engine["name"]]}
+        hung, self.given_up = given_up & self.given_up, given_up
+        return dict.fromkeys(hung, "lives but does not answer") | dict.fromkeys(self.drained, "is drained")

@@ -1,0 +1,57 @@
+"""Engines that join a run that is going on, and engines that leave it."""
+
+import subprocess
+import sys
+
+import psutil
+from audit_run import audit
+
+from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.run import Run
+from tests.conftest import ROOT, left_over
+from tests.e2e.test_run import small
+
+ENGINES = [sys.executable, "-m", "launch.engines"]
+
+
+def engines(run):
+    return {engine["name"]: engine for engine in read_status(run).get("engines", [])}
+
+
+def refused(*arguments):
+    done = subprocess.run([*ENGINES, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
+    started = local_run("elastic", *small(world, **{"updates": 100000, "eval_items": 4, "rollout.max_staleness": 2}))
+    run = Run(started.folder)
+    started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
+    assert "engine-7: no such engine; the run has engine-0" in refused("drain", run.folder, "engine-7")
+    assert "no engine would be left" in refused("drain", run.folder, "engine-0")
+
+    with (tmp_path / "added.out").open("w") as output:
+        added = subprocess.Popen([*ENGINES, "add", run.folder, "--count", "1"], cwd=ROOT, stdout=output, stderr=output)
+    try:
+        started.wait_for(lambda: engines(run).get("engine-1", {}).get("version", -1) > 0)
+        first = psutil.Process(started.pid("engine-0"))
+        leaving = [first, *first.children(recursive=True)]
+        subprocess.run([*ENGINES, "drain", run.folder, "engine-0"], cwd=ROOT, check=True, timeout=120)
+        started.wait_for(lambda: not left_over(leaving, 0.1), 30)
+        reached = read_status(run)["version"]
+        started.wait_for(lambda: read_status(run)["version"] > reached + 2)
+        alone = engines(run)
+        assert alone["engine-0"]["state"] == "drained" and alone["engine-1"]["running"] > 0
+        run.stop.touch()
+        assert started.wait() == 75, started.output
+        assert added.wait(60) == 0
+    finally:
+        added.terminate()
+        added.wait(30)
+    assert "started engine-1" in (tmp_path / "added.out").read_text()
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert {line["engines_serving"] for line in updates} == {1, 2} and updates[-1]["groups_skipped"] == 0
+    assert "engine-0 is drained: it is ended" in started.output
+    assert audit(run) == []
+    assert "is not running: it is stopped" in refused("add", run.folder)
