@@ -1,5 +1,9 @@
-"""Ends the sessions whose ids come in on stdin once stdin closes: their owner has ended, perhaps by SIGKILL."""
+"""Ends the sessions whose ids come in on stdin once stdin closes: their owner has ended, perhaps by SIGKILL.
 
+python -m launch.guardian TEMPORARY      # their folder for temporary files, which is removed
+"""
+
+import shutil
 import signal
 import sys
 
@@ -9,6 +13,7 @@ from launch.processes import end_sessions
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its owner, not before
     end_sessions({int(line) for line in sys.stdin})
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,8 @@ import psutil
 LOG_BYTES = 64 * 2**20
 """Of a log, after which it is moved aside: a process has at most twice as much."""
 _ROTATE_S = 60.0
+_SHARED = "/dev/shm/"
+_LONGEST_BASE = 48
 
 
 class Log:
@@ -67,18 +71,22 @@ class Child(Log):
 class Children:
     """The processes that this one owns. A context manager: leaving it ends them and all their descendants.
 
-    If this process is killed, a guardian process does that in its place: it notices the end of a pipe.
+    Their temporary files go too: they share a folder, and shared memory that they have mapped is removed. If this process
+    is killed, a guardian process does all that in its place: it notices the end of a pipe.
     """
 
     def __init__(self):
         self.by_name: dict[str, Child] = {}
         self._rotated = time.monotonic()
-        command = [sys.executable, "-m", "launch.guardian"]
+        base = tempfile.gettempdir()  # paths of sockets in it have 107 characters at most
+        self._temporary = tempfile.mkdtemp(prefix="areal-", dir=base if len(base) < _LONGEST_BASE else "/tmp")
+        command = [sys.executable, "-m", "launch.guardian", self._temporary]
         self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):
             self.kill(earlier.name)  # what it may have left running
+        environment = environment | {"TMPDIR": self._temporary}
         child = self.by_name[name] = Child(name, command, environment, log, cores)
         self._guardian.stdin.write(f"{child.pid}\n".encode())
         self._guardian.stdin.flush()
@@ -115,14 +123,15 @@ class Children:
 
     def __exit__(self, *_) -> None:
         self.end()
-        self._guardian.communicate(timeout=60)  # the end of its pipe: it finds nothing left and ends
+        self._guardian.communicate(timeout=60)  # the end of its pipe: it finds no process left and ends
 
 
 def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
     """Ends every process of the sessions: SIGTERM to their leaders, SIGKILL for whoever is left.
 
-    A leader has grace_s to end by itself, its descendants a second more.
+    A leader has grace_s to end by itself, its descendants a second more. What they have left in shared memory is removed.
     """
+    shared = _shared_memory(_members(sessions))
     for process in _members(sessions):
         if process.pid in sessions:
             _signal(process, signal.SIGTERM)
@@ -131,6 +140,22 @@ def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
     for process in _members(sessions):
         _signal(process, signal.SIGKILL)
     _wait(lambda: not _members(sessions), 5.0)
+    for path in shared - _shared_memory(psutil.process_iter()) if shared else ():
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """What they have mapped of it; who is killed does not remove what he has made."""
+    paths = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            paths |= {
+                Path(line[line.index(_SHARED) :])
+                for line in maps.splitlines()
+                if _SHARED in line and "(deleted)" not in line
+            }
+    return paths
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).parent.parent
+SHARED = Path("/dev/shm")
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +35,13 @@ class LocalRun:
 
     def __init__(self, folder: Path, *overrides: str):
         self.folder = folder
+        self._temporary = Path(tempfile.mkdtemp())
+        self._shared = set(SHARED.iterdir())
         self._output = folder.with_suffix(".out")
         command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml",
                    f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
+        environment = os.environ | {"TMPDIR": str(self._temporary)}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
                                         stderr=subprocess.STDOUT, preexec_fn=_take_interrupts)  # fmt: skip
 
     @property
@@ -65,6 +70,10 @@ class LocalRun:
         }[role]
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(p.cmdline()))
 
+    def left_files(self) -> list[Path]:
+        """Temporary files and shared memory that came and did not go."""
+        return [*self._temporary.iterdir(), *(path for path in SHARED.iterdir() if path not in self._shared)]
+
     def members(self) -> list[psutil.Process]:
         """The launcher and every process below it."""
         launcher = psutil.Process(self.process.pid)
@@ -85,6 +94,10 @@ def local_run(tmp_path):
         if run.process.poll() is None:
             run.process.terminate()
             run.process.wait(30)
+        deadline = time.monotonic() + 20  # where the launcher was killed, its guardian is at work
+        while run.left_files() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not run.left_files()
 
 
 def left_over(processes: list[psutil.Process], timeout_s: float = 5) -> list[psutil.Process]:

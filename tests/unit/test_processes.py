@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -35,6 +36,29 @@ def eventually(condition, timeout_s=20.0):
 
 def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+SHARES = """
+import sys, tempfile, time
+from multiprocessing.shared_memory import SharedMemory
+held = SharedMemory(create=True, size=100)
+file = tempfile.NamedTemporaryFile(delete=False)
+print(held.name, file.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_temporary_files_and_shared_memory_go_along(tmp_path, killed):
+    with Children() as children:
+        child = start(children, tmp_path, SHARES)
+        shared, file = eventually(lambda: child.last_lines().split())
+        shared = Path("/dev/shm", shared)
+        assert shared.exists() and Path(file).exists()
+        if killed:  # its resource tracker removes what it has made, but is killed before it can
+            for process in psutil.Process(child.pid).children(recursive=True):
+                process.kill()
+    assert not shared.exists() and not Path(file).parent.exists()
 
 
 def test_long_logs_are_moved_aside_while_they_are_written(children, tmp_path, monkeypatch):
