@@ -98,11 +98,13 @@ class PPO:
     """`naive`: the behaviour policy is the proximal policy (paper, Table 2)."""
     minibatches: int = 4
     """Optimizer steps per batch."""
-    clip: float = 0.2
+    algorithm: str = choice("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
+    """Advantage, loss and mean, see ppo/algorithm.py; in `ppo` and `ppo_sequence` a token or a trajectory counts once in the
+    batch mean and deviation of rewards."""
+    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
+    """The ratio is clipped to 1 − the first and 1 + the second."""
     behaviour_cap: float = 5.0
-    """Upper bound of the weight π_prox/π_behav of a token."""
-    advantage_weighting: str = choice("token", "sequence")
-    """What counts once in the batch mean and deviation of advantages: a token or a trajectory."""
+    """Upper bound of the weight π_prox/π_behav of a token, or in gspo of a sequence."""
 
 
 @dataclass
@@ -288,9 +290,10 @@ def check(config: Config, where=lambda key: key) -> None:
                 "checkpoint.every", "checkpoint.keep_every", "checkpoint.hf_every",
                 "eval_items", "optimizer.clip_grad"):  # fmt: skip
         require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
-    for key, length in (("optimizer.adam", 3), ("reward.range", 2)):
+    for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
         require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
-    require(0 < config.ppo.clip < 1, "ppo.clip", f"must lie between 0 and 1, is {config.ppo.clip}")
+    low, high = config.ppo.clip
+    require(0 < low <= 1 and high > 0, "ppo.clip", f"must be a number up to 1 and one above 0, is {config.ppo.clip}")
     require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every

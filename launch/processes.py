@@ -131,7 +131,7 @@ def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
 
     A leader has grace_s to end by itself, its descendants a second more. What they have left in shared memory is removed.
     """
-    shared = _shared_memory(_members(sessions))
+    shared = shared_memory(_members(sessions))
     for process in _members(sessions):
         if process.pid in sessions:
             _signal(process, signal.SIGTERM)
@@ -140,11 +140,11 @@ def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
     for process in _members(sessions):
         _signal(process, signal.SIGKILL)
     _wait(lambda: not _members(sessions), 5.0)
-    for path in shared - _shared_memory(psutil.process_iter()) if shared else ():
+    for path in shared - shared_memory(psutil.process_iter()) if shared else ():
         path.unlink(missing_ok=True)
 
 
-def _shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     """What they have mapped of it; who is killed does not remove what he has made."""
     paths = set()
     for process in processes:

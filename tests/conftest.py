@@ -12,9 +12,17 @@ import psutil
 import pytest
 
 from areal_megatron.run import Run
+from launch.processes import shared_memory
 
 ROOT = Path(__file__).parent.parent
 SHARED = Path("/dev/shm")
+
+
+def pytest_collection_modifyitems(items):
+    """With `-n 2 --dist loadgroup` runs and engines of one core are tested beside everything else."""
+    for item in items:
+        folder = Path(item.fspath).parent.name
+        item.add_marker(pytest.mark.xdist_group("engines" if folder in ("e2e", "engine") else "others"))
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +79,9 @@ class LocalRun:
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(p.cmdline()))
 
     def left_files(self) -> list[Path]:
-        """Temporary files and shared memory that came and did not go."""
-        return [*self._temporary.iterdir(), *(path for path in SHARED.iterdir() if path not in self._shared)]
+        """Temporary files, and shared memory that came and that nobody uses any more (other tests run beside this one)."""
+        used = shared_memory(psutil.process_iter())
+        return [*self._temporary.iterdir(), *(path for path in SHARED.iterdir() if path not in self._shared | used)]
 
     def members(self) -> list[psutil.Process]:
         """The launcher and every process below it."""

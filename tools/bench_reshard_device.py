@@ -101,7 +101,7 @@ def _outlet(hf_config: Mapping[str, Any], plan: Plan, rank: int, parameters: dic
         dtype=str(SENT).removeprefix("torch."), store_host="", store_port=0, timeout_s=1, on_delivered=None,
         timeline=Timeline(Path(os.devnull), "bench"), bucket_elements=plan.bucket_elements,
     )  # fmt: skip
-    return Outlet(publisher, plan, engine=0, epoch=1)
+    return Outlet(publisher, engine=0, epoch=1)
 
 
 def measure(

@@ -28,6 +28,8 @@ def split(trajectories: Sequence[Trajectory], *, version: int, replicas: int, mi
     lengths, costs = [t.length for t in trajectories], None
     if flops:
         costs = flops(lengths, [int(t.loss_mask.sum()) for t in trajectories])
+    numbers: dict[tuple[int, int], int] = {}
+    group_of = [numbers.setdefault((t.epoch, t.prompt_id), len(numbers)) for t in trajectories]
     parts = []
     for plan in partition(lengths, replicas, minibatches, cap, seed, costs, multiple):
         mine = [index for minibatch in plan for microbatch in minibatch for index in microbatch]
@@ -39,6 +41,8 @@ def split(trajectories: Sequence[Trajectory], *, version: int, replicas: int, mi
                 minibatches=[
                     [[place[index] for index in microbatch] for microbatch in minibatch] for minibatch in plan
                 ],
+                groups=len(numbers),
+                group_of=[group_of[index] for index in mine],
             )
         )
     return parts

@@ -47,6 +47,10 @@ class BatchPart(msgspec.Struct, kw_only=True):
     """Policy version that this batch trains (i); afterwards the policy is i+1."""
     trajectories: list[Trajectory]
     minibatches: list[list[list[int]]]
+    groups: int
+    """In the whole batch."""
+    group_of: list[int]
+    """Number, from 0, of each trajectory's group in the batch; its other answers may be in other parts."""
 
 
 _DTYPES = {"<i4", "<f4", "|u1"}

@@ -1,32 +1,89 @@
-"""Advantages without a critic: the reward of a trajectory, normalised over the batch (paper, Section 5).
+"""Advantages without a critic: what a trajectory's reward is above what was to be expected.
 
-With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. The batch
-may be spread over replicas: `moments` of the parts add up.
+With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch may be spread
+over replicas, also in the middle of a group: `reduce` sums a float64 tensor over all of them. What has no trained token
+counts nowhere.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 EPSILON = 1e-5
-"""Added to the deviation, so that a batch of equal rewards has advantages of 0."""
+"""Added to deviations, so that equal rewards have advantages of 0."""
+Reduce = Callable[[Tensor], Tensor]
 
 
-def moments(rewards: Tensor, trained_tokens: Tensor, weighting: str) -> Tensor:
-    """Weighted count, sum and sum of squares of rewards: float64 [3].
+@dataclass(frozen=True)
+class Rewards:
+    """Of the n trajectories of a replica."""
 
-    rewards [n], trained_tokens [n]. `weighting` is "token" (a trajectory counts once for each of its trained
-    tokens) or "sequence" (once, if it has any).
-    """
-    weights = {"token": trained_tokens, "sequence": trained_tokens > 0}[weighting].double()
-    rewards = rewards.double()
-    return torch.stack([weights.sum(), (weights * rewards).sum(), (weights * rewards.square()).sum()])
+    values: Tensor
+    """float64 [n]"""
+    trained: Tensor
+    """int64 [n]: trained tokens"""
+    group: Tensor
+    """int64 [n]: whose answers to one prompt belong together"""
+    groups: int
+    """In the whole batch."""
 
 
-def normalise(rewards: Tensor, batch_moments: Tensor) -> Tensor:
-    """float32 [n]: (reward − mean) / (deviation + ε) with the mean and deviation of the whole batch."""
-    count, total, squares = batch_moments.unbind()
+def batch_tokens(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """(r − mean) / (deviation + ε) over the batch, a trajectory counting once for each trained token (AReaL, Section 5)."""
+    return _normalised(rewards.values, rewards.trained.double(), reduce)
+
+
+def batch_sequences(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """The same, each trajectory counting once."""
+    return _normalised(rewards.values, _counted(rewards), reduce)
+
+
+def group(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """(r − mean) / (deviation + ε) of the group's answers (GRPO, arXiv 2402.03300, Section 4.1.2)."""
+    mean, deviation = _of_groups(rewards, reduce)[1:]
+    return (rewards.values - mean[rewards.group]) / (deviation[rewards.group] + EPSILON)
+
+
+def group_mean(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """r − mean of the group's answers (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
+    return rewards.values - _of_groups(rewards, reduce)[1][rewards.group]
+
+
+def leave_one_out(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """r − mean of the group's other answers (RLOO, arXiv 2402.14740, Equation 8); 0 without others."""
+    count, mean, _ = (values[rewards.group] for values in _of_groups(rewards, reduce))
+    return (rewards.values - mean) * count / (count - 1).clamp(min=1)
+
+
+def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """r − mean of the group, normalised over the batch's tokens (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    return _normalised(group_mean(rewards, reduce), rewards.trained.double(), reduce)
+
+
+def _counted(rewards: Rewards) -> Tensor:
+    return (rewards.trained > 0).double()
+
+
+def _normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
+    count, total, squares = reduce(_moments(values, weights).sum(1)).unbind()
     mean = total / count.clamp(min=1)
     deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
-    return ((rewards.double() - mean) / (deviation + EPSILON)).float()
+    return (values - mean) / (deviation + EPSILON)
+
+
+def _of_groups(rewards: Rewards, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and deviation of each group: float64 [groups] each."""
+    parts = _moments(rewards.values, _counted(rewards))
+    sums = torch.zeros(3, rewards.groups, dtype=torch.float64).index_add(1, rewards.group, parts)
+    count, total, squares = reduce(sums).unbind()
+    mean = total / count.clamp(min=1)
+    return count, mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+
+
+def _moments(values: Tensor, weights: Tensor) -> Tensor:
+    """float64 [3, n]: weight, weighted value and weighted square."""
+    return torch.stack([weights, weights * values, weights * values.square()])

@@ -16,7 +16,7 @@ import zmq
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Hello(msgspec.Struct, tag=True):

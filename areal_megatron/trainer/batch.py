@@ -43,6 +43,10 @@ class PPOMicroBatch:
     advantages: Tensor
     by_this_version: Tensor
     """bool [N]: sampled by the version that is trained, all of its context computed by it too."""
+    sequences: Tensor
+    """int64 [N]: the sequence of each, from 0"""
+    weights: Tensor
+    """What a token's loss counts in the mean over tokens."""
     proximal: Tensor | None
     """Log-probabilities before this batch's first step; None where the current ones are the same."""
 
@@ -74,18 +78,22 @@ def pack(
 def pack_trajectories(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float],
+    weights: Sequence[float],
     version: int,
     kv_policy: str,
     multiple: int,
     device: torch.device,
 ) -> PPOMicroBatch:
-    """Trajectories with their advantages as one micro-batch; `proximal` stays None."""
+    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None."""
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     own = [_by_version(t, version, kv_policy) for t in trajectories]
 
     def trained(values: Sequence[np.ndarray], dtype: type) -> Tensor:
         kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *kept]).astype(dtype)).to(device)
+
+    def alike(values: Sequence[float]) -> list[np.ndarray]:
+        return [np.full(len(t.response), value) for t, value in zip(trajectories, values, strict=True)]
 
     return PPOMicroBatch(
         microbatch=pack(
@@ -95,9 +103,9 @@ def pack_trajectories(
             device,
         ),
         behaviour=trained([t.logprobs for t in trajectories], np.float32),
-        advantages=trained(
-            [np.full(len(t.response), a) for t, a in zip(trajectories, advantages, strict=True)], np.float32
-        ),
+        advantages=trained(alike(advantages), np.float32),
+        sequences=trained(alike(range(len(trajectories))), np.int64),
+        weights=trained(alike(weights), np.float32),
         by_this_version=trained(own, np.bool_),
         proximal=None,
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import PPO
-from areal_megatron.ppo import loss as ppo
+from areal_megatron.ppo.algorithm import ALGORITHMS
+from areal_megatron.ppo.loss import Bounds, Tokens, sums
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -23,7 +24,9 @@ class Objective:
     """The losses, on the last pipeline stage. `vocabulary` has the temperature that answers are sampled with."""
 
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
-        self._policy, self._settings = policy, settings
+        self._policy, self._decoupled = policy, settings.objective == "decoupled"
+        self._algorithm = ALGORITHMS[settings.algorithm]
+        self._bounds = Bounds(*settings.clip, settings.behaviour_cap)
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -46,9 +49,9 @@ class Objective:
         now, behaviour = current.detach(), sampled.behaviour
         proximal = now if sampled.proximal is None else sampled.proximal
         trained_version = now if first else proximal
-        clip, cap = self._settings.clip, self._settings.behaviour_cap
-        loss = ppo.policy_loss(current, proximal, behaviour, sampled.advantages, clip, cap).sum()
-        comparable = sampled.by_this_version & (first or self._settings.objective == "decoupled")
+        tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences)
+        loss = (sampled.weights * self._algorithm.loss(tokens, self._bounds)).sum()
+        comparable = sampled.by_this_version & (first or self._decoupled)
         difference = (trained_version - behaviour).abs()[comparable]
         tally.add(
             {
@@ -56,7 +59,7 @@ class Objective:
                 "loss": loss,
                 "compared": _count(difference),
                 "difference": difference.sum(),
-                **ppo.sums(now, proximal, behaviour, sampled.advantages, entropy, clip, cap),
+                **sums(replace(tokens, current=now), entropy, self._bounds),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
         )

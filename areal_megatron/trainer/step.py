@@ -17,10 +17,12 @@ from torch import Tensor
 from areal_megatron.config import Config
 from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import partition
-from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.model_check import check_model
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.ppo import advantage
+from areal_megatron.ppo.advantage import Rewards
+from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.ppo.loss import effective_share
 from areal_megatron.reshard import hf
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reshard.megatron import layout
@@ -34,11 +36,11 @@ from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import PolicyOptimizer
 from areal_megatron.trainer.tally import Tally
 
-COUNTS = ("tokens", "compared", "difference")
+COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
 LOGITS_ELEMENTS = 2**27
 """Of the logits that a rank holds at a time; computing with them takes 12 bytes each."""
-MEANS = ("loss", "clip_share", "capped_share", "ratio_mean", "kl", "entropy")
+MEANS = ("loss", "clip_share", "capped_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
 """Reported as means over trained tokens."""
 
 
@@ -95,6 +97,7 @@ class Trainer:
             sequence_parallel=self.sizes.tp > 1,
         )
         self._objective = Objective(self.chunks[-1].module, vocabulary, config.ppo)
+        self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._row_multiple = pipeline.row_multiple(self.chunks)
         drop_torn_line(run.ledger(self.replica))
 
@@ -158,7 +161,8 @@ class Trainer:
         self.optimizer.settle()
         self._record(part, applied=bool(steps.norms))
         totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
-        metrics = {"ratio_max": totals["ratio_max"]}
+        share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
+        metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
         if totals["compared"]:
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
@@ -217,27 +221,32 @@ class Trainer:
         }
 
     def _microbatches(self, part: BatchPart) -> list[list[PPOMicroBatch]]:
-        advantages = self._advantages(part.trajectories)
-        return [
-            [
-                pack_trajectories(
-                    [part.trajectories[i] for i in members],
-                    [advantages[i] for i in members],
-                    part.version,
-                    self.config.rollout.kv_policy,
-                    self._row_multiple,
-                    self.device,
-                )
-                for members in minibatch
-            ]
-            for minibatch in part.minibatches
-        ]
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        advantages = self._advantages(part, trained)
+        found = []
+        for minibatch in part.minibatches:
+            weights = self._weights([i for members in minibatch for i in members], trained)
+            found.append([])
+            for members in minibatch:
+                content = ([values[i] for i in members] for values in (part.trajectories, advantages, weights))
+                found[-1].append(pack_trajectories(*content, part.version, self.config.rollout.kv_policy, self._row_multiple,
+                                                   self.device))  # fmt: skip
+        return found
 
-    def _advantages(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-        trained = torch.tensor([int(t.loss_mask.sum()) for t in trajectories])
-        moments = advantage.moments(rewards, trained, self.config.ppo.advantage_weighting)
-        return advantage.normalise(rewards, self.parallel.sum_over_replicas(moments)).tolist()
+    def _advantages(self, part: BatchPart, trained: Tensor) -> list[float]:
+        values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
+        rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
+        return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas).tolist()
+
+    def _weights(self, members: list[int], trained: Tensor) -> dict[int, float]:
+        """Of the tokens of each trajectory of a mini-batch."""
+        lengths = trained[members]
+        counts = torch.stack([lengths.sum(), (lengths > 0).sum()]).double()
+        tokens, sequences = self.parallel.sum_over_replicas(counts).tolist()
+        longest = self.config.rollout.max_new_tokens
+        return dict(
+            zip(members, token_weights(self._algorithm.mean, lengths, tokens, sequences, longest).tolist(), strict=True)
+        )
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
         """The first mini-batch needs none: until its step the current policy is the proximal one."""

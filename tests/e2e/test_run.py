@@ -68,7 +68,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     """TP2×PP2 trainers and a TP2 engine: every seam of the update path is between several ranks."""
     started = local_run("tp2-pp2", *small(world, **{
         "trainer.tp": 2, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
-        "rollout.max_staleness": 1, "eval_items": 1000,
+        "rollout.max_staleness": 1, "eval_items": 300,
     }))  # fmt: skip
     run = Run(started.folder)
     started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
@@ -93,7 +93,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     assert f"first batch trained {start['first_batch_s']:.0f} s after the launch" in started.output
     evaluations = [line for line in lines if line["kind"] == "eval"]
     assert [e["version"] for e in evaluations] == [0, 6]
-    assert all(e["items"] == 1000 for e in evaluations)
+    assert all(e["items"] == 300 for e in evaluations)
 
     assert stat.S_IMODE((run.folder / "secret").stat().st_mode) == 0o600
     assert list((run.folder / "tensorboard").iterdir())

@@ -16,7 +16,6 @@ from areal_megatron.run import Run
 from launch import slurm, status
 from launch.network import check_network
 from launch.orders import Hello
-from launch.records import read_record
 from tests.e2e.test_run import small
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +32,8 @@ def submit(cluster, monkeypatch):
     """sbatch of the real script from the repository's folder, on four nodes."""
     monkeypatch.chdir(ROOT)
 
-    def submit(*arguments: str, nodes: int = 4, second: tuple[str, ...] = ()) -> str:
-        """`second`: options of a second group of nodes."""
-        options = [f"--nodes={nodes}", "--time=60", *([":", *second] if second else [])]
-        return cluster.submit(Path("slurm/train_32b.sh"), *options, arguments=arguments)
+    def submit(*arguments: str, nodes: int = 4) -> str:
+        return cluster.submit(Path("slurm/train_32b.sh"), f"--nodes={nodes}", "--time=60", arguments=arguments)
 
     return submit
 
@@ -138,15 +135,6 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     assert cluster.wait(more, timeout_s=60) == "COMPLETED", cluster.output(more)
     eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in p.cmdline()], 20)
     cluster.restore("node2")
-
-
-def test_a_heterogeneous_job_gives_each_pool_its_own_nodes(cluster, submit, world, tmp_path):
-    run = Run(tmp_path / "run")
-    job = submit(*tiny(world, tmp_path, updates=3, **{"rollout.engines": 1}), nodes=2, second=("--nodes=1", "--time=60"))
-    assert cluster.wait(job, timeout_s=200) == "COMPLETED", cluster.output(job)
-    nodes = {process.name: process.node for process in read_record(run).processes}
-    assert len(set(nodes.values())) == 3 and nodes["controller"] == nodes["trainer-0"]
-    assert trained(run) == 3 and audit(run) == []
 
 
 def test_a_cancelled_job_leaves_no_process(cluster, submit, world, tmp_path):

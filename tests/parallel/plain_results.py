@@ -23,7 +23,7 @@ ROWS = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
 UPDATES = SFT_STEPS = 2
 
 
-def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajectory]:
+def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -> list[Trajectory]:
     """Random answers of very different lengths; some tokens and one whole answer are masked."""
     random = np.random.default_rng(seed)
     trajectories = []
@@ -35,7 +35,7 @@ def make_trajectories(count: int, version: int, seed: int = 0) -> list[Trajector
             Trajectory(
                 uid=uid,
                 epoch=0,
-                prompt_id=uid,
+                prompt_id=uid // group,
                 admission_version=version - uid % 2,
                 prompt=random.integers(0, TOKENS, int(random.integers(1, 9)), dtype=np.int32),
                 response=random.integers(0, TOKENS, length, dtype=np.int32),
@@ -74,12 +74,12 @@ def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
         return {"rows": packed, "batch": model(batch).logits}
 
 
-def minibatch() -> tuple[list[Trajectory], list[float], list[torch.Tensor]]:
+def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor]]:
     """Trajectories of a mini-batch, their advantages and proximal log-probabilities."""
-    trajectories, random = make_trajectories(9, version=0, seed=2), np.random.default_rng(3)
+    trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
     proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
                  for t in trajectories]  # fmt: skip
-    return trajectories, oracle.advantages(trajectories, "token"), proximals
+    return trajectories, oracle.advantages(trajectories, algorithm), proximals
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 from tiny_models import MODELS, save_model
 
 from areal_megatron.config import Config, Data, Model, Optimizer
+from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
 
@@ -57,6 +58,14 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
         Run(folder / name).create()
     [world] = {layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) for _, layout in CASES[case]}
     on_ranks("check_layouts", world, cases=runs)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}], ids=["tp1", "tp2-pp2-dp2"])
+def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
+    cases = {f"run-{algorithm}": algorithm for algorithm in ALGORITHMS}
+    for name in cases:
+        Run(folder / name).create()
+    on_ranks("check_algorithms", 8 if layout else 1, cases=cases, layout=layout)
 
 
 def test_exports_are_those_of_mbridge(folder, on_ranks):

@@ -31,6 +31,7 @@ from areal_megatron.config import PPO, Config, Data, Machine, Model, Optimizer, 
 from areal_megatron.config import Trainer as TrainerSettings
 from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
@@ -105,7 +106,7 @@ def check_logits(subject: Trainer, expected: dict) -> None:
 
 def check_logprobs(subject: Trainer, expected: dict) -> None:
     trajectories = make_trajectories(7, version=0)
-    batch = pack_trajectories(trajectories, [0.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
+    batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
     work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
     for logprobs, entropy in pipeline.forward(subject.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
@@ -136,15 +137,37 @@ class MiniBatch:
 
     def forward_backward(self, cap: int) -> None:
         subject, work = self.subject, []
+        lengths = torch.tensor([int(t.loss_mask.sum()) for t in self.trajectories])
+        weights = token_weights(ALGORITHMS[subject.config.ppo.algorithm].mean, lengths, int(lengths.sum()),
+                                int((lengths > 0).sum()), subject.config.rollout.max_new_tokens).tolist()  # fmt: skip
         for members in self.microbatches(cap)[subject.replica]:
             chosen = [self.trajectories[i] for i in members]
-            batch = pack_trajectories(chosen, [self.advantages[i] for i in members], 0, "recompute",
-                                      subject._row_multiple, subject.device)  # fmt: skip
+            batch = pack_trajectories(chosen, [self.advantages[i] for i in members], [weights[i] for i in members],
+                                      0, "recompute", subject._row_multiple, subject.device)  # fmt: skip
             kept = [self.proximals[i][self.trajectories[i].loss_mask == 1] for i in members]
             batch.proximal = torch.cat([torch.zeros(0), *kept])
             work.append((batch.microbatch, partial(subject._objective.ppo, sampled=batch, first=False, tally=Tally())))
         subject.optimizer.zero_grad()
         pipeline.forward_backward(subject.chunks, work)
+
+
+def check_algorithms(folder: Path, rank: int, cases: dict[str, str], layout: dict) -> None:
+    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → algorithm."""
+    for run, algorithm in cases.items():
+        settings = PPO(minibatches=2, algorithm=algorithm, clip=[0.1, 0.25], behaviour_cap=3.0)
+        config = make_config(folder, "qwen3", layout, ppo=settings)
+        with open_trainer(folder, rank, config, run) as subject:
+            exact, content = load_oracle(folder / "qwen3").double(), minibatch(algorithm)
+            oracle.ppo_loss(exact, *content, config).backward()
+            MiniBatch(subject, *content).forward_backward(100)
+            assert_gradient(subject, gradients(exact))
+            trajectories = make_trajectories(12, 0, seed=4, group=4)
+            plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": 0}
+            assert subject.train_batch(split(trajectories, version=0, **plan)[subject.replica]).applied
+            halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
+            learner = oracle.Learner(load_oracle(folder / "qwen3"), config)
+            learner.ppo_update(trajectories, [half.tolist() for half in halves])
+            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
@@ -243,7 +266,7 @@ def check_variants(folder: Path, rank: int) -> None:
         for name, value in weights[model, "none"].items():
             torch.testing.assert_close(changed[name], value, atol=1e-7, rtol=0)
 
-    settings = PPO(minibatches=2, objective="naive", advantage_weighting="sequence")
+    settings = PPO(minibatches=2, objective="naive", algorithm="ppo_sequence")
     config = make_config(folder, "llama", {}, ppo=settings)
     with open_trainer(folder, rank, config) as subject:
         reference = load_oracle(folder / "llama")
@@ -314,7 +337,7 @@ def check_cuda(folder: Path, rank: int) -> None:
     reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
     with open_trainer(folder, rank, config) as subject, torch.no_grad():
         assert subject.device.type == "cuda"
-        batch = pack_trajectories(trajectories, [0.0] * 12, 0, "recompute", 1, subject.device)
+        batch = pack_trajectories(trajectories, [0.0] * 12, [1.0] * 12, 0, "recompute", 1, subject.device)
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
         [(logprobs, _)] = pipeline.forward(subject.chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]

@@ -25,30 +25,57 @@ def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperatur
     return logprobs.gather(1, torch.from_numpy(trajectory.response.astype(np.int64))[:, None])[:, 0]
 
 
-def advantages(trajectories: list[Trajectory], weighting: str) -> list[float]:
-    values, weights = [], []
-    for t in trajectories:
-        trained = int(t.loss_mask.sum())
-        values.append(t.reward)
-        weights.append(trained if weighting == "token" else min(trained, 1))
-    mean = np.average(values, weights=weights)
-    deviation = math.sqrt(np.average((np.array(values) - mean) ** 2, weights=weights))
-    return [(value - mean) / (deviation + 1e-5) for value in values]
+def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
+    trained = [int(t.loss_mask.sum()) for t in trajectories]
+    rewards = np.array([t.reward for t in trajectories])
+
+    def over_batch(values, weights):
+        mean = np.average(values, weights=weights)
+        return (values - mean) / (math.sqrt(np.average((values - mean) ** 2, weights=weights)) + 1e-5)
+
+    if algorithm == "ppo":
+        return over_batch(rewards, trained).tolist()
+    if algorithm == "ppo_sequence":
+        return over_batch(rewards, np.minimum(trained, 1)).tolist()
+    found = np.zeros(len(rewards))
+    for prompt in {t.prompt_id for t in trajectories}:
+        own = [i for i, t in enumerate(trajectories) if t.prompt_id == prompt and trained[i]]
+        for i in own:
+            others = [rewards[k] for k in own if k != i]
+            above = rewards[i] - rewards[own].mean()
+            found[i] = {"rloo": rewards[i] - np.mean(others or rewards[i]), "dr_grpo": above, "reinforce++": above}.get(
+                algorithm, above / (rewards[own].std() + 1e-5)
+            )
+    return (over_batch(found, trained) if algorithm == "reinforce++" else found).tolist()
 
 
 def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tensor:
-    """Equation 5 as a mean over the trained tokens of a mini-batch. `proximals`: [R] of each trajectory."""
-    total, count = torch.zeros(()), 0
+    """Of a mini-batch, as the paper of the algorithm has it. `proximals`: [R] of each trajectory."""
+    algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
+    sums, lengths = [], []
     for t, advantage, proximal in zip(trajectories, advantages, proximals, strict=True):
-        current = response_logprobs(model, t, config.rollout.temperature)
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
-        proximal, behaviour = proximal[trained], torch.from_numpy(t.logprobs.copy())[trained]
-        ratio = torch.exp(current[trained] - proximal)
-        clipped = torch.clamp(ratio, 1 - config.ppo.clip, 1 + config.ppo.clip)
-        weight = torch.exp(proximal.double() - behaviour.double()).clamp(max=config.ppo.behaviour_cap)
-        total = total - (weight * torch.min(ratio * advantage, clipped * advantage)).sum()
-        count += len(trained)
-    return total / max(count, 1)
+        if not len(trained):
+            continue
+        current = response_logprobs(model, t, config.rollout.temperature)[trained]
+        drift, lag = (
+            current - proximal[trained],
+            proximal[trained].double() - torch.from_numpy(t.logprobs.copy())[trained],
+        )
+        if algorithm == "gspo":  # one ratio and one weight a sequence
+            drift, lag = drift.mean().expand(len(trained)), lag.mean().expand(len(trained))
+        weight = lag.exp().clamp(max=config.ppo.behaviour_cap)
+        clipped = torch.clamp(drift.exp(), 1 - low, 1 + high)
+        gain = torch.min(drift.exp() * advantage, clipped * advantage)
+        if algorithm == "cispo":
+            gain = clipped.detach() * advantage * current
+        sums.append(-(weight * gain).sum())
+        lengths.append(len(trained))
+    if algorithm in ("grpo", "gspo"):
+        return sum(total / length for total, length in zip(sums, lengths, strict=True)) / len(sums)
+    if algorithm == "dr_grpo":
+        return sum(sums) / len(sums) / config.rollout.max_new_tokens
+    return sum(sums, torch.zeros(())) / max(sum(lengths), 1)
 
 
 def balance_loss(model: torch.nn.Module, trajectories: list[Trajectory], microbatches: list[list[int]]) -> Tensor:
@@ -90,7 +117,7 @@ class Learner:
     def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
         """`minibatches`: indices of trajectories."""
         config = self.config
-        values = advantages(trajectories, config.ppo.advantage_weighting)
+        values = advantages(trajectories, config.ppo.algorithm)
         if config.ppo.objective == "naive":
             proximals = [torch.from_numpy(t.logprobs.copy()) for t in trajectories]
         else:

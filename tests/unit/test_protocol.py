@@ -33,7 +33,8 @@ def trajectory(uid):
                       truncated=True)  # fmt: skip
 
 
-PART = BatchPart(version=2, trajectories=[trajectory(uid) for uid in (3, 4)], minibatches=[[[1], []], [[0]]])
+PART = BatchPart(version=2, trajectories=[trajectory(uid) for uid in (3, 4)], minibatches=[[[1], []], [[0]]], groups=4,
+                 group_of=[3, 0])  # fmt: skip
 
 
 async def answer(message):

@@ -35,7 +35,7 @@ class Published(NamedTuple):
     new_tokens: int = 27648
     microbatch_tokens: int = 32768
     minibatches: int = 4
-    clip: float = 0.2
+    clip: tuple[float, float] = (0.2, 0.2)
     lr: float = 2e-5
     weight_decay: float = 0.05
     adam: tuple[float, ...] = (0.9, 0.95, 1e-5)
@@ -60,7 +60,7 @@ PUBLISHED = {
     "qwen3_32b": BOBA2,
     # examples/tau2/config_235b_moe_airline.yaml of AReaL, whose trajectories have 30,000 tokens in several turns
     "qwen3_235b": Published(
-        0, 500, 16, prompt_tokens=2048, minibatches=1, clip=0.4, lr=5e-6, weight_decay=0.005,
+        0, 500, 16, prompt_tokens=2048, minibatches=1, clip=(0.4, 0.4), lr=5e-6, weight_decay=0.005,
         adam=(0.9, 0.999, 1e-8), staleness=2,
     ),
 }  # fmt: skip
@@ -113,7 +113,7 @@ def test_hyper_parameters_are_the_published_ones(run):
     layout = f"{r.engines} × {r.tp}, {t.tp} × {t.pp} × {t.dp}"
     found = Published(
         published.nodes, config.updates if published.updates else 0, config.groups_per_batch, r.group_size,
-        config.data.max_prompt_tokens, r.max_new_tokens, t.microbatch_tokens, p.minibatches, p.clip, o.lr,
+        config.data.max_prompt_tokens, r.max_new_tokens, t.microbatch_tokens, p.minibatches, tuple(p.clip), o.lr,
         o.weight_decay, tuple(o.adam), o.clip_grad, o.warmup_fraction, r.temperature, r.max_staleness,
         layout if published.engines else "",
     )  # fmt: skip

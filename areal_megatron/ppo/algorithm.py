@@ -1,0 +1,49 @@
+"""The algorithms that `ppo.algorithm` names: an advantage, a loss, and what the losses of tokens are averaged over.
+
+Another one is a function in advantage.py or loss.py and a line here and in config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_megatron.ppo import advantage, loss
+from areal_megatron.ppo.advantage import Reduce, Rewards
+from areal_megatron.ppo.loss import Bounds, Tokens
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    advantages: Callable[[Rewards, Reduce], Tensor]
+    loss: Callable[[Tokens, Bounds], Tensor]
+    mean: str
+    """`tokens`: the mean over trained tokens; `sequences`: over sequences of the mean over each one's tokens; `longest`: over
+    sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
+
+
+ALGORITHMS = {
+    "ppo": Algorithm(advantage.batch_tokens, loss.clipped, "tokens"),
+    "ppo_sequence": Algorithm(advantage.batch_sequences, loss.clipped, "tokens"),
+    "grpo": Algorithm(advantage.group, loss.clipped, "sequences"),
+    "dr_grpo": Algorithm(advantage.group_mean, loss.clipped, "longest"),
+    "dapo": Algorithm(advantage.group, loss.clipped, "tokens"),
+    "rloo": Algorithm(advantage.leave_one_out, loss.clipped, "tokens"),
+    "reinforce++": Algorithm(advantage.group_then_batch, loss.clipped, "tokens"),
+    "gspo": Algorithm(advantage.group, loss.clipped_sequences, "sequences"),
+    "cispo": Algorithm(advantage.group, loss.weighted, "tokens"),
+}
+
+
+def token_weights(mean: str, lengths: Tensor, tokens: int, sequences: int, longest: int) -> Tensor:
+    """float32 [n]: what a token of each sequence counts in a mean over the mini-batch's tokens.
+
+    lengths [n]: trained tokens of the sequences. `tokens`, `sequences`: trained ones of the mini-batch, all replicas together.
+    """
+    if mean == "tokens":
+        return torch.ones(len(lengths))
+    per = {"sequences": lengths.clamp(min=1), "longest": torch.tensor(longest)}[mean]
+    return (tokens / max(sequences, 1) / per).float().expand(len(lengths))
