@@ -1,10 +1,12 @@
 """Processes that die in the middle, and Ctrl-C: the run ends at once, says why and leaves nothing behind."""
 
 import os
+import random
 import signal
 import time
 
 import psutil
+import pytest
 from audit_run import audit
 
 from areal_megatron.observe.metrics import read_metrics
@@ -95,6 +97,33 @@ def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
     started.wait_for(lambda: run.incarnation == 1 and updates(run) >= trained + 8)
     assert "2 engines go on" in started.output
     assert [started.pid(f"engine-{index}") for index in range(2)] == engines
+    run.stop.touch()
+    assert started.wait() == 75, started.output
+    assert audit(run) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_whatever_dies_ten_times_is_started_again(local_run, world):
+    """Engines, trainer ranks and the controller at random moments; the launcher brings the run to its end by itself."""
+    victims = ["engine-0", "engine-1", "trainer-0", "trainer-1", "controller"] * 6
+    random.shuffle(victims)
+    changes = {"updates": 100000, "eval_items": 4, "rollout.engines": 2, "trainer.pp": 2, "machine.slots": 4,
+               "rollout.max_staleness": 2, "checkpoint.every": 1}  # fmt: skip
+    started = local_run("survivor", f"--restarts={len(victims)}", *small(world, **changes))
+    run = Run(started.folder)
+    started.wait_for(lambda: updates(run) >= 2)
+    for number, victim in enumerate(victims):
+        time.sleep(random.uniform(0, 3))
+        trained, killed, seen = updates(run), time.monotonic(), len(run.log("controller").read_text())
+        os.kill(started.pid(victim), signal.SIGKILL)
+        started.wait_for(lambda: started.output.count("starting again") > number)  # noqa: B023
+        if victim.startswith("engine"):
+            started.wait_for(lambda: f"{victim} is back" in run.log("controller").read_text()[seen:])  # noqa: B023
+        started.wait_for(lambda: updates(run) >= trained + 2)  # noqa: B023
+        print(
+            f"{number + 1}: {victim}, generating and training again after {time.monotonic() - killed:.1f} s", flush=True
+        )
     run.stop.touch()
     assert started.wait() == 75, started.output
     assert audit(run) == []

@@ -53,10 +53,12 @@ def started_engine(run):
         members.update(server.children(recursive=True))
         yield process
     finally:
+        grace_s = 1  # for an engine core whose server a test has killed: it may not notice
         if process.poll() is None:
             members.update(server.children(recursive=True))
+            grace_s = 30
         process.terminate()
-        _, left = psutil.wait_procs(members, 30)
+        _, left = psutil.wait_procs(members, grace_s)
         for member in left:
             member.kill()
         process.wait(10)
