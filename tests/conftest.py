@@ -21,7 +21,7 @@ SHARED = Path("/dev/shm")
 def pytest_collection_modifyitems(items):
     """With `-n 2 --dist loadgroup` runs and engines of one core are tested beside everything else."""
     for item in items:
-        folder = Path(item.fspath).parent.name
+        folder = item.path.parent.name
         item.add_marker(pytest.mark.xdist_group("engines" if folder in ("e2e", "engine") else "others"))
 
 
