@@ -26,7 +26,7 @@ class Health:
 
     def begin(self, kept: Iterable[str] = ()) -> None:
         """Another controller, which has lost none yet; the engines in `kept` live on."""
-        self._starts = Counter(kept)
+        self._starts = Counter(list(kept))  # a mapping would be taken for counts
         self.given_up, self.drained = set(), set()
 
     def started(self, name: str) -> None:

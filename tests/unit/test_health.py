@@ -46,7 +46,7 @@ def test_a_drained_engine_is_ended_at_once_and_others_are_somebody_elses(look):
 
 def test_another_controller_has_lost_none_yet(look):
     look(engine_0=("lost", 1))
-    look.subject.begin(["engine-1"])
+    look.subject.begin({"engine-1": None})
     assert look() == {} and look(engine_0=("lost", 1)) == {}, "engine-0 has not been started since"
     look(engine_1=("lost", 1))
     assert look(engine_1=("lost", 1)) == {"engine-1": "lives but does not answer"}
