@@ -19,10 +19,9 @@ SHARED = Path("/dev/shm")
 
 
 def pytest_collection_modifyitems(items):
-    """With `-n 2 --dist loadgroup` runs and engines of one core are tested beside everything else."""
+    """With `-n 2 --dist loadgroup` the tests of two folders run side by side, one after the other in each."""
     for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("engines" if folder in ("e2e", "engine") else "others"))
+        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
 
 
 @pytest.fixture(scope="session")
