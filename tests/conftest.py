@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 SHARED = Path("/dev/shm")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """With `-n 2 --dist loadgroup` the tests of two folders run side by side, one after the other in each."""
     for item in items:
