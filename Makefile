@@ -17,7 +17,7 @@ demo: setup
 	$(PY) tools/demo.py
 
 test: setup lint
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not soak and not gpu"
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
 soak: setup
 	$(PY) -m pytest -m "soak"

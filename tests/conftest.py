@@ -18,13 +18,6 @@ ROOT = Path(__file__).parent.parent
 SHARED = Path("/dev/shm")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """With `-n 2 --dist loadgroup` the tests of two folders run side by side, one after the other in each."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
-
-
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """Folder with the demo's untrained model and data."""
