@@ -138,7 +138,7 @@ class _Watch:
         self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor, python))
 
     def _end(self, name: str, why: str) -> None:
-        if self._hosts.by_name[name].exit_code is None:
+        if self._hosts.by_name[name].exit_code is None and name not in self._hosts.lost:
             print(f"{name} {why}: it is ended", file=sys.stderr, flush=True)
             self._hosts.kill(self._processes[name])
 
