@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from audit_run import audit
-from cluster import Cluster
+from cluster import ENDED, Cluster
 
 from areal_megatron.checkpoint_folder import complete
 from areal_megatron.config import Config, ConfigError
@@ -31,11 +31,17 @@ def cluster(tmp_path_factory):
 def submit(cluster, monkeypatch):
     """sbatch of the real script from the repository's folder, on four nodes."""
     monkeypatch.chdir(ROOT)
+    jobs = []
 
     def submit(*arguments: str, nodes: int = 4) -> str:
-        return cluster.submit(Path("slurm/train_32b.sh"), f"--nodes={nodes}", "--time=60", arguments=arguments)
+        jobs.append(cluster.submit(Path("slurm/train_32b.sh"), f"--nodes={nodes}", "--time=60", arguments=arguments))
+        return jobs[-1]
 
-    return submit
+    yield submit
+    for job in jobs:  # one that a failed test has left would keep the nodes from the next
+        if cluster.state(job) not in ENDED:
+            cluster.run("scancel", job)
+            cluster.wait(job)
 
 
 def tiny(world: Path, runs: Path, **changes) -> list[str]:
