@@ -35,7 +35,7 @@ class Hosts(Protocol):
     def start(self, order: Start) -> None: ...
 
     def kill(self, process: Process) -> None:
-        """Ends one that hangs."""
+        """Ends one of them; it has little time for it."""
 
     def refresh(self) -> None:
         """Takes in what happened. Raises HostError."""

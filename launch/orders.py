@@ -35,7 +35,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """One process that hangs, with its descendants; answered with Ended."""
+    """End one process, which has little time for it, and its descendants; answered with Ended."""
 
     supervisor: str
     name: str

@@ -69,9 +69,7 @@ def _counted(rewards: Rewards) -> Tensor:
 
 
 def _normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
-    count, total, squares = reduce(_moments(values, weights).sum(1)).unbind()
-    mean = total / count.clamp(min=1)
-    deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+    _, mean, deviation = _described(reduce(_moments(values, weights).sum(1)))
     return (values - mean) / (deviation + EPSILON)
 
 
@@ -79,7 +77,12 @@ def _of_groups(rewards: Rewards, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor
     """Count, mean and deviation of each group: float64 [groups] each."""
     parts = _moments(rewards.values, _counted(rewards))
     sums = torch.zeros(3, rewards.groups, dtype=torch.float64).index_add(1, rewards.group, parts)
-    count, total, squares = reduce(sums).unbind()
+    return _described(reduce(sums))
+
+
+def _described(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and deviation from sums of moments [3, …]."""
+    count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     return count, mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
 

@@ -40,12 +40,13 @@ def _fork_processes() -> None:
 
     vLLM has them spawned, so that no child inherits threads of OpenMP; before it forks, the server computes nothing.
     """
-    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms import current_platform
 
-    check = CpuPlatform.check_and_update_config
+    platform = type(current_platform)
+    check = platform.check_and_update_config
 
     def check_and_fork(_platform: type, config: Any) -> None:
         check(config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_fork)
+    platform.check_and_update_config = classmethod(check_and_fork)

@@ -34,7 +34,7 @@ class Members:
         self._resumed = bool(run.start.checkpoint)
         self.engines: list[Engine] = []
         self._links: dict[int, EngineLink] = {}
-        self.connected = asyncio.Event()
+        self._connected = asyncio.Event()
         self._published = -1
         self._lacking: Counter[int] = Counter()
         """Engines that serve and have no version: how often the trainers were asked for it."""
@@ -50,7 +50,7 @@ class Members:
         await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
         for engine in engines:
             await self._take_in(engine, fresh=not self._resumed)
-        self.connected.set()
+        self._connected.set()
 
     async def run(self) -> None:
         """For ever. Raises EngineError if all engines are lost and none is started again within machine.timeout_s."""
@@ -90,7 +90,7 @@ class Members:
 
     async def publish(self, message: Publish) -> Links:
         """A version that is published again goes to those who lack it."""
-        await self.connected.wait()
+        await self._connected.wait()
         again, self._published = message.version == self._published, message.version
         taking = [self._links[e.index] for e in self.engines
                   if (self._links[e.index].lacks(message.version) if again else not e.gone)]  # fmt: skip
@@ -141,13 +141,9 @@ class Members:
         index = int(name.removeprefix("engine-"))
         if index in self._links:
             return None
-        found = fleet.find(self._config, self._run, name)
-        try:
-            await found.wait_until_healthy(0)
-        except EngineError:
+        if (found := await self._serving(name)) is None:
             return None
-        finally:
-            await found.close()
+        await found.close()
         log.warning("%s was added", name)
         engine = fleet.connect(self._config, self._run, index)
         engine.state = "ready"
@@ -189,16 +185,22 @@ class Members:
                 self._wake()
 
     async def _is_back(self, engine: Engine) -> bool:
-        found = fleet.find(self._config, self._run, engine.name)
-        try:
-            if found.endpoint == engine.client.endpoint:
-                raise EngineError("it has not announced itself again")
-            await found.wait_until_healthy(0)
-        except EngineError:
-            await found.close()
+        if (found := await self._serving(engine.name, besides=engine.client.endpoint)) is None:
             return False
         await engine.return_as(found)
         return True
+
+    async def _serving(self, name: str, besides: str = "") -> EngineClient | None:
+        """A connection to the engine if it serves where it has announced itself, which is not `besides`."""
+        found = fleet.find(self._config, self._run, name)
+        try:
+            if found.endpoint != besides:
+                await found.wait_until_healthy(0)
+                return found
+        except EngineError:
+            pass
+        await found.close()
+        return None
 
     def _lose(self, engine: Engine, reason: EngineError) -> None:
         if not engine.gone:
