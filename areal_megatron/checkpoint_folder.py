@@ -59,6 +59,17 @@ def partial(run: Run, version: int) -> Path:
     return run.checkpoints / f".version-{version:06d}.partial"
 
 
+def again(run: Run, version: int) -> bool:
+    """Begins to write the complete checkpoint of `version` once more, with the trainers' files of before: whether there is
+    one. Raises OSError."""
+    saved, written = run.checkpoints / f"version-{version:06d}", partial(run, version)
+    if not saved.exists():
+        return False
+    for part in ("trainer", "hf"):
+        shutil.copytree(saved / part, written / part, copy_function=os.link)
+    return True
+
+
 def seal(run: Run, version: int, batches: int) -> Checkpoint:
     """Makes the written files the checkpoint of `version`: synced, listed, renamed. Raises OSError."""
     written, folder = partial(run, version), run.checkpoints / f"version-{version:06d}"
@@ -73,9 +84,10 @@ def seal(run: Run, version: int, batches: int) -> Checkpoint:
     write_atomically(written / _SEAL, json.dumps(described | {"files": files}))
     _sync(written / _SEAL)
     _sync(written)
-    _set_aside(folder)  # the same version, of a line of the run that was given up
+    aside = _set_aside(folder)  # the same version, written before, or of a line of the run that was given up
     os.rename(written, folder)
     _sync(run.checkpoints)
+    shutil.rmtree(aside, ignore_errors=True)
     return checkpoint
 
 
@@ -130,16 +142,16 @@ def tidy(run: Run, settings: Settings) -> None:
     for folder in complete(run)[: -settings.keep]:
         version = int(_NAME.fullmatch(folder.name)[1])
         if not settings.keep_every or version % settings.keep_every:
-            _set_aside(folder)
+            shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
-def _set_aside(folder: Path) -> None:
-    """Removes a folder that may not be there. What is half removed must not look complete."""
+def _set_aside(folder: Path) -> Path:
+    """Where a folder that may not be there is removed: what is half removed must not look complete."""
     aside = folder.with_name(f".{folder.name}.removed")
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
         os.rename(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    return aside
 
 
 def _written_at(folder: Path) -> int:

@@ -67,11 +67,16 @@ class Checkpoints:
             self._begin(version, batches)
 
     def stop(self, version: int, batches: int) -> None:
-        """Saves `version`, whatever checkpoint.every is, unless that was done: the run is to end before its last update."""
+        """Saves `version`, whatever checkpoint.every is: the run is to end before its last update.
+
+        Where that was done, the controller's part alone is written again: it has the answers that are broken off now.
+        """
         with self._removed_if_it_fails():
-            self._saver.done()
+            self._saver.wait()
         if version != self._version:
             self._begin(version, batches)
+        elif self._trainer.is_first:
+            self._write_again(version, batches)
 
     def finish(self) -> None:
         """Returns when what was begun is saved and exported. Raises RunError if it cannot be saved."""
@@ -88,6 +93,17 @@ class Checkpoints:
             self._experience.checkpoint(version, batches)
             self._saver.begin(path / "trainer", partial(self._seal, version, batches, begun))
         self._stall_s = time.monotonic() - begun
+
+    def _write_again(self, version: int, batches: int) -> None:
+        self._finish_export()  # it may be reading what is replaced
+        try:
+            if checkpoint_folder.again(self._run, version):
+                self._experience.checkpoint(version, batches)
+                self._experience.wait_for_checkpoint(version)
+                checkpoint_folder.seal(self._run, version, batches)
+        except (OSError, ControllerError) as e:
+            shutil.rmtree(checkpoint_folder.partial(self._run, version), ignore_errors=True)
+            log.warning("answers that were running will be generated again: %s", e)
 
     def _seal(self, version: int, batches: int, begun: float) -> None:
         """Rank 0, on the saver's thread: all ranks' files are there."""

@@ -137,6 +137,7 @@ def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint,
     faults = []
     claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
     claims += [((group.epoch, group.prompt_id), "waiting to be trained") for group in saved.schedule.finished]
+    claims += [((group.epoch, group.prompt_id), "begun and to go on") for group in saved.schedule.begun]
     claims += [(prompt, "to be generated again") for prompt in saved.again]
     for prompt, kind in claims:
         if prompt in said:

@@ -101,6 +101,8 @@ class EngineClient:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
         )
+        self._generating: set[str] = set()
+        """Requests of `generate` without an answer yet."""
 
     async def generate(self, prompt: list[int], *, n: int, max_tokens: int, temperature: float,
                        stop_tokens: list[int], request_id: str, cache_salt: str | None = None,
@@ -118,16 +120,20 @@ class EngineClient:
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
         unlimited = aiohttp.ClientTimeout(total=None)
-        raw = await self._call("POST", "/inference/v1/generate", body, timeout=unlimited, keep_alive=True)
+        self._generating.add(request_id)
+        try:
+            raw = await self._call("POST", "/inference/v1/generate", body, timeout=unlimited, keep_alive=True)
+        finally:
+            self._generating.discard(request_id)
         try:
             choices = _decode(raw).choices
             return [_completion(choice) for choice in choices]
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
-    async def abort(self, request_ids: list[str]) -> None:
-        """Ends requests of `generate`; each returns what it has sampled."""
-        prefixed = [f"generate-tokens-{request_id}" for request_id in request_ids]
+    async def abort(self, prefix: str) -> None:
+        """Ends the requests of `generate` whose ids begin so; each returns what it has sampled."""
+        prefixed = [f"generate-tokens-{request_id}" for request_id in self._generating if request_id.startswith(prefix)]
         await self._call("POST", "/inference/v1/abort_requests", {"request_ids": prefixed})
 
     async def pause(self, *, clear_cache: bool) -> None:

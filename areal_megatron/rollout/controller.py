@@ -150,7 +150,7 @@ class Controller:
             case Delivered():
                 return self.members.delivered(message)
             case Checkpoint():
-                return self._save(message)
+                return await self._save(message)
             case Written():
                 return await self._written(message)
             case Saved():
@@ -181,10 +181,12 @@ class Controller:
         self.generation.wake()
         return Ok()
 
-    def _save(self, message: Checkpoint) -> Reply:
+    async def _save(self, message: Checkpoint) -> Reply:
         if self.batches.number != message.batches or self.schedule.version != message.version:
             return Refused(f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
                            f"the checkpoint at batch {message.batches} of version {message.version}")  # fmt: skip
+        if self.batches.stopping:
+            await self.generation.break_off()
         saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
         path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
         writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on

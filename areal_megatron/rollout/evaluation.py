@@ -15,6 +15,7 @@ from areal_megatron.rollout.generation import IsLost, cache_salt
 from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.workflows import single_turn
+from areal_megatron.rollout.workflows.single_turn import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +82,9 @@ class Evaluation:
         client = engine.client
         engine.occupy(1)
         try:
-            (completion,) = await single_turn.sample(
-                client,
-                prompt,
-                n=1,
-                rollout=self._config.rollout,
-                stop_tokens=self._stop_tokens,
-                request_id=f"eval-{version}-{prompt.id}",
-                cache_salt=cache_salt(self._config.rollout, engine.version),
-                seed=sampling_seed(self._config.seed, "eval", prompt.id),
-            )
+            rollout, seed = self._config.rollout, sampling_seed(self._config.seed, "eval", prompt.id)
+            sampling = Sampling(client, rollout, self._stop_tokens, cache_salt(rollout, engine.version))
+            (completion,) = await single_turn.sample(sampling, prompt, 1, f"eval-{version}-{prompt.id}", seed)
         except EngineError as e:
             if not await self._is_lost(engine, client, e):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,10 @@ from areal_megatron.rollout.scoring import Score, Scorer
 from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
+from areal_megatron.rollout.workflows.single_turn import BROKEN_OFF, Sampling
 
+log = logging.getLogger(__name__)
+_BREAK_OFF_S = 10.0
 IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
 """Whether a request to an engine's client failed because that process is gone; then the engine is taken for lost."""
 
@@ -40,14 +44,18 @@ class Generation:
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
         self._again: deque[tuple[int, int]] = deque()
+        self._begun: dict[int, list[Completion]] = {}
+        """What groups have that were broken off."""
+        self._breaking_off = False
         self._tasks: defaultdict[int, set[asyncio.Task]] = defaultdict(set)
         """By engine."""
         self.prompts_too_long = 0
 
     def save(self) -> State:
         """What a resumed run needs to go on from here; between two batches."""
-        schedule = self._schedule.save()
-        running = ((group.epoch, group.prompt_id) for group in self._schedule.running.values())
+        groups = self._schedule.running
+        schedule = self._schedule.save(broken_off=groups.keys() & self._begun.keys())
+        running = ((group.epoch, group.prompt_id) for number, group in groups.items() if number not in self._begun)
         return State(
             prompts=len(self._prompts),
             seed=self._config.seed,
@@ -55,37 +63,57 @@ class Generation:
             again=[*running, *self._again],
             schedule=schedule,
             trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},
+            begun={group.number: self._begun[group.number] for group in schedule.begun},
             prompts_too_long=self.prompts_too_long,
         )
 
     def restore(self, state: State) -> None:
         """Goes on from what `save` gave, with this config's batch, group and bound."""
-        n = self._config.rollout.group_size
-        complete = [g for g in state.schedule.finished if len(state.trajectories[g.number]) == n]
-        lost = [g for g in state.schedule.finished if len(state.trajectories[g.number]) != n]
-        lost += self._schedule.restore(replace(state.schedule, finished=complete))
+        n, saved = self._config.rollout.group_size, state.schedule
+        answers = state.trajectories | state.begun
+        finished, begun = (
+            [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.begun)
+        )
+        lost = [group for group in (*saved.finished, *saved.begun) if len(answers[group.number]) != n]
+        lost += self._schedule.restore(replace(saved, finished=finished, begun=begun))
         self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
         self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
+        self._begun = {number: state.begun[number] for number in self._schedule.begun}
+        if self._begun:
+            log.info("going on with %s", _described(self._begun))
         self._cursor = Cursor(len(self._prompts), self._config.seed, state.cursor)
         self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:
-        """Admits groups for ever. Raises EngineError when a request fails for the last time."""
+        """Admits groups for ever, those that were broken off first. Raises EngineError when a request fails for the last
+        time."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._wake.clear()
                 while (engine := self._free_engine()) is not None:
-                    epoch, prompt = self._draw()
-                    group = self._schedule.admit(engine.index, epoch, prompt.id)
+                    group = self._next_group(engine)
                     engine.occupy(self._config.rollout.group_size)  # now: the task starts after further admissions
                     tasks = self._tasks[engine.index]
-                    tasks.add(task := groups.create_task(self._run_group(engine, group, prompt)))
+                    tasks.add(task := groups.create_task(self._run_group(engine, group)))
                     task.add_done_callback(tasks.discard)
                 await self._wake.wait()
 
     def wake(self) -> None:
         """Something changed that may allow another admission."""
         self._wake.set()
+
+    async def break_off(self) -> None:
+        """Ends what is running, for `save` to keep what has been sampled. Nothing runs after it."""
+        self._breaking_off = True
+        tasks = [task for tasks in self._tasks.values() for task in tasks]
+        for engine in self._engines:
+            try:
+                await engine.client.abort("group-")
+            except EngineError as e:
+                log.warning("its answers will be generated again: %s", e)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_BREAK_OFF_S)
+        log.info("kept %s", _described(self._begun))
 
     def lose(self, engine: Engine) -> None:
         """Its groups are admitted again, elsewhere or when it is back."""
@@ -102,14 +130,23 @@ class Generation:
 
     def _free_engine(self) -> Engine | None:
         """The least loaded engine that may take a group, by Eq. 3 and by rollout.max_running."""
+        if self._breaking_off:
+            return None
         room = self._config.rollout.max_running - self._config.rollout.group_size
         whole = [e for e in self._engines if e.state != "torn"]
         if not whole:
             raise EngineError("every engine holds a mixture of versions after a streamed update that failed (the "
                               "reason is logged above); nothing can generate the batch that would bring the next")  # fmt: skip
         with_weights = [e for e in whole if e.index in self._schedule.engines]
-        free = [e for e in with_weights if not e.draining and e.running <= room and self._schedule.may_admit(e.index)]
+        with_room = [e for e in with_weights if not e.draining and e.running <= room]
+        free = [e for e in with_room if self._schedule.begun or self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
+
+    def _next_group(self, engine: Engine) -> Group:
+        if self._schedule.begun:
+            return self._schedule.go_on(engine.index)
+        epoch, prompt = self._draw()
+        return self._schedule.admit(engine.index, epoch, prompt.id)
 
     def _draw(self) -> tuple[int, Prompt]:
         """Next prompt that fits; those that do not are skipped and counted."""
@@ -125,21 +162,18 @@ class Generation:
             self._schedule.skip_prompt(epoch, prompt.id, "longer than data.max_prompt_tokens")
             self.prompts_too_long += 1
 
-    async def _run_group(self, engine: Engine, group: Group, prompt: Prompt) -> None:
-        rollout = self._config.rollout
+    async def _run_group(self, engine: Engine, group: Group) -> None:
+        rollout, prompt = self._config.rollout, self._by_id[group.prompt_id]
         n, client = rollout.group_size, engine.client
+        sampling = Sampling(client, rollout, self._stop_tokens, cache_salt(rollout, engine.version),
+                            may_break_off=lambda: self._breaking_off)  # fmt: skip
+        begun = self._begun.pop(group.number, [])
+        # Random numbers of their own for what is sampled later
+        place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in begun)] if begun else []))
+        seed = sampling_seed(self._config.seed, "train", *place)
         start = time.time_ns()
         try:
-            completions = await single_turn.sample(
-                client,
-                prompt,
-                n=n,
-                rollout=rollout,
-                stop_tokens=self._stop_tokens,
-                request_id=f"group-{group.number}",
-                cache_salt=cache_salt(rollout, engine.version),
-                seed=sampling_seed(self._config.seed, "train", group.epoch, prompt.id),
-            )
+            completions = await single_turn.sample(sampling, prompt, n, f"group-{group.number}", seed, begun)
         except EngineError as e:
             if await self._is_lost(engine, client, e):
                 return
@@ -148,6 +182,9 @@ class Generation:
             engine.release(n)
         tokens = sum(len(c.tokens) for c in completions)
         engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
+        if any(c.finish_reason == BROKEN_OFF for c in completions):
+            self._begun[group.number] = completions
+            return
         self.wake()
         with self._timeline.span("reward", prompt=prompt.id):
             scores = await self._scorer.score(prompt, completions)
@@ -162,6 +199,11 @@ class Generation:
     def _is_useless(self, scores: list[Score]) -> bool:
         uniform = len({score.reward for score in scores}) == 1
         return not any(s.trained for s in scores) or (uniform and self._config.rollout.filter_uniform_groups)
+
+
+def _described(begun: dict[int, list[Completion]]) -> str:
+    answers = [answer for answers in begun.values() for answer in answers]
+    return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were broken off"
 
 
 def cache_salt(rollout: Rollout, version: int) -> str | None:

@@ -13,8 +13,8 @@ make a batch. Three rules hold for every sequence of events (tests/unit/test_sch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 
 TRAINED = "trained"
 FILTERED = "filtered"
@@ -41,13 +41,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Saved:
-    """A schedule between two batches, without engines and running groups."""
+    """A schedule between two batches, without engines."""
 
     version: int
     admitted: int
     dispositions: list[tuple[int, int, str]]
     """(epoch, prompt_id, disposition)"""
     finished: list[Group]
+    begun: list[Group] = field(default_factory=list)
+    """Of the running groups those that go on; the others are to be admitted again."""
 
 
 class Schedule:
@@ -67,6 +69,8 @@ class Schedule:
         self.counts: Counter[str] = Counter()
         """Dispositions so far by kind: trained, filtered, skipped."""
         self.running: dict[int, Group] = {}
+        self.begun: dict[int, Group] = {}
+        """Broken off before this schedule was restored; no engine has gone on with them yet."""
         self.finished: dict[int, Group] = {}
         self.training: list[Group] = []
         self._admitted = 0
@@ -110,6 +114,14 @@ class Schedule:
         self.running[group.number] = group
         return group
 
+    def go_on(self, engine: int) -> Group:
+        """The begun group with the oldest deadline runs again, on this engine; it counts as admitted when it first was."""
+        if engine not in self.engines or not self.begun:
+            raise ScheduleError(f"engine {engine} has nothing to go on with")
+        first = min(self.begun.values(), key=_by_deadline)
+        group = self.running[first.number] = replace(self.begun.pop(first.number), engine=engine)
+        return group
+
     def finish(self, group: Group) -> None:
         """All trajectories of the group are there and scored: it may be trained."""
         self.finished[group.number] = self._leave_running(group)
@@ -145,12 +157,13 @@ class Schedule:
         return list(self.training)
 
     def stragglers(self) -> int:
-        """Running groups that a batch waits for although enough have finished; 0 if it does not wait for them."""
+        """Unfinished groups that a batch waits for although enough have finished; 0 if it does not wait for them."""
         if self.training or len(self.finished) < self.groups_per_batch:
             return 0
         batch = self._oldest_finished()
         tight = self._infeasible_without(batch)
-        return sum(group.deadline <= max(tight) for group in self.running.values()) if tight else 0
+        unfinished = [*self.running.values(), *self.begun.values()]
+        return sum(group.deadline <= max(tight) for group in unfinished) if tight else 0
 
     def applied(self) -> None:
         """The update of the batch in training is done: the policy is one version further."""
@@ -171,29 +184,33 @@ class Schedule:
         """Whatever is still in flight will not be trained."""
         for group in [*self._in_flight(), *self.training]:
             self.skip_prompt(group.epoch, group.prompt_id, reason)
-        self.running, self.finished, self.training = {}, {}, []
+        self.running, self.begun, self.finished, self.training = {}, {}, {}, []
 
-    def save(self) -> Saved:
-        """Everything but engines and what runs on them. No batch may be in training."""
+    def save(self, broken_off: Collection[int] = ()) -> Saved:
+        """Everything but engines and what runs on them, except for the groups `broken_off`. No batch may be in training."""
         if self.training:
             raise ScheduleError(f"the batch of version {self.version} is still in training")
         disposed = [(epoch, prompt_id, kind) for (epoch, prompt_id), kind in self.dispositions.items()]
-        return Saved(self.version, self._admitted, disposed, list(self.finished.values()))
+        begun = [*self.begun.values(), *(self.running[number] for number in broken_off)]
+        return Saved(self.version, self._admitted, disposed, list(self.finished.values()), begun)
 
     def restore(self, saved: Saved) -> list[Group]:
         """Goes on from there, with this schedule's bound; before any engine is added.
 
-        Returns the finished groups that this bound has no place for: they leave N_r and are to be admitted again.
+        Returns the finished and begun groups that this bound has no place for: they leave N_r and are to be admitted
+        again.
         """
         self.version, self._admitted = saved.version, saved.admitted
         for epoch, prompt_id, disposition in saved.dispositions:
             self._dispose(epoch, prompt_id, disposition)
-        bounded = [replace(group, deadline=group.admission_version + self.max_staleness) for group in saved.finished]
+        finished = {group.number for group in saved.finished}
+        bounded = [replace(group, deadline=group.admission_version + self.max_staleness)
+                   for group in (*saved.finished, *saved.begun)]  # fmt: skip
         lost = []
-        for group in sorted(bounded, key=lambda group: (group.deadline, group.number)):
+        for group in sorted(bounded, key=_by_deadline):
             # All kept so far have a deadline as early or earlier, and must train up to this one.
-            if len(self.finished) < (group.deadline - self.version + 1) * self.groups_per_batch:
-                self.finished[group.number] = group
+            if len(self.finished) + len(self.begun) < (group.deadline - self.version + 1) * self.groups_per_batch:
+                (self.finished if group.number in finished else self.begun)[group.number] = group
             else:
                 lost.append(group)
         return lost
@@ -201,11 +218,10 @@ class Schedule:
     def _counted(self) -> int:
         """N_r / n: every admitted group that was not filtered, failed or left untrained."""
         trained = self.version * self.groups_per_batch
-        return trained + len(self.running) + len(self.finished) + len(self.training)
+        return trained + len(self.running) + len(self.begun) + len(self.finished) + len(self.training)
 
     def _oldest_finished(self) -> list[Group]:
-        by_deadline = sorted(self.finished.values(), key=lambda group: (group.deadline, group.number))
-        return by_deadline[: self.groups_per_batch]
+        return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]
 
     def _infeasible_without(self, batch: list[Group]) -> list[int]:
         """Deadlines that cannot all be met if `batch` trains now."""
@@ -220,6 +236,7 @@ class Schedule:
 
     def _in_flight(self) -> Iterator[Group]:
         yield from self.running.values()
+        yield from self.begun.values()
         yield from self.finished.values()
 
     def _leave_running(self, group: Group) -> Group:
@@ -241,3 +258,7 @@ class Schedule:
         self._check_undisposed(epoch, prompt_id)
         self.dispositions[epoch, prompt_id] = disposition
         self.counts[disposition.partition(":")[0]] += 1
+
+
+def _by_deadline(group: Group) -> tuple[int, int]:
+    return group.deadline, group.number

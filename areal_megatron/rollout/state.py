@@ -1,7 +1,7 @@
 """The controller's part of a checkpoint: all that decides which prompts are still to be trained, and with what.
 
-Written between two batches, so that it and the trainers' part are of one version. Groups that were running then
-are generated again; finished ones keep their answers.
+Written between two batches, so that it and the trainers' part are of one version. Finished groups keep their answers.
+Those that were running then are generated again, or, where the run was asked to stop, go on from where they were.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory, decoder, encoder
+from areal_megatron.rollout.client import Completion
 from areal_megatron.rollout.schedule import Saved
 
 
@@ -22,10 +23,12 @@ class State(msgspec.Struct, kw_only=True):
     seed: int
     cursor: tuple[int, int]
     again: list[tuple[int, int]]
-    """(epoch, prompt_id) of groups that were admitted and are neither finished nor disposed of."""
+    """(epoch, prompt_id) of groups that were admitted and are neither finished nor begun nor disposed of."""
     schedule: Saved
     trajectories: dict[int, list[Trajectory]]
     """Of the finished groups, by number."""
+    begun: dict[int, list[Completion]] = {}
+    """Answers of the begun groups, by number; some of them are whole."""
     prompts_too_long: int
     reward_failures: int = 0
 

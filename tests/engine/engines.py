@@ -1,7 +1,9 @@
 """A real engine for tests: a run folder with one vLLM server on one core."""
 
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +34,14 @@ def make_run(folder, world, *, rollout=None, **keys):
     run.create()
     save(config, run.config)
     return run, config
+
+
+def lengthened(world, folder):
+    """A copy of the world in `folder`, of a model that takes longer texts."""
+    shutil.copytree(world, folder)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return folder
 
 
 @contextmanager

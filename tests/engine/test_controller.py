@@ -17,6 +17,7 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import read_spans
 from areal_megatron.rollout.protocol import (
     Bye,
+    Checkpoint,
     ControllerClient,
     ControllerError,
     Delivered,
@@ -28,16 +29,22 @@ from areal_megatron.rollout.protocol import (
     Part,
     Publish,
     PublishAgain,
+    Stop,
     Trained,
+    Written,
 )
-from tests.engine.engines import ask, make_run, started_engine
+from areal_megatron.rollout.state import read
+from tests.engine.engines import ask, lengthened, make_run, started_engine
 
 ETA = 1
+LONG = 1500
 
 
 @pytest.fixture(scope="module")
 def engine(world, tmp_path_factory):
-    run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", world)
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {"max_new_tokens": LONG, "max_running": 16}
+    run, _ = make_run(folder / "engine", lengthened(world, folder / "world"), rollout=settings)
     with started_engine(run):
         yield run
 
@@ -47,8 +54,9 @@ def start(world, tmp_path, engine):
     """Starts a controller in a run folder of its own, on the one engine."""
     started = []
 
-    def new(timeout_s=60, **keys):
-        run, config = make_run(tmp_path / f"run-{len(started)}", world, rollout={"max_staleness": ETA}, **keys)
+    def new(timeout_s=60, world=world, rollout=None, **keys):
+        folder = tmp_path / f"run-{len(started)}"
+        run, config = make_run(folder, world, rollout={"max_staleness": ETA, **(rollout or {})}, **keys)
         config.reward.function = "tests.e2e.rewards:coarse"
         config.trainer.dp, config.machine.timeout_s = 2, timeout_s
         save(config, run.config)
@@ -168,6 +176,35 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
         assert update["truncated_share"] == np.mean([t.truncated for t in trajectories])
         assert update["staleness_max"] == max(version - t.admission_version for t in trajectories)
         assert sum(update["staleness_histogram"].values()) == config.batch_size
+
+
+def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, world, tmp_path):
+    """That it goes on with it: tests/launch/test_slurm.py."""
+    long = lengthened(world, tmp_path / "world")
+    lines = [json.loads(line) for line in (long / "train.jsonl").read_text().splitlines()]
+    lines = [json.dumps(line | {"response_tokens": LONG}) for line in lines]
+    (long / "train.jsonl").write_text("\n".join(lines))
+    run, config, process = start(world=long, rollout={"max_new_tokens": LONG, "group_size": 2}, updates=5)
+    client = connect(run)
+    assert isinstance(client.request(NextBatch(0, 0, 0)), NotYet)
+    while not ask(run, lambda c: c.load()).running:
+        time.sleep(0.1)
+    run.stop.touch()
+    while isinstance(reply := client.request(NextBatch(0, 0, 0)), NotYet):
+        pass
+    assert isinstance(reply, Stop)
+    client.request(Checkpoint(0, 0))
+    client.request(Written(0))
+    assert ask(run, lambda c: c.load()).running == 0
+    client.request(Bye())
+    assert process.wait(60) == 0, run.log("controller").read_text()
+
+    folder = run.checkpoints / ".version-000000.partial"
+    state = read(folder / "controller.msgpack", len(lines), config.seed)
+    begun = {(g.epoch, g.prompt_id): state.begun[g.number] for g in state.schedule.begun}
+    tokens = sum(len(answer.tokens) for answers in begun.values() for answer in answers)
+    assert len(begun) == 8 and 0 < tokens < 16 * LONG and not state.again
+    assert f"kept {tokens} tokens of 16 answers" in run.log("controller").read_text()
 
 
 def test_sigterm_is_a_clean_stop(start, connect, engine):

@@ -1,9 +1,7 @@
 """The engine as it is started in a run: a real vLLM server behind the guard."""
 
 import asyncio
-import json
 import os
-import shutil
 import signal
 
 import aiohttp
@@ -17,7 +15,8 @@ from areal_megatron.config import Rollout
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.workflows import single_turn
-from tests.engine.engines import ask, make_run, started_engine
+from areal_megatron.rollout.workflows.single_turn import Sampling
+from tests.engine.engines import ask, lengthened, make_run, started_engine
 
 TEMPERATURE = 0.7
 PROMPT = [5, 9, 7, 3]
@@ -25,12 +24,7 @@ PROMPT = [5, 9, 7, 3]
 
 @pytest.fixture(scope="module")
 def long_world(world, tmp_path_factory):
-    """The same world, of a model that takes longer texts."""
-    folder = tmp_path_factory.mktemp("long") / "world"
-    shutil.copytree(world, folder)
-    config = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    return folder
+    return lengthened(world, tmp_path_factory.mktemp("long") / "world")
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +55,15 @@ def reference(world):
 @pytest.mark.parametrize("seed", [None, 2**62])
 def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference, seed):
     for completion in ask(run, lambda client: generate(client, stop_tokens=[], seed=seed)):
-        tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
-        with torch.no_grad():
-            logits = reference(tokens).logits[0, len(PROMPT) - 1 : -1]
-        expected = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
-        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+        assert_sampled_from(reference, completion)
+
+
+def assert_sampled_from(reference, completion):
+    tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
+    with torch.no_grad():
+        logits = reference(tokens).logits[0, len(PROMPT) - 1 : -1]
+    expected = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
 
 
 def test_answers_end_with_a_stop_token_or_at_their_limit(run):
@@ -129,8 +127,8 @@ def test_answers_of_forced_length_have_it(run):
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=300)
 
     def sampled(client):
-        return single_turn.sample(client, prompt, n=4, rollout=Rollout(max_new_tokens=5), stop_tokens=[1, 4, 8],
-                                  request_id="forced", cache_salt="v0", seed=None)  # fmt: skip
+        sampling = Sampling(client, Rollout(max_new_tokens=5), [1, 4, 8], cache_salt="v0")
+        return single_turn.sample(sampling, prompt, 4, "forced", seed=1)
 
     assert [len(completion.tokens) for completion in ask(run, sampled)] == [300] * 4
 
@@ -161,12 +159,45 @@ def test_an_aborted_request_returns_what_it_has(run):
         task = asyncio.create_task(generate(client, n=2, max_tokens=1900, stop_tokens=[], request_id="long"))
         while not (await client.load()).running:
             await asyncio.sleep(0.01)
-        await client.abort(["long"])
+        await client.abort("long")
         return await asyncio.wait_for(task, 30)
 
     for completion in ask(run, aborted):
         assert completion.finish_reason == "abort"
         assert len(completion.tokens) == len(completion.logprobs) < 1900
+
+
+def test_answers_that_were_broken_off_go_on(run, reference):
+    """As one distribution, to the length that was asked for; what was whole already stays as it is."""
+    prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=1000)
+    rollout = Rollout(temperature=TEMPERATURE)
+
+    async def sampled(client):
+        sampling = Sampling(client, rollout, [], cache_salt=None, may_break_off=lambda: True)
+        task = asyncio.create_task(single_turn.sample(sampling, prompt, 3, "group-1", seed=1))
+        while not (await client.load()).running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        await client.abort("group-")
+        begun = await asyncio.wait_for(task, 30)
+        await client.set_version(1)
+        try:
+            going_on = Sampling(client, rollout, [], cache_salt=None)
+            whole = await single_turn.sample(going_on, prompt, 3, "group-1", seed=2, begun=begun)
+            return begun, whole, await single_turn.sample(going_on, prompt, 3, "group-1", seed=3, begun=whole)
+        finally:
+            await client.set_version(0)
+
+    begun, whole, again = ask(run, sampled)
+    assert len({tuple(answer.tokens) for answer in whole}) == 3
+    for first, answer in zip(begun, whole, strict=True):
+        count = len(first.tokens)
+        assert first.finish_reason == "abort" and 0 < count < 1000
+        assert answer.finish_reason == "length" and len(answer.tokens) == 1000
+        assert answer.tokens[:count].tolist() == first.tokens.tolist()
+        assert answer.versions.tolist() == [0] * count + [1] * (1000 - count)
+        assert_sampled_from(reference, answer)
+    assert all(one is other for one, other in zip(whole, again, strict=True))
 
 
 def test_a_paused_engine_answers_after_it_resumes(run):

@@ -1,6 +1,7 @@
 """The scripts of slurm/ on a real Slurm cluster of four virtual nodes, with a model that CPU cores can train."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -103,6 +104,9 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert sum(line["reward_mean"] for line in lines[-4:]) > sum(line["reward_mean"] for line in lines[:4])
     assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
     assert run.start.version >= 5, "what was trained before the preemption was trained again"
+    kept, gone_on_with = (re.findall(rf"{verb} (\d+ tokens of [1-9]\d* answers)", run.log("controller").read_text())
+                          for verb in ("kept", "going on with"))  # fmt: skip
+    assert kept == gone_on_with, "answers that were broken off"
     assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
 
 

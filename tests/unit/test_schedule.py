@@ -27,6 +27,7 @@ class World:
         self.version = 0
         self.engines = {}
         self.running = []
+        self.begun = []
         self.finished = []
         self.training = []
         self.ended = {}
@@ -41,7 +42,10 @@ class World:
         self.schedule.add_engine(engine, self.version)
 
     def trajectories_counted(self):
-        return self.n * (len(self.running) + len(self.finished) + len(self.training)) + self.version * self.batch_size
+        return (
+            self.n * (len(self.running) + len(self.begun) + len(self.finished) + len(self.training))
+            + self.version * self.batch_size
+        )
 
     def equation_3_allows(self, engine):
         with_this = self.trajectories_counted() + self.n
@@ -126,30 +130,53 @@ class World:
                 self.end((group.epoch, group.prompt_id), "skipped: engine lost")
 
     def resume(self):
-        """A new schedule goes on from what the old one saved, perhaps with another bound; what ran is run again."""
+        """A new schedule goes on from what the old one saved, perhaps with another bound.
+
+        What ran is run again; some of it was broken off and goes on, counted as admitted when it was.
+        """
         if self.training:
             with pytest.raises(ScheduleError, match="in training"):
                 self.schedule.save()
             return
-        saved = self.schedule.save()
+        broken_off = [group.number for group in self.running if self.rng.random() < 0.4]
+        saved = self.schedule.save(broken_off)
         if self.rng.random() < 0.5:
             self.staleness = self.rng.choice([0, 1, 2, 4, 8])
         self.schedule = Schedule(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness,
                                  updates=self.updates)  # fmt: skip
         lost = self.schedule.restore(saved)
         numbers = {group.number for group in lost}
-        assert numbers <= {group.number for group in self.finished}
-        self.returned += [group.prompt_id for group in [*self.running, *lost]]
+        admitted = {group.number: group.admission_version for group in (*self.finished, *self.running, *self.begun)}
+        kept = {*(group.number for group in (*self.finished, *self.begun)), *broken_off}
+        assert numbers <= kept
+        self.returned += [group.prompt_id for group in self.running if group.number not in kept]
+        self.returned += [group.prompt_id for group in lost]
         self.running, self.finished = [], list(self.schedule.finished.values())
-        assert all(g.deadline == g.admission_version + self.staleness >= self.version for g in self.finished)
+        self.begun = list(self.schedule.begun.values())
+        assert {g.number for g in (*self.finished, *self.begun)} == kept - numbers
+        for group in (*self.finished, *self.begun):
+            assert group.admission_version == admitted[group.number]
+            assert group.deadline == group.admission_version + self.staleness >= self.version
         self.engines = {}
         self.add_engine()
+
+    def go_on(self):
+        """An engine takes the begun group with the oldest deadline, whatever Eq. 3 says of new ones."""
+        engine = self.rng.choice(list(self.schedule.engines))
+        group = self.schedule.go_on(engine)
+        (begun,) = [other for other in self.begun if other.number == group.number]
+        assert group.engine == engine and group.admission_version == begun.admission_version
+        assert group.deadline == min(other.deadline for other in self.begun)
+        self.begun.remove(begun)
+        self.running.append(group)
 
     def step(self):
         act = self.rng.random()
         if self.rng.random() < 0.005:
             self.resume()
-        if act < 0.40 and self.schedule.engines:
+        if act < 0.20 and self.schedule.engines and self.begun:
+            self.go_on()
+        elif act < 0.40 and self.schedule.engines:
             self.try_admit(self.rng.choice(list(self.schedule.engines)))
         elif act < 0.72 and self.running:
             self.finish_one()
@@ -168,6 +195,8 @@ class World:
         """With everything in flight finished and every engine up to date, the run can always go on."""
         if self.training:
             self.end_training()
+        while self.begun:
+            self.go_on()
         for group in self.running:
             self.schedule.finish(group)
         self.finished, self.running = self.finished + self.running, []
@@ -188,7 +217,7 @@ class World:
             self.step()
         self.assert_alive()
         self.assert_books_agree()
-        for group in self.running + self.finished + self.training:
+        for group in self.running + self.begun + self.finished + self.training:
             self.end((group.epoch, group.prompt_id), "skipped: the run ended")
         self.schedule.end("the run ended")
         self.assert_books_agree()

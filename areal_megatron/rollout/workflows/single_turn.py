@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,38 +16,69 @@ from areal_megatron.rollout.client import Completion, EngineClient, EngineError
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _RETRY_S = 1.0
+BROKEN_OFF = "abort"
+"""Why an answer ended that goes on later."""
 
 
-async def sample(client: EngineClient, prompt: Prompt, *, n: int, rollout: Rollout, stop_tokens: list[int],
-                 request_id: str, cache_salt: str | None, seed: int) -> list[Completion]:  # fmt: skip
-    """n completed answers, from whatever versions the engine holds meanwhile.
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled, and on which engine."""
 
-    A failed request is repeated from its beginning; raises EngineError when it has failed _ATTEMPTS times.
+    client: EngineClient
+    rollout: Rollout
+    stop_tokens: list[int]
+    cache_salt: str | None
+    may_break_off: Callable[[], bool] = lambda: False
+    """Whether requests are being aborted; else an aborted one has failed."""
+
+
+async def sample(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
+                 begun: Sequence[Completion] = ()) -> list[Completion]:  # fmt: skip
+    """n answers, from whatever versions the engine holds meanwhile; those that are `begun` go on.
+
+    Completed, unless requests are being aborted. A failed request is repeated from its beginning; raises EngineError when
+    it has failed _ATTEMPTS times.
     """
-    once = partial(_sample_once, client, prompt, n, rollout, stop_tokens, cache_salt, seed)
+    if not begun:
+        return await _ask(sampling, prompt, n, request_id, seed)
+    going_on = (_go_on(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(begun))
+    return await asyncio.gather(*going_on)
+
+
+async def _go_on(sampling: Sampling, prompt: Prompt, begun: Completion, request_id: str, seed: int) -> Completion:
+    if begun.finish_reason != BROKEN_OFF:
+        return begun
+    (more,) = await _ask(sampling, prompt, 1, request_id, seed, begun.tokens.tolist())
+    parts = ((getattr(begun, name), getattr(more, name)) for name in ("tokens", "logprobs", "versions"))
+    return Completion(*map(np.concatenate, parts), more.finish_reason)
+
+
+async def _ask(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
+               begun: Sequence[int] = ()) -> list[Completion]:  # fmt: skip
     for attempt in range(1, _ATTEMPTS):
         try:
-            return await once(f"{request_id}-{attempt}")
+            return await _ask_once(sampling, prompt, n, f"{request_id}-{attempt}", seed, begun)
         except EngineError as e:
             log.warning("attempt %d of %d: %s", attempt, _ATTEMPTS, e)
             await asyncio.sleep(_RETRY_S)
-    return await once(f"{request_id}-{_ATTEMPTS}")
+    return await _ask_once(sampling, prompt, n, f"{request_id}-{_ATTEMPTS}", seed, begun)
 
 
-async def _sample_once(client: EngineClient, prompt: Prompt, n: int, rollout: Rollout, stop_tokens: list[int],
-                       cache_salt: str | None, seed: int, request_id: str) -> list[Completion]:  # fmt: skip
-    forced = prompt.response_tokens
+async def _ask_once(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
+                    begun: Sequence[int]) -> list[Completion]:  # fmt: skip
+    forced, client = prompt.response_tokens, sampling.client
     completions = await client.generate(
-        prompt.tokens,
+        [*prompt.tokens, *begun],
         n=n,
-        max_tokens=forced or rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        stop_tokens=[] if forced else stop_tokens,
+        max_tokens=max(1, (forced or sampling.rollout.max_new_tokens) - len(begun)),
+        temperature=sampling.rollout.temperature,
+        stop_tokens=[] if forced else sampling.stop_tokens,
         request_id=request_id,
-        cache_salt=cache_salt,
+        cache_salt=sampling.cache_salt,
         seed=seed,
     )
+    ends = ("stop", "length", *([BROKEN_OFF] if sampling.may_break_off() else []))
     for completion in completions:
-        if completion.finish_reason not in ("stop", "length") or not np.isfinite(completion.logprobs).all():
+        if completion.finish_reason not in ends or not np.isfinite(completion.logprobs).all():
             raise EngineError(f"{client.name} broke off {request_id}: finish reason {completion.finish_reason}")
     return completions
