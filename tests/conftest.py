@@ -31,6 +31,14 @@ def _take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty where it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 class LocalRun:
     """`python -m launch.local` as its own process; output in one file."""
 
@@ -69,7 +77,7 @@ class LocalRun:
             "trainer": lambda command: "areal_megatron.train" in command and command[-1] == index,
             "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
         }[role]
-        return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(p.cmdline()))
+        return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))
 
     def left_files(self) -> list[Path]:
         """Temporary files, and shared memory that came and that nobody uses any more (other tests run beside this one)."""

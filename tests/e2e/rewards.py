@@ -6,6 +6,11 @@ def short(prompt: str, response: str, answer: str) -> float:
     return -float(len(response))
 
 
+def brief(prompt: str, response: str, answer: str) -> float:
+    """Right is what has at most four characters."""
+    return float(len(response) <= 4)
+
+
 def coarse(prompt: str, response: str, answer: str) -> float:
     """One of two values: many groups of four are uniform."""
     return float(len(response) % 4 == 0)
