@@ -16,6 +16,7 @@ from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.rollout.scoring import Score
 from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.workflows import single_turn
+from areal_megatron.rollout.workflows.single_turn import Sampling
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1 + number], response_tokens=None) for number in range(6)]
 
@@ -92,6 +93,74 @@ def test_prompts_that_are_asked_again_after_a_resume_have_the_seeds_they_had(tmp
     assert sorted(again.seeds) == sorted(pair for pair in everything if pair[0] in first.silent)
 
 
+class Slow(Asked):
+    """Answers nothing until it is told to break off; then one answer of two is whole, the other has three tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = asyncio.Event()
+
+    async def generate(self, prompt, *, seed, **_):
+        self.seeds.append((prompt[0] - 1, seed))
+        await self.told.wait()
+        return [Completion(np.full(tokens, seed % 97, np.int32), np.full(tokens, -0.5, np.float32), np.zeros(tokens, np.int32), reason)
+                for tokens, reason in ((5, "stop"), (3, "abort"))]  # fmt: skip
+
+    async def abort(self, prefix):
+        self.told.set()
+
+
+class GoingOn(Asked):
+    """Adds two tokens of version 1 to whatever it is asked for."""
+
+    async def generate(self, prompt, *, n, seed, max_tokens, **_):
+        assert n == 1 and len(prompt) == 4 and max_tokens == 24 - 3
+        self.seeds.append((prompt[0] - 1, seed))
+        return [Completion(np.full(2, 98, np.int32), np.full(2, -1.0, np.float32), np.ones(2, np.int32), "stop")]
+
+
+def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp_path):
+    config, engines, timeline = setting(tmp_path, Slow())
+    config.rollout.max_new_tokens = 24
+
+    def generation():
+        schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
+        return schedule, Generation(config, schedule, engines, PROMPTS[:3], [0], Right(), timeline,
+                                    on_finished=lambda: None, is_lost=never)  # fmt: skip
+
+    async def stopped():
+        schedule, subject = generation()
+        schedule.add_engine(0, 0)
+        running = asyncio.create_task(subject.run())
+        await asyncio.sleep(0.05)
+        await subject.break_off()
+        running.cancel()
+        return subject.save()
+
+    state = asyncio.run(stopped())
+    assert not state.again and len(state.schedule.begun) == len(state.begun) == 6
+    first, client = engines[0].client.seeds, GoingOn()
+    engines[0].client = client
+
+    async def resumed():
+        schedule, subject = generation()
+        subject.restore(state)
+        schedule.version = 1
+        schedule.add_engine(0, 1)
+        running = asyncio.create_task(subject.run())
+        await asyncio.sleep(0.05)
+        running.cancel()
+        return [(group, subject.take(group)) for group in schedule.finished.values()]
+
+    finished = asyncio.run(resumed())
+    assert len(finished) == 6 and len(client.seeds) == 6 and not {s for _, s in first} & {s for _, s in client.seeds}
+    for group, (whole, gone_on) in finished:
+        mark = sampling_seed(11, "train", group.epoch, group.prompt_id) % 97
+        assert whole.response.tolist() == [mark] * 5 and gone_on.response.tolist() == [mark] * 3 + [98] * 2
+        assert gone_on.versions.tolist() == [0, 0, 0, 1, 1] and gone_on.logprobs.tolist() == [-0.5] * 3 + [-1.0] * 2
+        assert whole.admission_version == gone_on.admission_version == group.admission_version == 0
+
+
 def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
     monkeypatch.setattr(single_turn, "_RETRY_S", 0)
     seeds = []
@@ -102,9 +171,8 @@ def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
             raise EngineError("broken")
         return []
 
-    sample = single_turn.sample(SimpleNamespace(name="engine-0", generate=broken), PROMPTS[0], n=2, rollout=Rollout(),
-                                stop_tokens=[], request_id="x", cache_salt=None, seed=5)  # fmt: skip
-    assert asyncio.run(sample) == []
+    sampling = Sampling(SimpleNamespace(name="engine-0", generate=broken), Rollout(), [], cache_salt=None)
+    assert asyncio.run(single_turn.sample(sampling, PROMPTS[0], 2, "x", seed=5)) == []
     assert seeds == [5, 5, 5]
 
 
