@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -131,53 +132,62 @@ def describe(hello: Hello, config: Config) -> Node:
 
 
 class Srun:
-    """The way to the supervisors: the stdin and stdout of one srun, which passes both on."""
+    """The way to the supervisors: stdin and stdout of an srun for each group of nodes, which passes both on."""
 
-    def __init__(self, command: list[str]):
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, commands: list[list[str]]):
+        pipe = subprocess.PIPE
+        self._processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for command in commands]
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._decode = msgspec.json.Decoder(Event).decode
-        threading.Thread(target=self._read, daemon=True).start()
+        for process in self._processes:
+            threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
     def send(self, order: Order) -> None:
-        try:
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise HostError(self._ended()) from None
+        for process in self._processes:
+            try:
+                process.stdin.write(msgspec.json.encode(order) + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise HostError(_ended(process)) from None
 
     def receive(self) -> list[Event]:
-        if self._process.poll() is not None and self._lines.empty():
-            raise HostError(self._ended())
+        for process in self._processes:
+            if process.poll() is not None and self._lines.empty():
+                raise HostError(_ended(process))
         lines = [self._lines.get() for _ in range(self._lines.qsize())]
         return [self._decode(line) for line in lines if line.startswith(b"{")]
 
     def close(self) -> None:
-        try:
-            self._process.stdin.close()
-            self._process.wait(_CLIENT_TIMEOUT_S)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.terminate()  # srun ends its step
+        for process in self._processes:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_CLIENT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # srun ends its step
 
-    def _read(self) -> None:
-        for line in self._process.stdout:
+    def _read(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
             self._lines.put(line)
 
-    def _ended(self) -> str:
-        return f"srun, which holds the nodes' supervisors, ended with exit code {self._process.poll()}; see its words above"
+
+def _ended(process: subprocess.Popen) -> str:
+    return f"srun, which holds the nodes' supervisors, ended with exit code {process.poll()}; see its words above"
 
 
 def srun(job: Job) -> Srun:
-    """Starts a supervisor on each node."""
-    command = ["srun"]
+    """Starts a supervisor on each node. One srun of both groups would pass its stdin on to the last one only."""
+    commands = []
     for number, names in enumerate(job.groups):
-        command += [":"] if number else []
-        command += [f"--het-group={number}"] if len(job.groups) > 1 else []
+        several = len(job.groups) > 1
+        command = ["srun", *([f"--het-group={number}"] if several else [])]
         command += ["--overlap", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
                     "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--unbuffered"]  # fmt: skip
-        command += [sys.executable, "-m", "launch.node"]
-        command += ["--pool", _POOLS[number]] if len(job.groups) > 1 else []
-    return Srun(command)
+        commands.append(
+            [*command, sys.executable, "-m", "launch.node", *(["--pool", _POOLS[number]] if several else [])]
+        )
+    return Srun(commands)
 
 
 class Deadline:

@@ -141,8 +141,9 @@ class Cluster:
         return log.read_text() if log.exists() else ""
 
     def state(self, job: str) -> str:
-        """As squeue has it: PENDING, RUNNING, COMPLETED, …"""
-        return self.run("squeue", "-h", "-t", "all", "-o", "%T", "-j", job).strip()
+        """As squeue has it: PENDING, RUNNING, COMPLETED, …; of the groups of a heterogeneous job all that there are."""
+        states = self.run("squeue", "-h", "-t", "all", "-o", "%T", "-j", job).split()
+        return " ".join(sorted(set(states)))
 
     def wait(self, job: str, states: Collection[str] = ENDED, timeout_s: float = 60) -> str:
         """The state of the job once it is one of `states`. Raises ClusterError if it does not come to that in time."""

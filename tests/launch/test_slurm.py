@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from areal_megatron.run import Run
 from launch import slurm, status
 from launch.network import check_network
 from launch.orders import Hello
+from launch.records import read_record
 from tests.e2e.test_run import small
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +36,8 @@ def submit(cluster, monkeypatch):
     monkeypatch.chdir(ROOT)
     jobs = []
 
-    def submit(*arguments: str, nodes: int = 4) -> str:
-        jobs.append(cluster.submit(Path("slurm/train_32b.sh"), f"--nodes={nodes}", "--time=60", arguments=arguments))
+    def submit(*arguments: str, options: Sequence[str] = ("--nodes=4",)) -> str:
+        jobs.append(cluster.submit(Path("slurm/train_32b.sh"), *options, "--time=60", arguments=arguments))
         return jobs[-1]
 
     yield submit
@@ -134,7 +136,7 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     run = Run(tmp_path / "run")
     # The trainers may be sending to it: they wait for as long as a version may take.
     changes = {"rollout.max_staleness": 2, "trainer.pp": 1, "reshard.timeout_s": 30}
-    job = submit(*tiny(world, tmp_path, updates=100000, **changes), nodes=3)
+    job = submit(*tiny(world, tmp_path, updates=100000, **changes), options=["--nodes=3"])
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
     cluster.fail("node2")
     eventually(lambda: "the run goes on without engine-1" in cluster.output(job), 150, lambda: cluster.output(job))
@@ -153,10 +155,20 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     cluster.restore("node2")
 
 
-def test_a_cancelled_job_leaves_no_process(cluster, submit, world, tmp_path):
+def test_a_heterogeneous_job_that_is_cancelled_leaves_no_process(cluster, submit, world, tmp_path):
+    """The trainers have nodes of their own, and so have the engines."""
     run = Run(tmp_path / "run")
-    job = submit(*tiny(world, tmp_path))
-    eventually(lambda: run.status.exists(), 120, lambda: cluster.output(job))
+    options = ["--nodes=2", "--time=60", ":", "--nodes=2"]
+    job = submit(*tiny(world, tmp_path, updates=100000, eval_items=1), options=options)
+    eventually(lambda: trained(run) >= 1, 200, lambda: cluster.output(job))
+    nodes = {process.name: process.node for process in read_record(run).processes}
+    assert nodes == {
+        "controller": "node0",
+        "trainer-0": "node0",
+        "trainer-1": "node1",
+        "engine-0": "node2",
+        "engine-1": "node3",
+    }
     cluster.run("scancel", job)
     assert cluster.wait(job) == "CANCELLED"
     eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in p.cmdline()], 20)

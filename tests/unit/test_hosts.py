@@ -21,7 +21,7 @@ SLEEPS = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-
 def nodes(monkeypatch):
     """One supervisor of node `n1`."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    with Nodes(Srun([sys.executable, "-m", "launch.node"])) as nodes:
+    with Nodes(Srun([[sys.executable, "-m", "launch.node"]])) as nodes:
         assert nodes.gather(["n1"], 20)[0].cpus >= 1
         yield nodes
 
@@ -81,13 +81,13 @@ def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
 
 def test_processes_end_with_their_launcher(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    channel = Srun([sys.executable, "-m", "launch.node"])
+    channel = Srun([[sys.executable, "-m", "launch.node"]])
     nodes = Nodes(channel)
     nodes.gather(["n1"], 20)
     pid = int(eventually(start(nodes, tmp_path, SLEEPS).last_lines))
-    channel._process.stdin.close()
+    channel._processes[0].stdin.close()
     eventually(lambda: not alive(pid))
-    eventually(lambda: channel._process.poll() is not None)
+    eventually(lambda: channel._processes[0].poll() is not None)
     with pytest.raises(HostError, match="srun, which holds the nodes' supervisors, ended with exit code 0"):
         eventually(lambda: False, nodes.refresh)
 
