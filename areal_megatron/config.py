@@ -39,9 +39,10 @@ class Model:
 @dataclass
 class Data:
     train: str = MISSING
-    """JSONL; a line has `prompt` and `answer` (RL) or `prompt` and `response` (SFT)."""
+    """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of another
+    format (docs/evaluation.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
-    """JSONL of held-out prompts; empty: no evaluation."""
+    """The same of held-out prompts, without shares; empty: no evaluation."""
     max_prompt_tokens: int = 1024
     """Longer prompts are skipped and counted."""
 
@@ -156,7 +157,7 @@ class Checkpoint:
 @dataclass
 class Reward:
     function: str = "math"
-    """`math`, or the import path `package.module:function` of `f(prompt, response, answer) -> float`."""
+    """`math`, `choice`, or the import path `package.module:function` of `f(prompt, response, answer) -> float`."""
     workers: int = 1
     timeout_s: float = 10.0
     """A reward that takes longer counts as a wrong answer and is counted."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_megatron import config as configuration
 from areal_megatron.config import Config
-from areal_megatron.data.prompts import Cursor, Example, read_examples
+from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run, from_command_line
@@ -32,9 +32,9 @@ def fine_tune(config: Config, run: Run, trainer: Trainer) -> None:
 def batches(config: Config) -> Iterator[list[Example]]:
     """config.updates batches of examples, the same on every rank."""
     examples = read_examples(config.data.train, Tokenizer(config.model.path))
-    cursor = Cursor(len(examples), config.seed)
+    drawn = cursor(config, examples)
     for _ in range(config.updates):
-        yield [examples[cursor.next()[1]] for _ in range(config.batch_size)]
+        yield [examples[drawn.next()[1]] for _ in range(config.batch_size)]
 
 
 def main() -> None:

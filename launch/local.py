@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = configuration.load(options.config, options.overrides)
-        config.machine.device = _device(config)
+        config.machine.device = device_of(config)
         gpu_gib = node.gpu_gib() if config.machine.device == "cuda" else 0
         beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib)
         if not options.dry_run and beginning.run.folder.exists() and not config.resume:
@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     return supervise(beginning, Here(), options)
 
 
-def _device(config: Config) -> str:
+def device_of(config: Config) -> str:
+    """machine.device, `auto` decided by what this machine has."""
     if config.machine.device != "auto":
         return config.machine.device
     return "cuda" if node.gpus() else "cpu"

@@ -26,7 +26,7 @@ def world(tmp_path_factory):
     return folder
 
 
-def _take_interrupts() -> None:
+def take_interrupts() -> None:
     """A shell has its background jobs ignore them, and all that these start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -51,7 +51,7 @@ class LocalRun:
                    f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
         environment = os.environ | {"TMPDIR": str(self._temporary)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
-                                        stderr=subprocess.STDOUT, preexec_fn=_take_interrupts)  # fmt: skip
+                                        stderr=subprocess.STDOUT, preexec_fn=take_interrupts)  # fmt: skip
 
     @property
     def output(self) -> str:

@@ -20,7 +20,8 @@ from pathlib import Path
 from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.prompts import Cursor, prompt_ids
+from areal_megatron.data.files import records, shares
+from areal_megatron.data.prompts import Cursor
 from areal_megatron.rollout import state
 from areal_megatron.rollout.schedule import FILTERED, TRAINED
 from areal_megatron.run import Run, Start
@@ -131,8 +132,8 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
 
 def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint, batches: list[Batch]) -> list[str]:
     """What the controller says of each prompt that it drew before the checkpoint is what became of it."""
-    ids = prompt_ids(config.data.train)
-    saved = state.read(checkpoint.controller, len(ids), config.seed)
+    ids, cursor = drawing(config)
+    saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares)
     said: dict[Prompt, str] = {}
     faults = []
     claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
@@ -143,7 +144,7 @@ def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint,
         if prompt in said:
             faults.append(f"{_name(prompt)} is {said[prompt]} and {kind}")
         said[prompt] = kind
-    drawn = drawn_before(saved.cursor, ids, config.seed)
+    drawn = drawn_before(saved.cursor, cursor, ids)
     faults += [f"{_name(prompt)} was drawn and is lost" for prompt in sorted(drawn - said.keys())]
     faults += [f"{_name(prompt)} is {said[prompt]}, but was never drawn" for prompt in sorted(said.keys() - drawn)]
     before = [batch for batch in batches if batch.number < checkpoint.batches]
@@ -159,8 +160,15 @@ def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint,
     return faults
 
 
-def drawn_before(at: tuple[int, int], ids: list[int], seed: int) -> set[Prompt]:
-    cursor, drawn = Cursor(len(ids), seed), set()
+def drawing(config: Config) -> tuple[list[int], Cursor]:
+    """Ids of all prompts, in their order, and the cursor that draws them."""
+    prompts = list(records(config.data.train))
+    mixture = shares(config.data.train, [prompt.source for prompt in prompts])
+    return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture)
+
+
+def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Prompt]:
+    drawn = set()
     while cursor.at < tuple(at):
         epoch, position = cursor.next()
         drawn.add((epoch, ids[position]))
@@ -194,7 +202,8 @@ def main() -> int:
     kinds = Counter()
     if checkpoint:
         config = configuration.load(run.config)
-        saved = state.read(checkpoint.controller, len(prompt_ids(config.data.train)), config.seed)
+        ids, cursor = drawing(config)
+        saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares)
         kinds = Counter(kind.partition(":")[0] for _, _, kind in saved.schedule.dispositions)
     print(f"{len(faults)} faults in {len(batches)} batches of {len(run.starts())} incarnations; at the newest checkpoint "
           f"{kinds[TRAINED]} prompts trained, {kinds[FILTERED]} filtered, {kinds['skipped']} skipped")  # fmt: skip

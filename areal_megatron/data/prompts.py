@@ -1,28 +1,32 @@
-"""Prompts and supervised examples from JSONL files, and the order in which prompts are drawn. No torch."""
+"""Prompts and supervised examples from data sets, and the order in which prompts are drawn. No torch."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.files import Record, records, shares
+from areal_megatron.data.formats import field, prompt_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Prompt:
     id: int
-    """Line of the file, from 0."""
+    """Row of the data set, from 0."""
     text: str
     answer: str
     tokens: list[int]
     response_tokens: int | None
     """Forced length of every answer, for benchmarks; None: the model ends it."""
+    source: int = 0
+    """Number of its file in a mixture."""
+    reward: str = ""
+    """Reward that its format is made for; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -32,66 +36,65 @@ class Example:
     tokens: np.ndarray
     """int32, prompt and response with its end token"""
     prompt_length: int
+    source: int = 0
+    """Number of its file in a mixture."""
 
 
 def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of data.train or data.eval, as `key` says, those beyond data.max_prompt_tokens among them.
 
-    A line is {"prompt": text, "answer": text or number, "response_tokens": optional forced length}. Raises
-    ConfigError that names file and line for an unreadable or empty file, a line that is no JSON object, a missing
-    field, a wrong type, a forced length above rollout.max_new_tokens, or if no prompt fits.
+    A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced length}
+    or of another format of data/formats.py. Raises ConfigError that names file and row for an unreadable or empty file,
+    a row of no format, a missing field, a wrong type, a prompt that the chat template refuses, a forced length above
+    rollout.max_new_tokens, or if no prompt fits.
     """
-    path, limit, max_new_tokens = (
-        getattr(config.data, key),
-        config.data.max_prompt_tokens,
-        config.rollout.max_new_tokens,
-    )
-    rows = []
-    for line, where, row in _rows(path):
-        answer = _field(row, "answer", (str, int, float), where)
-        length = row.get("response_tokens")
-        if length is not None and (type(length) is not int or not 0 < length <= max_new_tokens):
-            raise ConfigError(f"{where}: response_tokens is {length!r}, expected a whole number from 1 to "
-                              f"rollout.max_new_tokens={max_new_tokens}")  # fmt: skip
-        rows.append((line, _field(row, "prompt", (str,), where), str(answer), length))
-    tokens = tokenizer.prompts([text for _, text, _, _ in rows])
+    text, limit = getattr(config.data, key), config.data.max_prompt_tokens
+    found = list(records(text))
+    items = [read_item(record.row, record.where, [config.seed, record.id]) for record in found]
+    lengths = [_forced_length(record, config.rollout.max_new_tokens) for record in found]
+    tokens = tokenizer.prompts([item.prompt for item in items], [record.where for record in found])
     if (shortest := min(map(len, tokens))) > limit:
-        raise ConfigError(f"{path}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
-    return [Prompt(line, text, answer, ids, length)
-            for (line, text, answer, length), ids in zip(rows, tokens, strict=True)]  # fmt: skip
+        raise ConfigError(f"{text}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
+    return [
+        Prompt(record.id, text_of(item.prompt), item.answer, ids, length, record.source, item.reward)
+        for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
+    ]
 
 
-def read_examples(path: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """One supervised example a line: {"prompt": text, "response": text}. Raises ConfigError as `read_prompts`."""
-    rows = [(_field(row, "prompt", (str,), where), _field(row, "response", (str,), where))
-            for _, where, row in _rows(path)]  # fmt: skip
-    prompts = tokenizer.prompts([prompt for prompt, _ in rows])
-    responses = tokenizer.responses([response for _, response in rows])
-    return [Example(np.array([*prompt, *response], np.int32), len(prompt))
-            for prompt, response in zip(prompts, responses, strict=True)]  # fmt: skip
-
-
-def prompt_ids(path: str | Path) -> list[int]:
-    """Of every prompt of the file, in its order. Raises ConfigError as `read_prompts`."""
-    return [line for line, _, _ in _rows(path)]
+def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
+    """One supervised example a row: {"prompt": text or messages, "response": text}. Raises ConfigError as `read_prompts`."""
+    found = list(records(text))
+    prompts = tokenizer.prompts([prompt_of(record.row, record.where) for record in found], [r.where for r in found])
+    responses = tokenizer.responses([field(record.row, "response", (str,), record.where) for record in found])
+    return [Example(np.array([*prompt, *response], np.int32), len(prompt), record.source)
+            for record, prompt, response in zip(found, prompts, responses, strict=True)]  # fmt: skip
 
 
 def check_data(config: Config) -> None:
     """Reads every file of `config.data` once. Raises ConfigError for the first thing that a run would trip over."""
     tokenizer = Tokenizer(config.model.path)
     if config.mode == "sft":
-        read_examples(config.data.train, tokenizer)
+        cursor(config, read_examples(config.data.train, tokenizer))
         return
-    read_prompts(config, "train", tokenizer)
-    if config.data.eval:
-        read_prompts(config, "eval", tokenizer)
+    keys = ["train", "eval"] if config.data.eval else ["train"]
+    for key in keys:
+        prompts = read_prompts(config, key, tokenizer)
+        _check_reward(config, prompts, f"data.{key}")
+        if key == "train":
+            cursor(config, prompts)
+        elif shares(config.data.eval, [prompt.source for prompt in prompts]):
+            raise ConfigError("data.eval: every prompt is asked once; leave the weights out")
 
 
 class Cursor:
-    """Every position of a dataset of `size` once an epoch, each epoch in an order of its own; endless."""
+    """Every position of a data set of `size` once an epoch, each epoch in an order of its own; endless.
 
-    def __init__(self, size: int, seed: int, at: tuple[int, int] = (0, 0)):
-        self._size, self._seed = size, seed
+    Of a mixture (`shares`, of data/files.py) each source gives its share of an epoch, and other rows in the next one until
+    too few are left for another share. Which ones follows from seed and epoch alone.
+    """
+
+    def __init__(self, size: int, seed: int, at: tuple[int, int] = (0, 0), shares: Sequence[tuple[int, int]] = ()):
+        self._size, self._seed, self.shares = size, seed, list(shares)
         self._epoch, self._next = at
         self._order = self._shuffled()
 
@@ -101,8 +104,8 @@ class Cursor:
         return self._epoch, self._next
 
     def next(self) -> tuple[int, int]:
-        """(epoch, position in the dataset)."""
-        if self._next == self._size:
+        """(epoch, position in the data set)."""
+        if self._next == len(self._order):
             self._epoch, self._next = self._epoch + 1, 0
             self._order = self._shuffled()
         position = int(self._order[self._next])
@@ -110,41 +113,37 @@ class Cursor:
         return self._epoch, position
 
     def _shuffled(self) -> np.ndarray:
-        return np.random.default_rng([self._seed, self._epoch]).permutation(self._size)
+        members = [np.arange(self._size)] if not self.shares else self._drawn()
+        return np.random.default_rng([self._seed, self._epoch]).permutation(np.concatenate(members))
+
+    def _drawn(self) -> list[np.ndarray]:
+        """The positions of this epoch, of each source."""
+        begin, members = 0, []
+        for number, (size, drawn) in enumerate(self.shares):
+            cycle, part = divmod(self._epoch, size // drawn)
+            order = np.random.default_rng([self._seed, cycle, number]).permutation(size)
+            members.append(begin + order[part * drawn : (part + 1) * drawn])
+            begin += size
+        return members
 
 
-def _rows(path: str | Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(line from 0, `file:line` from 1, object) of each line that is not blank."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot read the dataset: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: the dataset is not UTF-8: {e.reason} at byte {e.start}") from None
-    found = False
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        where = f"{path}:{number + 1}"
-        try:
-            row = json.loads(line)
-        except ValueError as e:
-            raise ConfigError(f"{where}: not JSON: {e}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {type(row).__name__}')
-        found = True
-        yield number, where, row
-    if not found:
-        raise ConfigError(f"{path}: the dataset is empty; it needs one JSON object a line")
+def cursor(config: Config, members: Sequence[Prompt] | Sequence[Example], at: tuple[int, int] = (0, 0)) -> Cursor:
+    """Over all that `read_prompts` or `read_examples` gave of data.train. Raises ConfigError as `shares`."""
+    return Cursor(len(members), config.seed, at, shares(config.data.train, [member.source for member in members]))
 
 
-def _field(row: dict[str, Any], name: str, kinds: tuple[type, ...], where: str) -> Any:
-    if name not in row:
-        raise ConfigError(f"{where}: field {name!r} is missing, found {', '.join(map(repr, row)) or 'no field'}")
-    value = row[name]
-    if type(value) not in kinds:
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{where}: field {name!r} is {type(value).__name__}, expected {expected}")
-    if value == "":
-        raise ConfigError(f"{where}: field {name!r} is empty")
-    return value
+def _forced_length(record: Record, max_new_tokens: int) -> int | None:
+    length = record.row.get("response_tokens")
+    if length is not None and (type(length) is not int or not 0 < length <= max_new_tokens):
+        raise ConfigError(f"{record.where}: response_tokens is {length!r}, expected a whole number from 1 to "
+                          f"rollout.max_new_tokens={max_new_tokens}")  # fmt: skip
+    return length
+
+
+def _check_reward(config: Config, prompts: Sequence[Prompt], key: str) -> None:
+    """Raises ConfigError where a built-in reward meets a format that is made for another one."""
+    function = config.reward.function
+    for prompt in prompts:
+        if ":" not in function and prompt.reward not in ("", function):
+            raise ConfigError(f"reward.function: {function}, but row {prompt.id + 1} of {key} is of a format that is scored "
+                              f"by reward.function={prompt.reward}")  # fmt: skip

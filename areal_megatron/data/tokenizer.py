@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import jinja2.sandbox
 import tokenizers
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.formats import Chat
 
 
 class Tokenizer:
@@ -31,11 +33,15 @@ class Tokenizer:
         self.stop_tokens = self._stop_tokens()
         """Ids that end an answer, the tokenizer's own end token first."""
 
-    def prompts(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt: as a chat's user message where the model has a chat template, else as it stands."""
+    def prompts(self, prompts: Sequence[str | Chat], places: Sequence[str] = ()) -> list[list[int]]:
+        """Token ids of each prompt: messages by the model's chat template, a text as one user message, or as it stands
+        where the model has no template. Raises ConfigError that names the prompt's place for one that has no chat form.
+        """
+        named = zip(prompts, places or [str(self._folder)] * len(prompts), strict=True)
         if self._template is None:
-            return [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
-        return [e.ids for e in self._tokenizer.encode_batch(list(map(self._as_chat, texts)), add_special_tokens=False)]
+            return [encoding.ids for encoding in self._tokenizer.encode_batch([_plain(*prompt) for prompt in named])]
+        chats = [self._as_chat(*prompt) for prompt in named]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(chats, add_special_tokens=False)]
 
     def responses(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each response, the end token appended."""
@@ -46,13 +52,14 @@ class Tokenizer:
         """Text without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _as_chat(self, text: str) -> str:
+    def _as_chat(self, prompt: str | Chat, place: str) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-        messages = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **special)
-        except jinja2.TemplateError as e:
-            raise ConfigError(f"model.path: {self._folder}: the chat template refuses a plain prompt: {e}") from None
+        except Exception as e:  # the template is the model's: it may fail in any way
+            problem = " ".join(str(e).split()) or type(e).__name__
+            raise ConfigError(f"{place}: the chat template of {self._folder} refuses the prompt: {problem}") from None
 
     def _chat_template(self) -> jinja2.Template | None:
         file = self._folder / "chat_template.jinja"
@@ -92,6 +99,13 @@ class Tokenizer:
     @staticmethod
     def _text(token: Any) -> str:
         return token["content"] if isinstance(token, dict) else token or ""
+
+
+def _plain(prompt: str | Chat, place: str) -> str:
+    if not isinstance(prompt, str):
+        raise ConfigError(f"{place}: the prompt is a list of messages, but the model has no chat template; give it one "
+                          "(chat_template.jinja) or make the prompt a text")  # fmt: skip
+    return prompt
 
 
 def _raise(message: str) -> None:

@@ -15,7 +15,7 @@ RewardFunction = Callable[[str, str, str], float]
 """f(prompt, response, answer) → score: 1 is correct, 0 is wrong, anything finite between and beyond counts
 in proportion: reward = (1 − score) · incorrect + score · correct."""
 
-BUILT_IN = {"math": "areal_megatron.reward.math:score"}
+BUILT_IN = {"math": "areal_megatron.reward.math:score", "choice": "areal_megatron.reward.choice:score"}
 
 
 def load_function(name: str) -> RewardFunction:

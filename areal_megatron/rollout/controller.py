@@ -21,7 +21,7 @@ from areal_megatron import checkpoint_folder
 from areal_megatron.address import address
 from areal_megatron.config import Config, ConfigError, load
 from areal_megatron.data.flops import SequenceFlops
-from areal_megatron.data.prompts import read_prompts
+from areal_megatron.data.prompts import cursor, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline
@@ -96,7 +96,8 @@ class Controller:
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of this process's part."""
         if self.start.checkpoint:
-            saved = state.read(Path(self.start.checkpoint) / "controller.msgpack", len(prompts), config.seed)
+            written = Path(self.start.checkpoint) / "controller.msgpack"
+            saved = state.read(written, len(prompts), config.seed, cursor(config, prompts).shares)
             self.generation.restore(saved)
             self.rewards.failures = saved.reward_failures
         if self.start.incarnation:  # of what came before, the versions up to this one count; without a checkpoint none

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from areal_megatron.config import Config, Rollout
-from areal_megatron.data.prompts import Cursor, Prompt
+from areal_megatron.data.prompts import Prompt, cursor
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.rollout.client import Completion, EngineClient, EngineError
@@ -40,7 +40,7 @@ class Generation:
         self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
         self._on_finished, self._is_lost = on_finished, is_lost
         self._by_id = {prompt.id: prompt for prompt in prompts}
-        self._cursor = Cursor(len(prompts), config.seed)
+        self._cursor = cursor(config, prompts)
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
         self._again: deque[tuple[int, int]] = deque()
@@ -65,6 +65,7 @@ class Generation:
             trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},
             begun={group.number: self._begun[group.number] for group in schedule.begun},
             prompts_too_long=self.prompts_too_long,
+            mixture=self._cursor.shares,
         )
 
     def restore(self, state: State) -> None:
@@ -81,7 +82,7 @@ class Generation:
         self._begun = {number: state.begun[number] for number in self._schedule.begun}
         if self._begun:
             log.info("going on with %s", _described(self._begun))
-        self._cursor = Cursor(len(self._prompts), self._config.seed, state.cursor)
+        self._cursor = cursor(self._config, self._prompts, state.cursor)
         self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:

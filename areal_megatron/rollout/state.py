@@ -7,6 +7,7 @@ Those that were running then are generated again, or, where the run was asked to
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,8 @@ class State(msgspec.Struct, kw_only=True):
     """Answers of the begun groups, by number; some of them are whole."""
     prompts_too_long: int
     reward_failures: int = 0
+    mixture: list[tuple[int, int]] = []
+    """(rows, rows drawn an epoch) of each file of data.train, where they have weights."""
 
 
 _encode = encoder().encode
@@ -48,7 +51,7 @@ def write(state: State, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def read(path: Path, prompts: int, seed: int) -> State:
+def read(path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = ()) -> State:
     """Raises ConfigError if it cannot be read, or belongs to another order of prompts than this data and seed give."""
     try:
         state = _decode(path.read_bytes())
@@ -59,4 +62,7 @@ def read(path: Path, prompts: int, seed: int) -> State:
                           "the same file, or start a new run from the exported model")  # fmt: skip
     if state.seed != seed:
         raise ConfigError(f"seed: {seed}, but the checkpoint was made with {state.seed}, which orders the prompts")
+    if state.mixture != list(mixture):
+        raise ConfigError("data.train: the checkpoint was made with other weights, which order the prompts: go on with the "
+                          "same, or start a new run from the exported model")  # fmt: skip
     return state

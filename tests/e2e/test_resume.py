@@ -26,7 +26,8 @@ CHANGES = {"eval_items": 4, "rollout.max_staleness": 2, "resume": "auto", "rollo
 
 def test_a_run_that_is_killed_three_times_goes_on(local_run, world):
     """Of the launcher everything dies with it; a trainer rank and the controller take the run along."""
-    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10}
+    mixture = f"{world / 'train.jsonl'}:0.8,{world / 'heldout.jsonl'}:0.2"
+    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10, "data.train": mixture}
     settings = small(world, **changes)
     for incarnation, victim in enumerate(("launcher", "trainer-0", "controller")):
         started = local_run("killed", *settings)

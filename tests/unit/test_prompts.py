@@ -8,8 +8,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
-from areal_megatron.data.prompts import Cursor, check_data, read_examples, read_prompts
+from areal_megatron.data.prompts import Cursor, check_data, cursor, read_examples, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.rollout.schedule import Schedule
+from areal_megatron.rollout.state import State
+from areal_megatron.rollout.state import read as read_state
+from areal_megatron.rollout.state import write as write_state
 
 TEMPLATE = (
     "{% for m in messages %}\n<|user|>{{ m['content'] | trim }}<|end|>\n{% endfor %}\n"
@@ -66,6 +70,36 @@ def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     expected = reference(folder).apply_chat_template(chats, add_generation_prompt=True).input_ids
     assert Tokenizer(folder).prompts(TEXTS) == expected
+
+
+def test_messages_have_the_tokens_that_transformers_gives(folder, tmp_path):
+    with_template(folder)
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in TEXTS]
+    path = write(tmp_path, *({"prompt": chat, "answer": "1"} for chat in chats))
+    prompts = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    expected = reference(folder).apply_chat_template(chats, add_generation_prompt=True).input_ids
+    assert [prompt.tokens for prompt in prompts] == expected
+    assert prompts[0].text == f"Be brief.\n\n{TEXTS[0]}"
+
+
+@pytest.mark.parametrize(("template", "problem"), [
+    ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system\nmessages') }}{% endif %}", "no system messages"),
+    ("{% if messages[0]['role'] == 'system' %}{{ messages[0]['tools'][0]['name'] }}{% endif %}", "no attribute 'tools'"),
+    ("{% if messages[0]['role'] == 'system' %}{{ 1 + 'a' }}{% endif %}", "unsupported operand"),
+])  # fmt: skip
+def test_a_chat_template_that_fails_names_the_line(folder, tmp_path, template, problem):
+    (folder / "chat_template.jinja").write_text(template + "{{ messages[-1]['content'] }}")
+    bad = {"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}
+    path = write(tmp_path, GOOD, bad)
+    with pytest.raises(ConfigError, match=r"data.jsonl:2: the chat template of .* refuses the prompt") as error:
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_messages_without_a_chat_template_are_refused(folder, tmp_path):
+    path = write(tmp_path, GOOD, {"prompt": [{"role": "user", "content": "b"}], "answer": "1"})
+    with pytest.raises(ConfigError, match=r"data.jsonl:2: the prompt is a list of messages, but the model has no chat"):
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
 
 
 def test_decoding_leaves_special_tokens_out(folder):
@@ -162,3 +196,83 @@ def test_the_cursor_visits_every_prompt_once_an_epoch_in_a_new_order():
     assert len({tuple(order) for order in orders} | {tuple(range(50))}) == 4
     assert drawn == [replayed.next() for replayed in [Cursor(50, seed=3)] for _ in range(150)]
     assert drawn[:50] != [other.next() for other in [Cursor(50, seed=4)] for _ in range(50)]
+
+
+def test_the_order_of_prompts_stays_what_it_was():
+    """Checkpoints hold a place in it."""
+    assert [position for _, position in (cursor.next() for cursor in [Cursor(6, seed=3)] for _ in range(12))] == [
+        2,
+        5,
+        4,
+        1,
+        3,
+        0,
+        1,
+        2,
+        0,
+        4,
+        5,
+        3,
+    ]
+
+
+MIXTURE = [(10, 7), (30, 3)]
+
+
+def test_a_mixed_epoch_has_its_share_of_each_source_and_no_prompt_twice():
+    cursor = Cursor(40, seed=3, shares=MIXTURE)
+    drawn = [cursor.next() for _ in range(200)]
+    assert [epoch for epoch, _ in drawn] == [epoch for epoch in range(20) for _ in range(10)]
+    epochs = [[position for e, position in drawn if e == epoch] for epoch in range(20)]
+    for positions in epochs:
+        assert len(set(positions)) == 10 and sum(position < 10 for position in positions) == 7
+    of_the_second = [{position for position in positions if position >= 10} for positions in epochs]
+    for cycle in range(2):
+        assert set.union(*of_the_second[10 * cycle : 10 * cycle + 10]) == set(range(10, 40)), "all before any again"
+    assert of_the_second[:10] != of_the_second[10:]
+
+
+@pytest.mark.parametrize("after", [0, 1, 9, 10, 11, 137])
+def test_a_mixture_goes_on_exactly_where_it_was(after):
+    whole, first = Cursor(40, 3, shares=MIXTURE), Cursor(40, 3, shares=MIXTURE)
+    for _ in range(after):
+        assert whole.next() == first.next()
+    again = Cursor(40, 3, first.at, MIXTURE)
+    assert [whole.next() for _ in range(60)] == [again.next() for _ in range(60)]
+
+
+def test_training_draws_from_several_files_by_weight(folder, tmp_path):
+    for name, count in (("a", 4), ("b", 9)):
+        rows = [json.dumps({"prompt": f"{name}{number}", "answer": "1"}) + "\n" for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    mixed = config(folder, train=f"{tmp_path / 'a.jsonl'}:2,{tmp_path / 'b.jsonl'}:1")
+    check_data(mixed)
+    prompts = read_prompts(mixed, "train", Tokenizer(folder))
+    assert [prompt.id for prompt in prompts] == list(range(13))
+    order = cursor(mixed, prompts)
+    epoch = [prompts[order.next()[1]].text for _ in range(6)]
+    assert sorted(text for text in epoch if text[0] == "a") == ["a0", "a1", "a2", "a3"] and order.next()[0] == 1
+    with pytest.raises(ConfigError, match=r"data.eval: every prompt is asked once; leave the weights out"):
+        check_data(config(folder, train=mixed.data.train, eval=mixed.data.train))
+
+
+def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
+    saved = State(prompts=40, seed=3, cursor=(1, 2), again=[], schedule=Schedule(batch_size=4, group_size=2, max_staleness=1, updates=3).save(), trajectories={},
+                  prompts_too_long=0, mixture=MIXTURE)  # fmt: skip
+    write_state(saved, tmp_path / "state")
+    assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
+    for other in ([], [(10, 5), (30, 5)]):
+        with pytest.raises(ConfigError, match=r"data.train: the checkpoint was made with other weights"):
+            read_state(tmp_path / "state", 40, 3, other)
+
+
+def test_a_built_in_reward_for_another_format_is_refused(folder, tmp_path):
+    path = write(tmp_path, GOOD, {"question": "a", "choices": ["x", "y"], "answer": 0})
+    asked = config(folder, train=path)
+    with pytest.raises(
+        ConfigError, match=r"reward.function: math, but row 2 of data.train is .* reward.function=choice"
+    ):
+        check_data(asked)
+    for function in ("choice", "my.module:score"):
+        asked.reward.function = function
+        check_data(asked)

@@ -117,7 +117,7 @@ def test_groups_are_shared_out_over_the_workers_in_order(user_function):
 
 
 @pytest.mark.parametrize(("name", "problem"), [
-    ("maths", "'maths' is no reward, expected math or package.module:function"),
+    ("maths", "'maths' is no reward, expected math, choice or package.module:function"),
     ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),
     ("my_rewards:missing", "my_rewards has no function missing"),
 ])  # fmt: skip

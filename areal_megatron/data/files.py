@@ -1,0 +1,184 @@
+"""Rows of data sets: JSONL and Parquet files, folders of them, Hugging Face data sets, and mixtures. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.config import ConfigError
+
+_HUB = "hf://datasets/"
+_SHARD = re.compile(r"-\d+-of-\d+$")
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    weight: float | None
+    """Share of the prompts that come from it, relative to the other sources; None: all of it once an epoch."""
+
+
+@dataclass(frozen=True)
+class Record:
+    id: int
+    """Row of its source, from 0 and with those of the sources before it counted; blank lines of JSONL count too."""
+    source: int
+    where: str
+    """`path:row`, from 1, for errors."""
+    row: dict[str, Any]
+
+
+def sources(text: str | Path) -> list[Source]:
+    """Of data.train or data.eval: a path, or `path,path`, or `path:weight,path:weight`.
+
+    A path is a JSONL or Parquet file, a folder of such shards or of a data set that `datasets` has saved, or a file of the
+    Hugging Face hub as hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises ConfigError.
+    """
+    text = str(text)
+    if Path(text).exists():
+        return [Source(text, None)]
+    found = [_source(part.strip()) for part in text.split(",")]
+    if not all(source.path for source in found):
+        raise ConfigError(f"data: {text!r} names an empty path; expected path,path or path:weight,path:weight")
+    if len({source.weight is None for source in found}) > 1:
+        raise ConfigError(f"data: {text!r} gives some files a weight; give all of them one, or none")
+    if bad := [source for source in found if source.weight is not None and not 0 < source.weight < math.inf]:
+        raise ConfigError(f"data: the weight of {bad[0].path} is {bad[0].weight:g}, expected one above 0")
+    return found
+
+
+def records(text: str | Path) -> Iterator[Record]:
+    """All rows of `sources(text)`, one source after the other.
+
+    Raises ConfigError that names file and row: where it cannot be read, is empty or holds what is no object.
+    """
+    begin = 0
+    for number, source in enumerate(sources(text)):
+        last = -1
+        for file in _files(source.path):
+            first = last + 1
+            for row_number, row in _rows(file):
+                where = f"{file}:{row_number + 1}"
+                if not isinstance(row, dict):
+                    raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {type(row).__name__}')
+                last = first + row_number
+                yield Record(begin + last, number, where, row)
+        if last < 0:
+            raise ConfigError(f"{source.path}: the dataset is empty; it needs one JSON object a line, or rows")
+        begin += last + 1
+
+
+def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
+    """(rows, rows drawn an epoch) of each source of `text`, whose numbers `members` lists row by row; [] without weights.
+
+    An epoch is as long as it can be with no row drawn twice: one source is drawn whole, of the others what their weights
+    say. Raises ConfigError where a weight leaves nothing to draw.
+    """
+    found = sources(text)
+    if found[0].weight is None:
+        return []
+    sizes = [members.count(number) for number in range(len(found))]
+    scale = min(size / source.weight for size, source in zip(sizes, found, strict=True))
+    drawn = [min(size, round(source.weight * scale)) for size, source in zip(sizes, found, strict=True)]
+    for source, count in zip(found, drawn, strict=True):
+        if not count:
+            raise ConfigError(f"data: with a weight of {source.weight:g} not one row of {source.path} fits into an epoch of "
+                              f"{sum(drawn)}; raise its weight")  # fmt: skip
+    return list(zip(sizes, drawn, strict=True))
+
+
+def _source(part: str) -> Source:
+    path, colon, weight = part.rpartition(":")
+    try:
+        return Source(path, float(weight)) if colon else Source(part, None)
+    except ValueError:
+        return Source(part, None)
+
+
+def _files(path: str) -> list[Path]:
+    if path.startswith(_HUB):
+        return [_downloaded(path)]
+    folder = Path(path)
+    if not folder.is_dir():
+        return [folder]
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet", ".arrow"))
+    if not files:
+        raise ConfigError(f"{path}: no *.jsonl, *.parquet or *.arrow file in this folder")
+    if len(sets := sorted({_SHARD.sub("", file.stem) for file in files})) > 1:
+        raise ConfigError(
+            f"{path}: this folder holds several sets, {', '.join(sets)}: name a file, or several with commas"
+        )
+    return files
+
+
+def _downloaded(uri: str) -> Path:
+    """A file of the hub, from the local cache or the network."""
+    import huggingface_hub  # only who reads from the hub waits for it
+
+    owner, _, rest = uri.removeprefix(_HUB).partition("/")
+    place, _, file = rest.partition("/")
+    name, _, revision = place.partition("@")
+    if not file:
+        raise ConfigError(f"{uri}: expected {_HUB}OWNER/NAME/FILE")
+    try:
+        return Path(
+            huggingface_hub.hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision or None)
+        )
+    except Exception as e:  # whatever network, hub and cache have to say
+        raise ConfigError(f"{uri}: cannot be had: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(row from 0, value) of each row of one file."""
+    read = {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix, _jsonl)
+    try:
+        yield from read(path)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the dataset: {e.strerror or e}") from None
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: the dataset is not UTF-8: {e.reason} at byte {e.start}") from None
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as e:
+            raise ConfigError(f"{path}:{number + 1}: not JSON: {e}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    pyarrow = _pyarrow(path)
+    with path.open("rb") as file:
+        try:
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
+            yield from enumerate(row for batch in batches for row in batch.to_pylist())
+        except pyarrow.ArrowInvalid as e:
+            raise ConfigError(f"{path}: no Parquet file: {str(e).splitlines()[0]}") from None
+
+
+def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
+    pyarrow = _pyarrow(path)
+    with path.open("rb") as file:
+        try:
+            yield from enumerate(row for batch in pyarrow.ipc.open_stream(file) for row in batch.to_pylist())
+        except pyarrow.ArrowInvalid as e:
+            raise ConfigError(f"{path}: no Arrow stream: {str(e).splitlines()[0]}") from None
+
+
+def _pyarrow(path: Path):
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path}: reading it needs pyarrow: pip install pyarrow, or convert it to JSONL") from None
+    return pyarrow

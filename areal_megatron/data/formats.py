@@ -1,0 +1,191 @@
+"""What a row of a data set asks, what the right answer is, and which reward tells. Pure functions, one a format.
+
+The first format of FORMATS whose mark the row has reads it; docs/evaluation.md shows a row of each.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickletools
+import string
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_megatron.config import ConfigError
+
+Row = dict[str, Any]
+Chat = list[dict[str, str]]
+"""Messages, each with `role` and `content`."""
+
+BOXED = "\n\nReason step by step and put the final answer into \\boxed{}."
+LETTER = "\n\nReason step by step and put the letter of the right choice into \\boxed{}."
+PROGRAM = ("\n\nWrite a Python program that reads the input from stdin and prints the output to stdout. "
+           "Put the whole program into one ```python block.")  # fmt: skip
+FUNCTION = "\n\nComplete this Python code and put all of it into one ```python block:\n```python\n{}\n```"
+
+_UNPACKED_BYTES = 1 << 30
+_PICKLED_TEXT = {"PROTO", "FRAME", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "MEMOIZE", "PUT", "BINPUT",
+                 "STOP"}  # fmt: skip
+"""Operations of a pickle that holds one string and nothing else."""
+
+
+@dataclass(frozen=True)
+class Item:
+    prompt: str | Chat
+    answer: str
+    reward: str = ""
+    """Name in reward/function.py that the format is made for; empty: any."""
+
+
+def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
+    """The item of a row. `where` names it in errors, `seed` shuffles the choices of a multiple-choice question.
+
+    Raises ConfigError for a row of no known format, a missing field, and a field of a wrong type or without sense.
+    """
+    for mark, read in FORMATS.items():
+        if mark in row:
+            return read(row, where, seed)
+    raise ConfigError(f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
+                      f"{', '.join(map(repr, list(FORMATS)[1:]))}")  # fmt: skip
+
+
+def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
+    """A field that must be there, of one of the types and not empty. Raises ConfigError."""
+    if name not in row:
+        raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}")
+    value = row[name]
+    if type(value) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{where}: field {name!r} is {type(value).__name__}, expected {expected}")
+    if value in ("", [], {}):
+        raise ConfigError(f"{where}: field {name!r} is empty")
+    return value
+
+
+def prompt_of(row: Row, where: str) -> str | Chat:
+    """The field `prompt`: text or messages. Raises ConfigError."""
+    prompt = field(row, "prompt", (str, list), where)
+    for number, message in enumerate(prompt if isinstance(prompt, list) else []):
+        if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
+            raise ConfigError(f"{where}: message {number} of field 'prompt' needs a text `role` and a text `content`")
+    return prompt
+
+
+def text_of(prompt: str | Chat) -> str:
+    """What rewards get to see of a prompt: its text, or the contents of its messages with an empty line between."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
+def _as_it_stands(row: Row, where: str, seed: Sequence[int]) -> Item:
+    answer = field(row, "answer", (str, int, float, dict, list), where)
+    return Item(prompt_of(row, where), json.dumps(answer) if isinstance(answer, dict | list) else str(answer))
+
+
+def _math(question: str) -> Callable[[Row, str, Sequence[int]], Item]:
+    def read(row: Row, where: str, seed: Sequence[int]) -> Item:
+        name = "Answer" if question == "Problem" else "answer"
+        answer = str(field(row, name, (str, int, float), where))
+        return Item(field(row, question, (str,), where) + BOXED, answer, "math")
+
+    return read
+
+
+def _choices(row: Row, where: str, seed: Sequence[int]) -> Item:
+    choices = field(row, "choices", (list,), where)
+    if not 2 <= len(choices) <= len(string.ascii_uppercase) or not all(type(choice) is str for choice in choices):
+        raise ConfigError(f"{where}: field 'choices' must be 2 to {len(string.ascii_uppercase)} texts")
+    answer = field(row, "answer", (int, str), where)
+    letters = string.ascii_uppercase[: len(choices)]
+    if answer in choices:
+        right = choices.index(answer)
+    elif isinstance(answer, str):
+        right = letters.find(answer) if len(answer) == 1 else -1
+    else:
+        right = answer
+    if not 0 <= right < len(choices):
+        raise ConfigError(f"{where}: field 'answer' is {answer!r}, expected a choice, its letter or its number from 0")
+    return _asked(field(row, "question", (str,), where), choices, right, seed)
+
+
+def _gpqa(row: Row, where: str, seed: Sequence[int]) -> Item:
+    names = ["Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3))]
+    choices = [field(row, name, (str,), where).strip() for name in names]
+    return _asked(field(row, "Question", (str,), where), choices, 0, seed)
+
+
+def _asked(question: str, choices: list[str], right: int, seed: Sequence[int]) -> Item:
+    """A multiple-choice question, its choices in an order of the seed."""
+    order = np.random.default_rng(seed).permutation(len(choices)).tolist()
+    lines = [f"{letter}) {choices[number]}" for letter, number in zip(string.ascii_uppercase, order, strict=False)]
+    return Item(question + "\n\n" + "\n".join(lines) + LETTER, string.ascii_uppercase[order.index(right)], "choice")
+
+
+def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
+    cases = [case for name in ("public_test_cases", "private_test_cases") if row.get(name)
+             for case in _test_cases(row, name, where)]  # fmt: skip
+    if not cases:
+        raise ConfigError(f"{where}: no test in public_test_cases or private_test_cases")
+    kinds = {case.get("testtype", "stdin") for case in cases}
+    if kinds not in ({"stdin"}, {"functional"}):
+        raise ConfigError(f"{where}: tests of type {', '.join(map(repr, kinds))}, expected all stdin or all functional")
+    question = field(row, "question_content", (str,), where)
+    if kinds == {"stdin"}:
+        tests = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+        return Item(question + PROGRAM, json.dumps(tests), "code")
+    try:
+        tests = {
+            "inputs": [[json.loads(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
+            "outputs": [json.loads(case["output"]) for case in cases],
+            "fn_name": json.loads(field(row, "metadata", (str,), where))["func_name"],
+        }
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{where}: functional tests need JSON values, one argument a line, and the name of the function "
+                          "as func_name in the JSON text of field 'metadata'") from None  # fmt: skip
+    return Item(question + FUNCTION.format(field(row, "starter_code", (str,), where)), json.dumps(tests), "code")
+
+
+def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
+    cases = row[name]
+    try:
+        if isinstance(cases, str):
+            cases = json.loads(cases if cases.lstrip().startswith("[") else _unpacked(cases))
+        if not all(
+            type(case["input"]) is type(case["output"]) is type(case.get("testtype", "")) is str for case in cases
+        ):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
+        raise ConfigError(f"{where}: field {name!r} is no list of tests with a text `input` and a text `output`, neither "
+                          "as JSON nor packed as LiveCodeBench does it") from None  # fmt: skip
+    return cases
+
+
+def _unpacked(text: str) -> str:
+    """The text in base64 of zlib of a pickle, which is read and never executed. Raises ValueError or zlib.error."""
+    inflater = zlib.decompressobj()
+    pickled = inflater.decompress(base64.b64decode(text, validate=True), _UNPACKED_BYTES)
+    operations = list(pickletools.genops(pickled)) if not inflater.unconsumed_tail else []
+    texts = [value for operation, value, _ in operations if "UNICODE" in operation.name]
+    if len(texts) != 1 or any(operation.name not in _PICKLED_TEXT for operation, _, _ in operations):
+        raise ValueError("more than a text")
+    return texts[0]
+
+
+FORMATS: dict[str, Callable[[Row, str, Sequence[int]], Item]] = {
+    "prompt": _as_it_stands,
+    "question_content": _live_code_bench,
+    "choices": _choices,
+    "Correct Answer": _gpqa,
+    "problem": _math("problem"),
+    "Problem": _math("Problem"),
+    "question": _math("question"),
+}
+"""The field that tells a format → its reader."""
+
+
+def _names(row: Row) -> str:
+    return ", ".join(map(repr, row)) or "no field"

@@ -1,0 +1,122 @@
+"""tools/evaluate.py with a real engine: killed in the middle and started again, beside one that nobody kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from math import comb
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, left_over, take_interrupts
+
+ITEMS, N = 40, 4
+
+
+class Started:
+    def __init__(self, world, data, out, *more):
+        command = [sys.executable, "tools/evaluate.py", str(world / "model"), str(data), "--n", str(N), "--k", "1,2,4",
+                   "--max-new-tokens", "40", "--reward", "tests.e2e.rewards:coarse", "--out", str(out), *more]  # fmt: skip
+        self.out = out
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, text=True, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                                        preexec_fn=take_interrupts)  # fmt: skip
+
+    def lines(self):
+        path = self.out / "answers.jsonl"
+        return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+    def finish(self, code=0):
+        output, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == code, output
+        return output
+
+
+@pytest.fixture
+def start(world, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join((world / "heldout.jsonl").read_text().splitlines(keepends=True)[:ITEMS]))
+    evaluations = []
+
+    def begin(name, *more):
+        evaluations.append(Started(world, data, tmp_path / name, *more))
+        return evaluations[-1]
+
+    yield begin
+    for evaluation in evaluations:
+        if evaluation.process.poll() is None:
+            evaluation.process.terminate()
+            evaluation.process.wait(30)
+
+
+def figures(lines):
+    """avg@4 and pass@2 of the lines, counted out."""
+    correct = [0] * ITEMS
+    for answer in lines:
+        correct[answer["item"]] += answer["correct"]
+    pairs = comb(N, 2)
+    return sum(correct) / (N * ITEMS), sum(1 - comb(N - c, 2) / pairs for c in correct) / ITEMS
+
+
+def test_a_killed_evaluation_goes_on_and_gives_the_figures_of_its_answers(start):
+    whole = start("whole")
+    whole.finish()
+
+    killed = start("killed")
+    deadline = time.monotonic() + 120
+    while len(killed.lines()) < 20:
+        assert killed.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    members = psutil.Process(killed.process.pid).children(recursive=True)
+    killed.process.send_signal(signal.SIGKILL)
+    killed.process.wait(10)
+    assert not left_over(members, 20), "the engine outlived the evaluation"
+    kept = [line for line in killed.lines() if line.endswith(b"\n")]
+    assert len(kept) < ITEMS * N, "it was over before it was killed"
+    assert not (killed.out / "result.json").exists()
+    with (killed.out / "answers.jsonl").open("ab") as file:
+        file.write(b'{"item":3,"sam')  # as if it had been killed in a write
+
+    refused = start("killed", "--temperature", "0.5")
+    message = refused.finish(code=2)
+    assert message.startswith("error: ") and "temperature=1.0, not 0.5" in message and message.count("\n") == 1
+
+    again = start("killed")
+    assert f"going on with {len(kept)} answers" in again.finish()
+    assert again.lines()[: len(kept)] == kept, "kept answers are used as they are"
+
+    answers, unbroken = ([json.loads(line) for line in evaluation.lines()] for evaluation in (again, whole))
+    everything = [(item, sample) for item in range(ITEMS) for sample in range(N)]
+    assert sorted((a["item"], a["sample"]) for a in answers) == everything
+    assert {(a["item"], a["sample"]): a["seed"] for a in answers} == {
+        (a["item"], a["sample"]): a["seed"] for a in unbroken
+    }
+    responses = {(a["item"], a["sample"]): a["response"] for a in unbroken}
+    same = sum(responses[a["item"], a["sample"]] == a["response"] for a in answers)
+    assert same >= 0.9 * len(answers), (
+        f"{same} of {len(answers)} answers are those of the evaluation that nobody killed"
+    )
+    for evaluation, lines in ((again, answers), (whole, unbroken)):
+        result = json.loads((evaluation.out / "result.json").read_text())
+        average, pair = figures(lines)
+        assert result["avg@4"]["value"] == pytest.approx(average, abs=1e-12) and 0 < average < 1
+        assert result["pass@2"]["value"] == pytest.approx(pair, abs=1e-12)
+
+    others = start("killed", "--k", "3").finish()
+    assert "pass@3" in others and "starting" not in others, "other k need no engine"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_evaluation_that_is_interrupted_ends_its_engine(start, number, code):
+    evaluation = start("interrupted")
+    deadline = time.monotonic() + 120
+    while not (evaluation.out / "engine" / "endpoints" / "engine-0").exists():
+        assert evaluation.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    members = psutil.Process(evaluation.process.pid).children(recursive=True)
+    evaluation.process.send_signal(number)
+    assert "Traceback" not in evaluation.finish(code)
+    assert len(members) > 2 and not left_over(members)

@@ -1,0 +1,199 @@
+"""The figures of an evaluation, and the folder in which it can be killed and go on."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from statistics import NormalDist, mean, stdev
+
+import evaluate
+import numpy as np
+import pytest
+from evaluation_folder import Folder, Sampled, files_digest
+
+from areal_megatron.config import ConfigError
+from areal_megatron.observe.estimates import estimate, pass_at_k
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_answer(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        answers = [True] * c + [False] * (n - c)
+        subsets = [any(subset) for subset in itertools.combinations(answers, k)]
+        assert pass_at_k(n, c, k) == float(Fraction(sum(subsets), len(subsets)))
+
+
+@pytest.mark.parametrize(("n", "c", "k", "value"), [
+    (5, 2, 2, 0.7),
+    (10, 3, 1, 0.3),
+    (10, 3, 5, 11 / 12),
+    (200, 1, 100, 0.5),
+    (200, 0, 100, 0.0),
+    (200, 101, 100, 1.0),
+    (64, 64, 1, 1.0),
+    (100_000, 1, 1, 1e-5),
+])  # fmt: skip
+def test_recorded_cases(n, c, k, value):
+    assert pass_at_k(n, c, k) == value
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(200, 3, 100), (1000, 1, 10), (4096, 17, 512), (100_000, 2, 50_000)])
+def test_large_cases_agree_with_the_product_of_the_paper(n, c, k):
+    log = math.fsum(math.log1p(-k / i) for i in range(n - c + 1, n + 1))
+    assert pass_at_k(n, c, k) == pytest.approx(-math.expm1(log), rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, 1, 0), (4, -1, 1)])
+def test_what_cannot_be_estimated_is_refused(n, c, k):
+    with pytest.raises(ValueError, match="pass@"):
+        pass_at_k(n, c, k)
+
+
+def test_intervals_are_the_normal_ones_where_there_are_many_items():
+    values = np.random.default_rng(1).choice([0, 0.25, 0.5, 1], 2000).tolist()
+    found, half = estimate(values), NormalDist().inv_cdf(0.975) * stdev(values) / len(values) ** 0.5
+    assert found.value == pytest.approx(mean(values))
+    assert (found.low, found.high) == pytest.approx((mean(values) - half, mean(values) + half), abs=0.05 * half)
+    assert estimate(values) == found
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """40 items of four answers, the items of very different difficulty: answers of one item are alike."""
+    draw = np.random.default_rng(2)
+    held = 0
+    for _ in range(200):
+        difficulty = draw.beta(0.7, 0.7, 40)
+        found = estimate(draw.binomial(4, difficulty) / 4)
+        held += found.low <= 0.5 <= found.high
+    assert 0.89 <= held / 200 <= 0.99
+
+
+@pytest.mark.parametrize("items", [1, 7, 30])
+def test_where_every_item_is_alike_the_interval_is_that_of_a_binomial(items):
+    """The chance of no success at the upper bound is 2.5%."""
+    nothing, everything = estimate([0.0] * items), estimate([1.0] * items)
+    assert (nothing.value, nothing.low) == (0, 0) and (1 - nothing.high) ** items == pytest.approx(0.025)
+    assert (everything.value, everything.high) == (1, 1) and everything.low**items == pytest.approx(0.025)
+
+
+def sampled(item, sample, correct=True, **changes):
+    return Sampled(item=item, sample=sample, seed=7, score=float(correct), correct=correct,
+                   **({"truncated": False, "tokens": 3, "response": "ü\n\"x\""} | changes))  # fmt: skip
+
+
+def test_figures_follow_from_the_answers_in_whatever_order():
+    correct = {0: [1, 0, 0, 0], 3: [1, 1, 1, 1], 5: [0, 0, 0, 0]}
+    answers = [
+        sampled(item, k, bool(own[k]), tokens=k, truncated=k == 0) for item, own in correct.items() for k in range(4)
+    ]
+    result = evaluate.result_of(answers, [1, 2])
+    assert (result["items"], result["n"]) == (3, 4)
+    assert result["avg@4"]["value"] == result["pass@1"]["value"] == pytest.approx(5 / 12)
+    assert result["pass@2"]["value"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert (result["truncated_share"], result["response_tokens_mean"]) == (0.25, 1.5)
+    assert evaluate.result_of(answers[::-1], [1, 2]) == result
+    assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), [1, 2]) == result
+    assert "pass@2" in evaluate.table(result) and "3 items × 4 answers" in evaluate.table(result)
+
+
+SETTINGS = {"model": "m", "n": 2, "temperature": 0.7}
+
+
+def test_answers_are_there_again_and_a_torn_line_is_not(tmp_path):
+    with Folder(tmp_path / "out", SETTINGS) as folder:
+        folder.add(sampled(0, 1))
+        folder.add(sampled(4, 0, correct=False))
+        whole = (tmp_path / "out" / "answers.jsonl").read_bytes()  # flushed by now
+        folder.add(sampled(4, 1))
+    path = tmp_path / "out" / "answers.jsonl"
+    full = path.read_bytes()
+    for length in range(len(whole), len(full)):
+        path.write_bytes(full[:length])
+        with Folder(tmp_path / "out", SETTINGS) as folder:
+            assert folder.answers == {(0, 1): sampled(0, 1), (4, 0): sampled(4, 0, correct=False)}
+            assert path.read_bytes() == whole
+            folder.add(sampled(4, 1))
+        assert path.read_bytes() == full
+    assert [json.loads(line)["item"] for line in path.read_text().splitlines()] == [0, 4, 4]
+
+
+def test_another_setting_is_refused_in_one_line_and_changes_nothing(tmp_path):
+    with Folder(tmp_path / "out", SETTINGS) as folder:
+        folder.add(sampled(0, 1))
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    for change in ({"n": 4}, {"model": "other"}, {"temperature": 0.8}):
+        with pytest.raises(ConfigError, match="was begun with") as error:
+            Folder(tmp_path / "out", SETTINGS | change)
+        ((key, value),) = change.items()
+        assert f"{key}={SETTINGS[key]}, not {value}" in str(error.value) and "\n" not in str(error.value)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "engine").mkdir()
+    with pytest.raises(ConfigError, match="holds something else than an evaluation"):
+        Folder(tmp_path, SETTINGS)
+    assert [file.name for file in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_line_that_is_no_answer_is_named(tmp_path):
+    with Folder(tmp_path / "out", SETTINGS) as folder:
+        folder.add(sampled(0, 1))
+    with (tmp_path / "out" / "answers.jsonl").open("a") as file:
+        file.write('{"item": "x"}\n')
+    with pytest.raises(ConfigError, match=r"answers.jsonl:2: no answer"):
+        Folder(tmp_path / "out", SETTINGS)
+
+
+def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
+    code = "import sys; from evaluation_folder import *; Folder(Path(sys.argv[1]), {'n': 2}).add; sys.exit(9)"
+    with Folder(tmp_path / "out", {"n": 2}):
+        second = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True,
+                                env={"PYTHONPATH": "tools:."}, timeout=60)  # fmt: skip
+    assert "another evaluation is writing here" in second.stderr
+
+
+def test_a_model_that_was_written_anew_is_another_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    before = files_digest(tmp_path)
+    assert files_digest(tmp_path) == before
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"1235")
+    assert files_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize(("arguments", "problem"), [
+    (["--n", "2", "--k", "1,4"], "--k: pass@4 needs --n 4"),
+    (["--n", "0"], "--n: must be above 0"),
+    (["--k", "0"], "--k: must be above 0"),
+    (["--k", "x"], "--k"),
+    (["--temperature", "0", "--n", "2"], "--temperature: 0 with --n 2"),
+    (["--temperature", "-1"], "--temperature"),
+    (["--seed", "-1"], "--seed"),
+])  # fmt: skip
+def test_wrong_options(arguments, problem, capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["model", "data", *arguments])
+    assert ended.value.code == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "data", "arguments", "problem"), [
+    ("nowhere", "good", [], "nowhere"),
+    ("model", "nowhere.jsonl", [], "nowhere.jsonl: cannot read the dataset"),
+    ("model", "bad", [], "bad.jsonl:2: field 'answer' is missing"),
+    ("model", "good", ["--reward", "maths"], "'maths' is no reward"),
+    ("model", "good", ["--max-new-tokens", "100000"], "max_position_embeddings=512"),
+])  # fmt: skip
+def test_wrong_input_ends_with_one_line_before_anything_starts(
+    world, tmp_path, capsys, model, data, arguments, problem
+):
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+1="}\n')
+    path = tmp_path / f"{data}.jsonl" if data in ("good", "bad") else data
+    common = ["--max-new-tokens", "8", "--out", str(tmp_path / "out")]
+    assert evaluate.main([str(world / model), str(path), *common, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and problem in error
+    assert not (tmp_path / "out").exists()

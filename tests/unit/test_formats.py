@@ -1,0 +1,200 @@
+"""Rows of published data sets, as their cards show them, and what becomes of them."""
+
+import base64
+import json
+import os
+import pickle
+import zlib
+
+import pytest
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data import formats
+from areal_megatron.data.formats import read_item, text_of
+from areal_megatron.reward.choice import score
+from areal_megatron.reward.math import score as math_score
+
+AIME24 = {"id": 60, "problem": "Every morning Aya goes…", "solution": r"… \boxed{204}", "answer": "204", "year": "2024"}
+AIME24_CAPITAL = {"ID": "2024-II-4", "Problem": "Let $x,y$ and $z$…", "Solution": "…", "Answer": 33}
+AIME25 = {"question": "Find the sum of all integer bases…", "answer": "70"}
+AMC23 = {"id": 0, "problem": "Cities $A$ and $B$…", "answer": 27.0, "url": "…"}
+MATH500 = {
+    "problem": "Convert the point…",
+    "answer": r"\left( 3, \frac{\pi}{2} \right)",
+    "subject": "Precalculus",
+    "level": 2,
+}
+
+
+@pytest.mark.parametrize(("row", "question", "answer"), [
+    (AIME24, "Every morning Aya goes…", "204"),
+    (AIME24_CAPITAL, "Let $x,y$ and $z$…", "33"),
+    (AIME25, "Find the sum of all integer bases…", "70"),
+    (AMC23, "Cities $A$ and $B$…", "27.0"),
+    (MATH500, "Convert the point…", MATH500["answer"]),
+])  # fmt: skip
+def test_mathematical_problems_ask_for_a_box(row, question, answer):
+    item = read_item(row, "x:1", [0])
+    assert item.prompt.startswith(question) and "\\boxed{}" in item.prompt
+    assert (item.answer, item.reward) == (answer, "math")
+    assert math_score(item.prompt, f"so \\boxed{{{answer}}}", item.answer) == 1
+
+
+def test_the_whole_number_of_amc_is_right():
+    assert math_score("", r"\boxed{27}", read_item(AMC23, "x:1", [0]).answer) == 1
+
+
+CHOICES = ["iron", "gold", "lead", "zinc"]
+GPQA = {"Question": "Which?", "Correct Answer": "gold\n", "Incorrect Answer 1": "iron", "Incorrect Answer 2": "lead",
+        "Incorrect Answer 3": "zinc", "Explanation": "…"}  # fmt: skip
+MULTIPLE = [GPQA, *({"question": "Which?", "choices": CHOICES, "answer": answer} for answer in (1, "B", "gold"))]
+
+
+@pytest.mark.parametrize("row", MULTIPLE)
+def test_the_letter_of_a_shuffled_question_stands_before_the_right_choice(row):
+    letters = set()
+    for seed in range(40):
+        item = read_item(row, "x:1", [1, seed])
+        assert item == read_item(row, "y:9", [1, seed]) and item.reward == "choice"
+        shown = dict(line.split(") ") for line in item.prompt.split("\n")[2:6])
+        assert list(shown) == list("ABCD") and sorted(shown.values()) == sorted(CHOICES)
+        assert shown[item.answer] == "gold"
+        assert score(item.prompt, f"I think \\boxed{{{item.answer}}}", item.answer) == 1
+        letters.add(item.answer)
+    assert letters == set("ABCD")
+
+
+@pytest.mark.parametrize(("response", "found"), [
+    (r"\boxed{B}", "B"),
+    (r"\boxed{A} no, \boxed{B}", "B"),
+    (r"answer is A, boxed \boxed{(B)}, answer is C", "B"),
+    (r"\boxed{\text{B}}", "B"),
+    (r"\boxed{\textbf{(B)}}", "B"),
+    (r"\boxed{b}", "B"),
+    (r"\boxed{B.}", "B"),
+    (r"\boxed{B) 42 cm}", "B"),
+    (r"\boxed{**B**}", "B"),
+    (r"\boxed{42} answer is B", None),
+    (r"\boxed{B and C}", None),
+    (r"\boxed{Both}", None),
+    ("The answer is B.", "B"),
+    ("The correct answer is **B** since", "B"),
+    ("Answer: (B)", "B"),
+    ("Answer: $B$", "B"),
+    ("the answer is A. No: the answer is B", "B"),
+    ("the answer is both", None),
+    ("the answer is Boron", None),
+    ("B", None),
+    ("", None),
+])  # fmt: skip
+def test_letters_are_found_where_models_put_them(response, found):
+    assert [letter for letter in "ABCD" if score("", response, letter)] == ([found] if found else [])
+
+
+STDIN = [
+    {"input": "1 2\n", "output": "3\n", "testtype": "stdin"},
+    {"input": "4 5\n", "output": "9\n", "testtype": "stdin"},
+]
+CALLS = [{"input": '[3, 1]\n"up"', "output": "[1, 3]", "testtype": "functional"},
+         {"input": '[3, 1]\n"down"', "output": "[3, 1]", "testtype": "functional"}]  # fmt: skip
+STDIN_ROW = {"question_title": "Sum", "question_content": "Add.", "platform": "atcoder", "starter_code": "", "metadata": "{}",
+             "public_test_cases": json.dumps(STDIN[:1])}  # fmt: skip
+CALLS_ROW = {"question_content": "Sort.", "starter_code": "class Solution:\n    def order(self, a, way):\n        ",
+             "metadata": '{"func_name": "order"}', "public_test_cases": json.dumps(CALLS[:1])}  # fmt: skip
+
+
+def packed(cases, protocol=None):
+    """As the published files have private tests: with the real pickle."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases), protocol))).decode()
+
+
+@pytest.mark.parametrize("private", [json.dumps(STDIN[1:]), STDIN[1:], *(packed(STDIN[1:], p) for p in range(6))])
+def test_programs_of_live_code_bench_become_inputs_and_outputs(private):
+    item = read_item(STDIN_ROW | {"private_test_cases": private}, "x:1", [0])
+    assert item.prompt.startswith("Add.") and "stdin" in item.prompt and item.reward == "code"
+    assert json.loads(item.answer) == {"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]}
+
+
+def test_functions_of_live_code_bench_can_be_called_with_their_inputs():
+    class Solution:
+        def order(self, a, way):
+            return sorted(a, reverse=way == "down")
+
+    item = read_item(CALLS_ROW | {"private_test_cases": packed(CALLS[1:])}, "x:1", [0])
+    assert CALLS_ROW["starter_code"] in item.prompt and item.reward == "code"
+    tests = json.loads(item.answer)
+    assert len(tests["inputs"]) == 2
+    assert [getattr(Solution(), tests["fn_name"])(*given) for given in tests["inputs"]] == tests["outputs"]
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_is_more_than_a_text_is_refused_and_never_executed(tmp_path):
+    private = base64.b64encode(zlib.compress(pickle.dumps(Hostile(tmp_path / "owned")))).decode()
+    with pytest.raises(ConfigError, match=r"^x:3: field 'private_test_cases' is no list of tests"):
+        read_item(STDIN_ROW | {"private_test_cases": private}, "x:3", [0])
+    assert not (tmp_path / "owned").exists()
+    pickle.loads(zlib.decompress(base64.b64decode(private)))
+    assert (tmp_path / "owned").exists(), "the pickle was harmless: this test proves nothing"
+
+
+def test_a_text_that_inflates_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(formats, "_UNPACKED_BYTES", 10_000)
+    read_item(STDIN_ROW | {"private_test_cases": packed(STDIN)}, "x:1", [0])
+    with pytest.raises(ConfigError, match="private_test_cases"):
+        read_item(
+            STDIN_ROW | {"private_test_cases": packed([*STDIN, {"input": "0" * 20_000, "output": ""}])}, "x:1", [0]
+        )
+
+
+def test_prompts_as_they_stand_may_be_messages_and_answers_json():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    item = read_item({"prompt": messages, "answer": {"inputs": ["1"]}}, "x:1", [0])
+    assert (item.prompt, item.reward) == (messages, "")
+    assert json.loads(item.answer) == {"inputs": ["1"]}
+    assert text_of(item.prompt) == "Be brief.\n\n1+1"
+    assert read_item({"prompt": "a", "answer": 2.5}, "x:1", [0]).answer == "2.5"
+
+
+@pytest.mark.parametrize(("row", "problem"), [
+    ({"text": "a"}, "field 'prompt' is missing, found 'text'; other formats have one of 'question_content'"),
+    ({}, "found no field"),
+    ({"problem": "a"}, "field 'answer' is missing, found 'problem'"),
+    ({"Problem": "a", "answer": "1"}, "field 'Answer' is missing"),
+    ({"question": ["a"], "answer": "1"}, "field 'question' is list, expected str"),
+    ({"question": "a", "answer": [1]}, "field 'answer' is list"),
+    ({"prompt": [], "answer": "1"}, "field 'prompt' is empty"),
+    ({"prompt": [{"role": "user"}], "answer": "1"}, "message 0 of field 'prompt' needs a text `role`"),
+    ({"prompt": ["hi"], "answer": "1"}, "message 0 of field 'prompt'"),
+    ({"question": "a", "choices": ["x"], "answer": 0}, "field 'choices' must be 2 to 26 texts"),
+    ({"question": "a", "choices": ["x", 2], "answer": 0}, "field 'choices' must be"),
+    ({"question": "a", "choices": "xy", "answer": 0}, "field 'choices' is str, expected list"),
+    ({"question": "a", "choices": ["x", "y"], "answer": 2}, "field 'answer' is 2, expected a choice"),
+    ({"question": "a", "choices": ["x", "y"], "answer": -1}, "field 'answer' is -1"),
+    ({"question": "a", "choices": ["x", "y"], "answer": "C"}, "field 'answer' is 'C'"),
+    ({"question": "a", "choices": ["x", "y"], "answer": "AB"}, "field 'answer' is 'AB'"),
+    ({key: value for key, value in GPQA.items() if key != "Incorrect Answer 2"}, "'Incorrect Answer 2' is missing"),
+    (STDIN_ROW | {"public_test_cases": ""}, "no test in public_test_cases"),
+    (STDIN_ROW | {"public_test_cases": "[oops"}, "field 'public_test_cases' is no list of tests"),
+    (STDIN_ROW | {"public_test_cases": '[{"input": 1, "output": "2"}]'}, "field 'public_test_cases'"),
+    (STDIN_ROW | {"public_test_cases": 7}, "field 'public_test_cases'"),
+    (STDIN_ROW | {"private_test_cases": "no base64!"}, "field 'private_test_cases'"),
+    (STDIN_ROW | {"private_test_cases": base64.b64encode(b"no zlib").decode()}, "field 'private_test_cases'"),
+    (STDIN_ROW | {"private_test_cases": packed(CALLS)}, "expected all stdin or all functional"),
+    (STDIN_ROW | {"public_test_cases": '[{"input": "", "output": "", "testtype": ["x"]}]'}, "field 'public_test_cases'"),
+    (CALLS_ROW | {"metadata": "{}"}, "func_name"),
+    (CALLS_ROW | {"metadata": "[]"}, "func_name"),
+    (CALLS_ROW | {"starter_code": ""}, "field 'starter_code' is empty"),
+    (CALLS_ROW | {"public_test_cases": json.dumps([CALLS[0] | {"output": "no json"}])}, "need JSON values"),
+])  # fmt: skip
+def test_rows_without_sense_are_named(row, problem):
+    with pytest.raises(ConfigError) as error:
+        read_item(row, "data.jsonl:7", [0])
+    assert str(error.value).startswith("data.jsonl:7: ") and problem in str(error.value)
+    assert "\n" not in str(error.value)
