@@ -37,9 +37,10 @@ class Example:
 def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of data.train or data.eval, as `key` says, those beyond data.max_prompt_tokens among them.
 
-    A line is {"prompt": text, "answer": text or number, "response_tokens": optional forced length}. Raises
-    ConfigError that names file and line for an unreadable or empty file, a line that is no JSON object, a missing
-    field, a wrong type, a forced length above rollout.max_new_tokens, or if no prompt fits.
+    A line is {"prompt": text, "answer": text, number or object, "response_tokens": optional forced length}; an
+    object, as tests of programs are, becomes its JSON text. Raises ConfigError that names file and line for an
+    unreadable or empty file, a line that is no JSON object, a missing field, a wrong type, a forced length above
+    rollout.max_new_tokens, or if no prompt fits.
     """
     path, limit, max_new_tokens = (
         getattr(config.data, key),
@@ -48,12 +49,13 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
     )
     rows = []
     for line, where, row in _rows(path):
-        answer = _field(row, "answer", (str, int, float), where)
+        answer = _field(row, "answer", (str, int, float, dict), where)
+        answer = json.dumps(answer) if isinstance(answer, dict) else str(answer)
         length = row.get("response_tokens")
         if length is not None and (type(length) is not int or not 0 < length <= max_new_tokens):
             raise ConfigError(f"{where}: response_tokens is {length!r}, expected a whole number from 1 to "
                               f"rollout.max_new_tokens={max_new_tokens}")  # fmt: skip
-        rows.append((line, _field(row, "prompt", (str,), where), str(answer), length))
+        rows.append((line, _field(row, "prompt", (str,), where), answer, length))
     tokens = tokenizer.prompts([text for _, text, _, _ in rows])
     if (shortest := min(map(len, tokens))) > limit:
         raise ConfigError(f"{path}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
