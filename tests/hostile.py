@@ -5,7 +5,7 @@ put before it as constants, see tests/unit/test_sandbox.py.
 """
 
 PRELUDE = """
-import ctypes, fcntl, glob, mmap, multiprocessing, os, resource, signal, socket, subprocess, sys, threading, time
+import ctypes, fcntl, glob, mmap, os, resource, signal, socket, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 X86 = os.uname().machine == "x86_64"
 
@@ -52,9 +52,9 @@ REFUSED = {
     "fork": "os.fork() or True",
     "forkpty": "os.forkpty()",
     "posix_spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
-    "subprocess": "subprocess.run([sys.executable, '-c', ''], check=True)",
+    "subprocess": "__import__('subprocess').run([sys.executable, '-c', ''], check=True)",
     "shell": "must(os.system('exit 0') == 0)",
-    "multiprocessing": "multiprocessing.get_context('fork').Process(target=print).start() or True",
+    "multiprocessing": "__import__('multiprocessing').get_context('fork').Process(target=print).start() or True",
     "clone as a number": "call('syscall', 56 if X86 else 220, signal.SIGCHLD, 0, 0, 0, 0)",
     "vfork as a number": "call('syscall', 58 if X86 else 220, 0x4111, 0, 0, 0, 0)",
     "clone3": "call('syscall', 435, bytes(88), 88)",
@@ -65,7 +65,8 @@ REFUSED = {
     "read through dots": "read('/tmp' + '/..' * 40 + SECRET_FILE)",
     "read through the root of process 1": "read('/proc/1/root' + SECRET_FILE)",
     "hard link": "os.link(SECRET_FILE, 'link') or read('link')",
-    "environment of the parent": "must(b'SECRET' in read(f'/proc/{PARENT}/environ'))",
+    "environment of the parent": "read(f'/proc/{PARENT}/environ')",
+    "environment that it was given": "must(TOKEN in str(os.environ))",
     "environment of process 1": "read('/proc/1/environ')",
     "memory of the parent": "open(f'/proc/{PARENT}/mem', 'rb')",
     "password hashes": "read('/etc/shadow')",
@@ -75,7 +76,6 @@ REFUSED = {
     "list the root": "must({'etc', 'proc', 'home'} <= set(os.listdir('/')))",
     "write a file outside": "write(FOLDER + '/new')",
     "write over a file outside": "write(SECRET_FILE)",
-    "make and enter a folder of that name": "os.makedirs(FOLDER) or write(FOLDER + '/new')",
     "write into shared memory": "write('/dev/shm/' + TOKEN)",
     "write into the root": "write('/new')",
     "write over its own text": "write('/program')",
@@ -120,7 +120,6 @@ REFUSED = {
     # other processes
     "trace process 1": "call('ptrace', 16, 1, None, None)",
     "trace the parent": "call('ptrace', 16, PARENT, None, None)",
-    "read memory of process 1": "call('syscall', 310 if X86 else 270, 1, bytes(16), 1, bytes(16), 1, 0)",
     "take a descriptor of process 1": "call('syscall', 438, os.pidfd_open(1), 0, 0)",
     "signal another process": "os.kill(VICTIM, signal.SIGKILL) or True",
     "signal another group": "os.killpg(VICTIM, signal.SIGKILL) or True",
@@ -207,6 +206,7 @@ while True:
     ends[-1][0].setblocking(False)
     ends[-1][0].send(bytes(1 << 18))
 """,
+    "make the folder that it is after": "os.makedirs(FOLDER)\nwith open(FOLDER + '/new', 'w') as f: f.write('x')",
     "fill the scratch folder": "with open('f', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
     "fill it with many files": "for i in range(1 << 20):\n    with open(str(i), 'wb') as f: f.write(bytes(1 << 20))",
     "fill it with empty files": "for i in range(1 << 20): os.mkdir(str(i))",
@@ -238,6 +238,13 @@ for _ in range(8): threading.Thread(target=shout).start()
     "close its output and compute": "os.close(1); os.close(2)\nwhile True: pass",
     "shut its parent's pipes by reading them": "print(os.read(0, 4096))\nos.read(1, 1)",
     "leave its parent's care": "libc.prctl(1, 0, 0, 0, 0)\nos.setpgid(0, 0) if os.getsid(0) != os.getpid() else None\nforever()",
+    "read memory of process 1": """
+place = ctypes.create_string_buffer(8)
+piece = (ctypes.c_size_t * 2)(ctypes.addressof(place), 8)
+try: call("process_vm_readv", 1, piece, 1, piece, 1, 0)
+except OSError as e: print("refused" if e.errno == 1 else "ESCAPED", e)
+else: print("ESCAPED")
+""",
     "kill process 1": "for n in set(signal.Signals): os.kill(1, n)\nforever()",
     "stop process 1": "os.kill(1, signal.SIGSTOP)\nforever()",
     "kill everything": "ignore_signals()\nos.kill(-1, signal.SIGKILL)",
@@ -258,7 +265,7 @@ if ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(cod
 """,
     "numbers of all system calls": """
 for number in range(512):
-    if number not in (15, 34, 35, 60, 61, 231, 232, 270, 271, 281, 139, 93, 94, 73, 72, 133, 134, 435):
+    if number not in (15, 34, 35, 60, 61, 231, 232, 270, 271, 281, 139, 93, 94, 73, 72, 133, 134, 335, 336):
         libc.syscall(number, -1, -1, -1, -1, -1, -1)
 """,
 }
@@ -275,8 +282,8 @@ else:
 
 HARMLESS = [
     "fork", "posix_spawn", "subprocess", "shell", "multiprocessing", "clone as a number", "read a file outside",
-    "read through a symlink", "read through dots", "hard link", "environment of the parent", "users", "list the root",
-    "write a file outside", "write into shared memory", "kernel settings by sysfs", "raise the number of threads",
+    "read through a symlink", "read through dots", "hard link", "environment of the parent", "environment that it was given", "users", "list the root",
+    "write a file outside", "write into shared memory", "kernel settings by sysfs", 
     "signal another process", "signal another group", "signal by descriptor", "connect", "datagram", "Unix socket", "abstract Unix socket",
     "signal the parent", "bind", "memory file", "message queue",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ class Limits:
     wall_s: float = 10.0
     """Between the call and the end of the program, the start of the sandbox included."""
     cpu_s: int = 0
-    """CPU seconds over all threads; 0: wall_s, rounded up."""
+    """CPU seconds over all threads; a program that ignores the signal has one more. 0: wall_s, rounded up."""
     memory_mb: int = 1024
     """Address space; beyond it allocations fail."""
     threads: int = 32
@@ -74,10 +75,12 @@ def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
                "stdin": stdin, "limits": asdict(limits) | {"cpu_s": cpu_s}}  # fmt: skip
     with _Guard(json.dumps(request).encode(), limits) as guard:
         guard.watch()
-    if guard.ended is None and guard.report.get("status") is None:
-        problem = guard.report.get("problem") or guard.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise SandboxError(problem or "it was ended from outside")
-    return guard.outcome(cpu_s)
+    if "problem" in guard.report:
+        raise SandboxError(guard.report["problem"])
+    if guard.ended is None and "status" not in guard.report:
+        said = guard.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise SandboxError(said or "it was ended from outside")
+    return guard.outcome()
 
 
 def check_isolation() -> None:
@@ -172,13 +175,11 @@ class _Guard:
                         selector.unregister(key.fileobj)
                     key.data(chunk)
 
-    def outcome(self, cpu_s: int) -> Outcome:
-        ended, status = self.ended, self.report.get("status")
+    def outcome(self) -> Outcome:
+        ended, status = self.ended, None
         if ended is None:
-            cut = status == -9 and self.report["cpu_s"] >= 0.99 * cpu_s
-            ended = "cpu_s" if cut else "exit" if status >= 0 else "signal"
-        else:
-            status = None
+            status = self.report["status"]
+            ended = "exit" if status >= 0 else "cpu_s" if status == -signal.SIGXCPU else "signal"
         return Outcome(ended, status, self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace"))
 
     def _end(self, limit: str) -> None:

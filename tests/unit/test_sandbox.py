@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import Reward
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.sandbox import Limits, SandboxError, check_isolation, run
 from areal_megatron.reward.worker import Answer
@@ -24,7 +25,7 @@ from areal_megatron.reward.workers import RewardWorkers
 from tests.hostile import HARMLESS, PRELUDE, PROGRAMS
 
 TOKEN = f"sandbox-test-{os.getpid()}"
-SMALL = Limits(wall_s=1.5, memory_mb=256, threads=16, scratch_mb=16, output_mb=1)
+SMALL = Limits(memory_mb=256, threads=16, scratch_mb=16, output_mb=1)
 
 
 class Outside:
@@ -73,7 +74,10 @@ class Outside:
         harmed = [name for name, value in self._state().items() if value != self._before[name]]
         for server in self._servers:
             with contextlib.suppress(BlockingIOError):
-                (server.recv if server.type == socket.SOCK_DGRAM else lambda _: server.accept()[0].close())(1)
+                if server.type == socket.SOCK_DGRAM:
+                    server.recv(1)
+                else:
+                    server.accept()[0].close()
                 harmed.append(f"server {server.getsockname()}")
         return harmed
 
@@ -113,7 +117,7 @@ def wait_until_gone(before: list[int], timeout_s: float = 5) -> None:
 
 @pytest.mark.parametrize(("program", "ended", "status", "stdout"), [
     ("print(input() + '!')", "exit", 0, "naïve ∑!\n"),
-    ("import sys; print(len(sys.stdin.read()), flush=True); sys.exit(3)", "exit", 3, "8\n"),
+    ("import sys; print(len(sys.stdin.read()), flush=True); sys.exit(3)", "exit", 3, "7\n"),
     ("print(1, flush=True); raise ValueError", "exit", 1, "1\n"),
     ("import os; os.write(1, b'a\\xff\\xfeb')", "exit", 0, "a��b"),
     ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "signal", -15, ""),
@@ -128,14 +132,14 @@ def wait_until_gone(before: list[int], timeout_s: float = 5) -> None:
      "t = threading.Thread(target=print, args=(1,)); t.start(); t.join()", "exit", 0, "1\n"),
 ])  # fmt: skip
 def test_a_program_has_input_output_and_an_end(program, ended, status, stdout):
-    outcome = run(program, "naïve ∑", Limits(wall_s=1.5 if ended == "wall_s" else 20, output_mb=1))
+    outcome = run(program, "naïve ∑", Limits(wall_s=3 if ended == "wall_s" else 60, output_mb=1))
     assert (outcome.ended, outcome.status, outcome.stdout) == (ended, status, stdout), outcome.stderr
 
 
 def test_cpu_time_is_that_of_all_threads():
     spin = "import threading\nfor _ in range(2): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
-    outcome = run(spin, limits=Limits(wall_s=60, cpu_s=1))
-    assert (outcome.ended, outcome.status) == ("cpu_s", -9)
+    outcome = run(spin, limits=Limits(wall_s=100, cpu_s=1))
+    assert (outcome.ended, outcome.status) == ("cpu_s", -signal.SIGXCPU)
 
 
 def test_a_program_sees_no_more_of_stderr_than_its_first_64_kib_kept():
@@ -161,17 +165,21 @@ def test_hostile_programs_reach_nothing_and_end_in_time(outside):
     before = in_foreign_namespaces()
 
     def attack(name: str):
-        began = time.monotonic()
-        outcome = run(outside.program(PROGRAMS[name]), "input", SMALL)
-        return outcome, time.monotonic() - began
+        for wall_s in (1.5, 3, 6, 12):  # a busy machine may not get as far as the program in the shorter ones
+            began = time.monotonic()
+            outcome = run(outside.program(PROGRAMS[name]), "input", replace(SMALL, wall_s=wall_s))
+            late_s = time.monotonic() - began - wall_s
+            if outcome.stdout.startswith("began"):
+                break
+        return outcome, late_s
 
     with ThreadPoolExecutor(4) as pool:
         results = dict(zip(PROGRAMS, pool.map(attack, PROGRAMS), strict=True))
-    for name, (outcome, took_s) in results.items():
+    for name, (outcome, late_s) in results.items():
         text = outcome.stdout + outcome.stderr
         assert outcome.stdout.startswith("began"), f"{name} never ran: {outcome}"
         assert "ESCAPED" not in text and f"SECRET-{TOKEN}" not in text, f"{name}: {text}"
-        assert took_s <= SMALL.wall_s + 1, f"{name} took {took_s:.2f} s"
+        assert late_s <= 1, f"{name} lived for {late_s:.2f} s too long"
     assert outside.harm() == []
     assert set(in_foreign_namespaces()) <= set(before)
 
@@ -267,5 +275,4 @@ def test_code_rewards_refuse_to_start_where_nothing_isolates(how):
 
 def test_this_machine_isolates():
     check_isolation()
-    assert load_function("code")
-    assert issubclass(ConfigError, Exception)
+    assert load_function("code", 20).keywords == {"limit_s": 16}
