@@ -288,3 +288,14 @@ HARMLESS = [
     "signal the parent", "bind", "memory file", "message queue",
 ]  # fmt: skip
 """Those that do escape without a sandbox, and may be let loose in a test."""
+
+WITHOUT_NAMESPACES = """
+import ctypes, os
+from pathlib import Path
+user, group = os.geteuid(), os.getegid()
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    Path("/proc/self", name).write_text(text)
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+"""
+"""Makes this process one of a machine whose administrator forbids user namespaces."""

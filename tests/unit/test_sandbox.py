@@ -22,7 +22,7 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.sandbox import Limits, SandboxError, check_isolation, run
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
-from tests.hostile import HARMLESS, PRELUDE, PROGRAMS
+from tests.hostile import HARMLESS, PRELUDE, PROGRAMS, WITHOUT_NAMESPACES
 
 TOKEN = f"sandbox-test-{os.getpid()}"
 SMALL = Limits(memory_mb=256, threads=16, scratch_mb=16, output_mb=1)
@@ -242,17 +242,6 @@ def test_a_sandbox_that_cannot_start_is_no_outcome(monkeypatch):
     with pytest.raises(SandboxError, match="No such file"):
         run("print(1)")
 
-
-WITHOUT_NAMESPACES = """
-import ctypes, os
-from pathlib import Path
-user, group = os.geteuid(), os.getegid()
-assert ctypes.CDLL(None).unshare(0x10000000) == 0
-for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-    Path("/proc/self", name).write_text(text)
-Path("/proc/sys/user/max_user_namespaces").write_text("0")
-"""
-"""Makes this process one of a machine whose administrator forbids user namespaces."""
 
 TRY = {
     "check": "from areal_megatron.reward.sandbox import check_isolation\ncheck_isolation()",
