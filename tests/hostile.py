@@ -172,7 +172,7 @@ def more():
 threading.stack_size(32768)
 more()
 """,
-    "program that starts itself for ever": "os.execv(sys.executable, [sys.executable, '-I', '/program'])",
+    "program that starts itself for ever": "os.execv(sys.executable, [sys.executable, '-S', '/program'])",
     "memory by bytes": "data = []\nwhile True: data.append(bytearray(1 << 24))",
     "memory by doubling": "data = 'x'\nwhile True: data += data",
     "memory by small objects": "data = []\nwhile True: data.append([data])",

@@ -5,7 +5,7 @@ What happens inside is in sandbox_init.py. No root, no helper program and no pac
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 import selectors
@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox_init import PROGRAM_ID
 
-_INIT = Path(__file__).with_name("sandbox_init.py")
+_INIT = str(Path(__file__).with_name("sandbox_init.py"))
 _NOBODY = 65534
 _STDERR_BYTES = 64 << 10
 _GRACE_S = 5.0
@@ -69,11 +70,7 @@ def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
     Output that is no UTF-8 is decoded with replacement characters. May be called by several threads at once. Raises
     SandboxError where the kernel refuses a part of the isolation; nothing of the program has run then.
     """
-    limits = limits or Limits()
-    cpu_s = limits.cpu_s or math.ceil(limits.wall_s)
-    request = {"python": os.path.realpath(sys._base_executable), "visible": _visible(), "program": program,
-               "stdin": stdin, "limits": asdict(limits) | {"cpu_s": cpu_s}}  # fmt: skip
-    with _Guard(json.dumps(request).encode(), limits) as guard:
+    with _Guard(program, stdin, limits or Limits()) as guard:
         guard.watch()
     if "problem" in guard.report:
         raise SandboxError(guard.report["problem"])
@@ -119,26 +116,27 @@ if not 1 <= started < 8:
 class _Guard:
     """The guard process of one sandbox, and what comes out of it."""
 
-    def __init__(self, request: bytes, limits: Limits):
+    def __init__(self, program: str, stdin: str, limits: Limits):
         self._limits, self._deadline = limits, time.monotonic() + limits.wall_s
-        self._reports, report = os.pipe()
         self.stdout, self.stderr, self._reported = bytearray(), bytearray(), bytearray()
         self.ended: str | None = None
         """The limit that was reached, if the guard was told to end the sandbox."""
-        self.report: dict = {}
-        try:
-            with open(os.memfd_create("request"), "wb") as file:
-                file.write(request)
-                file.flush()
-                command = [sys._base_executable, "-I", "-S", str(_INIT), str(file.fileno()), str(report)]
-                pipe = subprocess.PIPE
+        self.report: dict[str, str] = {}
+        """`unshared`; `status` or `problem` with what it is."""
+        numbers = [limits.cpu_s or math.ceil(limits.wall_s), limits.memory_mb, limits.threads, limits.scratch_mb]
+        with _memory_file(program) as text, _memory_file(stdin) as given:
+            self._reports, report = os.pipe()
+            passed = (text, given, report)
+            command = [sys._base_executable, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
+            pipe = subprocess.PIPE
+            try:
                 self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env={},
-                                                 cwd="/", pass_fds=(file.fileno(), report), start_new_session=True)  # fmt: skip
-        except BaseException:
-            os.close(self._reports)
-            raise
-        finally:
-            os.close(report)
+                                                 cwd="/", pass_fds=passed, start_new_session=True)  # fmt: skip
+            except BaseException:
+                os.close(self._reports)
+                raise
+            finally:
+                os.close(report)
 
     def __enter__(self) -> _Guard:
         return self
@@ -178,7 +176,7 @@ class _Guard:
     def outcome(self) -> Outcome:
         ended, status = self.ended, None
         if ended is None:
-            status = self.report["status"]
+            status = int(self.report["status"])
             ended = "exit" if status >= 0 else "cpu_s" if status == -signal.SIGXCPU else "signal"
         return Outcome(ended, status, self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace"))
 
@@ -199,11 +197,20 @@ class _Guard:
     def _take_report(self, chunk: bytes) -> None:
         *lines, self._reported = (self._reported + chunk).split(b"\n")
         for line in lines:
-            message = json.loads(line)
-            self.report |= message
-            if "unshared" in message and self.ended is None:
+            kind, _, value = line.decode().partition(" ")
+            self.report[kind] = value
+            if kind == "unshared" and self.ended is None:
                 _map_ids(self._process.pid)
                 self._process.stdin.write(b"\n")
+
+
+@contextlib.contextmanager
+def _memory_file(text: str) -> Iterator[int]:
+    """Descriptor of a file that is in no folder and holds the text."""
+    with open(os.memfd_create("sandbox"), "wb") as file:
+        file.write(text.encode(errors="replace"))
+        file.flush()
+        yield file.fileno()
 
 
 def _visible() -> list[str]:

@@ -1,4 +1,4 @@
-"""The inside of a sandbox, started by sandbox.py as `python -I -S sandbox_init.py REQUEST_FD REPORT_FD`.
+"""The inside of a sandbox, started by sandbox.py as a program of its own; `main` says with which arguments.
 
 Three processes. The guard makes the namespaces and stays outside of the new pid namespace. Init is process 1 of it: it
 builds the file system and waits for the program, which is the third. When init ends, the kernel kills whatever is left
@@ -6,30 +6,33 @@ in its namespace; the guard kills init when standard input is closed, which the 
 kernel kills init when the guard dies. Nothing of that rests on the program: it can neither see nor signal the guard, and
 init ignores its signals and holds capabilities that keep it from being traced.
 
-The standard library only: this runs before anything is installed or visible. man pages: namespaces(7),
-user_namespaces(7), pid_namespaces(7), pivot_root(2), mount_setattr(2), seccomp(2).
+Imports little, since every program that is run waits for it. man pages: namespaces(7), user_namespaces(7),
+pid_namespaces(7), pivot_root(2), mount_setattr(2), seccomp(2).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import os
 import resource
 import select
-import signal
 import struct
 import sys
 
 PROGRAM_ID = 1000
 """User and group of the program, inside."""
 SCRATCH = "/tmp"
+START = """
+__builtins__.exit = __builtins__.quit = __import__("sys").exit
+exec(compile(open("/program", "rb").read(), "/program", "exec"))
+"""
+"""Python is started without its site module, which runs what any installed package wants run; two names are missed."""
 
 _CLONE_NEW = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000  # mount uts ipc user pid net
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH, _SYS_MOUNT_SETATTR = -100, 0x8000, 2, 442
+_SIGINT, _SIGKILL, _SIG_DFL = 2, 9, None
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 23, 24, 38
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -49,10 +52,10 @@ _CLONE, _CLONE3, _CLONE_THREAD = (56, 220), 435, 0x00010000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def guard(request: dict, report) -> None:
+def guard(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[str], report) -> None:
     """Makes the namespaces, starts init in them and ends it when standard input is closed."""
     _call("unshare", _CLONE_NEW)
-    report(unshared=True)
+    report("unshared")
     if not os.read(0, 1):  # the parent maps users and groups now: only it may map two of them
         return
     alive, held_by_init = os.pipe()
@@ -61,44 +64,42 @@ def guard(request: dict, report) -> None:
     if pid == 0:
         try:
             os.close(held_by_guard)
-            init(request, report, guarded)
+            init(program, stdin, limits, visible, report, guarded)
         except Exception as e:
-            report(problem=str(e))
+            report(f"problem {e}")
         finally:
             os._exit(1)
     os.close(held_by_init)
     select.select([0, alive], [], [])
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, _SIGKILL)
     os.waitpid(pid, 0)
 
 
-def init(request: dict, report, guarded: int) -> None:
+def init(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[str], report, guarded: int) -> None:
     """Builds what the program sees, runs it and reports how it ended. Raises OSError."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is safe from signals without a handler only
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _libc.signal(_SIGINT, _SIG_DFL)  # process 1 is safe from signals without a handler only
+    _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if select.select([guarded], [], [], 0)[0]:
         return  # the guard died before the line above
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # a machine out of memory shall take the program first
-    _build_root(request["visible"], request["limits"]["scratch_mb"])
-    for name in ("program", "stdin"):
-        with open(f"/{name}", "wb") as file:
-            file.write(request[name].encode(errors="replace"))
+    _write("/proc/self/oom_score_adj", b"1000")  # a machine out of memory shall take the program first
+    _build_root(visible, limits["scratch_mb"])
+    _write("/program", program)
+    _write("/stdin", stdin)
     _set_attributes("/", _ATTR_RDONLY)
     os.chdir(SCRATCH)
 
-    program = os.fork()
-    if program == 0:
+    child = os.fork()
+    if child == 0:
         try:
-            _become_program(request)
+            _become_program(limits)
         except Exception as e:  # no failure of the program's
-            report(problem=str(e))
+            report(f"problem {e}")
         finally:
             os._exit(1)
     ended = None
-    while ended != program:
+    while ended != child:
         ended, status = os.wait()
-    report(status=os.waitstatus_to_exitcode(status))
+    report(f"status {os.waitstatus_to_exitcode(status)}")
     os._exit(0)
 
 
@@ -107,13 +108,13 @@ def _build_root(visible: list[str], scratch_mb: int) -> None:
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     base = "/proc"  # not needed any more: nothing visible lies in it
     _call("mount", b"root", base.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=0755")
+    os.mkdir(base + SCRATCH)
+    options = f"size={scratch_mb}m,nr_inodes=4096,mode=1777"
+    _call("mount", b"scratch", (base + SCRATCH).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
     for path in visible:
         _show(path, base, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
     for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
         _show(device, base, _ATTR_RDONLY | _ATTR_NOSUID)
-    os.makedirs(base + SCRATCH)
-    options = f"size={scratch_mb}m,nr_inodes=4096,mode=1777"
-    _call("mount", b"scratch", (base + SCRATCH).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
     os.chdir(base)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
@@ -141,10 +142,9 @@ def _set_attributes(path: str, attributes: int) -> None:
     _call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, wanted, len(wanted))
 
 
-def _become_program(request: dict) -> None:
+def _become_program(limits: dict[str, int]) -> None:
     os.setsid()
     os.dup2(os.open("/stdin", os.O_RDONLY), 0)
-    limits = request["limits"]
     _limit(resource.RLIMIT_AS, limits["memory_mb"] << 20)
     _limit(resource.RLIMIT_CPU, limits["cpu_s"], margin=1)  # SIGXCPU, and SIGKILL a second later
     _limit(resource.RLIMIT_FSIZE, limits["scratch_mb"] << 20)
@@ -155,14 +155,14 @@ def _become_program(request: dict) -> None:
     while _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
         _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
         capability += 1
-    with contextlib.suppress(PermissionError):  # refused where one's own id is mapped: they open nothing more then
-        os.setgroups([])
+    _libc.setgroups(0, None)  # refused where the program is the very user outside: they are its own then
     os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
     os.setresuid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _refuse_calls()
     environment = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-    os.execve(request["python"], [request["python"], "-I", "-B", "-X", "utf8", "/program"], environment)
+    python = os.path.realpath(sys.executable)
+    os.execve(python, [python, "-I", "-S", "-B", "-X", "utf8", "-c", START], environment)
 
 
 def _limit(kind: int, value: int, margin: int = 0) -> None:
@@ -191,6 +191,17 @@ def _refuse_calls() -> None:
     _call("prctl", _PR_SET_SECCOMP, 2, program, 0, 0)
 
 
+def _take(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+
+
 def _call(function: str, *arguments) -> None:
     """Raises OSError."""
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
@@ -201,19 +212,19 @@ def _call(function: str, *arguments) -> None:
 
 
 def main() -> None:
-    request_fd, report_fd = map(int, sys.argv[1:])
-    os.set_inheritable(report_fd, False)
+    """Arguments: descriptors of the program's text, of its input and for reports; four limits; what is visible."""
+    program, stdin, reports, *numbers = map(int, sys.argv[1:8])
+    os.set_inheritable(reports, False)
 
-    def report(**message) -> None:
-        os.write(report_fd, json.dumps(message).encode() + b"\n")
+    def report(line: str) -> None:
+        os.write(reports, line.encode() + b"\n")
 
-    with open(request_fd, "rb") as file:
-        file.seek(0)
-        request = json.load(file)
     try:
-        guard(request, report)
+        texts = [_take(descriptor) for descriptor in (program, stdin)]
+        limits = dict(zip(("cpu_s", "memory_mb", "threads", "scratch_mb"), numbers, strict=True))
+        guard(*texts, limits, sys.argv[8:], report)
     except Exception as e:
-        report(problem=str(e))
+        report(f"problem {e}")
 
 
 if __name__ == "__main__":

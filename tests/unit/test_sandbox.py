@@ -32,9 +32,9 @@ class Outside:
     """What a program might read, reach or harm."""
 
     def __init__(self, folder: Path):
-        self._folder = folder / "files"
-        self._folder.mkdir()
-        self._secret = self._folder / "secret"
+        self.folder = folder / "files"
+        self.folder.mkdir()
+        self._secret = self.folder / "secret"
         self._secret.write_text(f"SECRET-{TOKEN}")
         self.victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self._unix = str(folder / "unix")
@@ -54,20 +54,26 @@ class Outside:
 
     def program(self, text: str) -> str:
         tcp, udp, *_ = (server.getsockname()[1] for server in self._servers[:2])
-        names = {"SECRET_FILE": str(self._secret), "FOLDER": str(self._folder), "TOKEN": TOKEN, "PARENT": os.getpid(),
+        names = {"SECRET_FILE": str(self._secret), "FOLDER": str(self.folder), "TOKEN": TOKEN, "PARENT": os.getpid(),
                  "VICTIM": self.victim.pid, "TCP": tcp, "UDP": udp, "UNIX": self._unix}  # fmt: skip
         return "".join(f"{name} = {value!r}\n" for name, value in names.items()) + PRELUDE + text
 
     def _state(self) -> dict[str, object]:
         return {
-            "files": {path.name: path.read_bytes() for path in self._folder.iterdir()},
+            "files": {path.name: path.read_bytes() for path in self.folder.iterdir()},
             "shared memory": [path for path in Path("/dev/shm").iterdir() if TOKEN in path.name],
             "libraries": (os.stat("/usr/lib").st_mtime_ns, os.stat(os.__file__).st_mtime_ns),
             "root": sorted(os.listdir("/")),
-            "victim": self.victim.poll(),
+            "victim": self._victim_ended(),
             "mounts": Path("/proc/self/mountinfo").read_text(),
             "host name": platform.node(),
         }
+
+    def _victim_ended(self) -> bool:
+        try:
+            return bool(self.victim.wait(0.2))
+        except subprocess.TimeoutExpired:
+            return False
 
     def harm(self) -> list[str]:
         """Names of what is no more as it was, and servers that were reached."""
@@ -97,21 +103,22 @@ def outside(tmp_path, monkeypatch):
     place.close()
 
 
-def in_foreign_namespaces() -> list[int]:
-    """Processes of the machine that live in another pid namespace than this one."""
+def sandboxed() -> list[int]:
+    """Processes of the machine in another pid namespace that see a program of this test as theirs."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            alive = process.status() != psutil.STATUS_ZOMBIE
-            if alive and os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
+            place = Path("/proc", str(process.pid))
+            foreign = os.readlink(place / "ns/pid") != os.readlink("/proc/self/ns/pid")
+            if foreign and TOKEN in (place / "root/program").read_text():
                 found.append(process.pid)
     return found
 
 
-def wait_until_gone(before: list[int], timeout_s: float = 5) -> None:
+def wait_until(condition, problem: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := set(in_foreign_namespaces()) - set(before):
-        assert time.monotonic() < deadline, f"processes {left} of a sandbox live on"
+    while not condition():
+        assert time.monotonic() < deadline, problem
         time.sleep(0.02)
 
 
@@ -162,7 +169,6 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 def test_hostile_programs_reach_nothing_and_end_in_time(outside):
     assert len(PROGRAMS) >= 100 and len(set(PROGRAMS.values())) == len(PROGRAMS)
-    before = in_foreign_namespaces()
 
     def attack(name: str):
         for wall_s in (1.5, 3, 6, 12):  # a busy machine may not get as far as the program in the shorter ones
@@ -181,12 +187,12 @@ def test_hostile_programs_reach_nothing_and_end_in_time(outside):
         assert "ESCAPED" not in text and f"SECRET-{TOKEN}" not in text, f"{name}: {text}"
         assert late_s <= 1, f"{name} lived for {late_s:.2f} s too long"
     assert outside.harm() == []
-    assert set(in_foreign_namespaces()) <= set(before)
+    assert sandboxed() == []
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_the_same_programs_do_escape_without_a_sandbox(outside, name):
-    process = subprocess.run([sys.executable, "-c", outside.program(PROGRAMS[name])], cwd=outside._folder, text=True,
+    process = subprocess.run([sys.executable, "-c", outside.program(PROGRAMS[name])], cwd=outside.folder, text=True,
                              capture_output=True, timeout=60)  # fmt: skip
     assert "ESCAPED" in process.stdout, process.stdout + process.stderr
     if name.startswith(("write", "signal another", "connect", "datagram", "Unix", "abstract")):
@@ -214,27 +220,22 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
         finally:
             await pool.close()
 
-    before = in_foreign_namespaces()
     hostile, after, failures, replaced = asyncio.run(scores())
     assert hostile == [[0.0]] * len(bad)
     assert (after, failures, replaced) == ([1.0, 1.0], 0, set())
-    wait_until_gone(before)
+    assert sandboxed() == []
 
 
 @pytest.mark.parametrize("target", ["worker", "guard"])
 def test_a_program_dies_with_the_worker_and_with_the_guard(target):
     """Whatever it does to be left alone."""
-    stubborn = PRELUDE + "libc.prctl(1, 0, 0, 0, 0)\nignore_signals()\nforever()"
+    stubborn = PRELUDE + f"# {TOKEN}\nlibc.prctl(1, 0, 0, 0, 0)\nignore_signals()\nforever()"
     code = f"from areal_megatron.reward.sandbox import Limits, run\nrun({stubborn!r}, limits=Limits(wall_s=100))"
-    before = in_foreign_namespaces()
     worker = psutil.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while not any("/program" in p.cmdline() for p in worker.children(recursive=True)):
-        assert worker.poll() is None and time.monotonic() < deadline, "the program does not start"
-        time.sleep(0.05)
-    (worker if target == "worker" else worker.children()[0]).send_signal(signal.SIGKILL)
+    wait_until(lambda: len(sandboxed()) == 2, "the program does not start", 60)
+    (worker if target == "worker" else worker.children()[0]).kill()
     assert worker.wait(30) != 0
-    wait_until_gone(before)
+    wait_until(lambda: not sandboxed(), "the program lives on", 5)
 
 
 def test_a_sandbox_that_cannot_start_is_no_outcome(monkeypatch):
