@@ -88,7 +88,7 @@ def check_isolation() -> None:
     except (SandboxError, OSError, AttributeError) as e:
         problem = str(e)
     if problem:
-        raise ConfigError("reward.function: programs can not be isolated on this machine, so none is run: it needs "
+        raise ConfigError("reward.function: programs cannot be isolated on this machine, so none is run: it needs "
                           "Linux 5.14 on x86_64 or aarch64 that lets its users make user namespaces "
                           "(docs/rewards.md says which settings forbid it); "
                           f"what failed: {problem}")  # fmt: skip
@@ -201,7 +201,8 @@ class _Guard:
             self.report[kind] = value
             if kind == "unshared" and self.ended is None:
                 _map_ids(self._process.pid)
-                self._process.stdin.write(b"\n")
+                with contextlib.suppress(BrokenPipeError):  # it has died: the report will lack a status
+                    self._process.stdin.write(b"\n")
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def test_code_rewards_where_nothing_isolates_programs(world, tmp_path):
     code = f"{WITHOUT_NAMESPACES}\nfrom launch import local\nraise SystemExit(local.main({arguments!r}))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert process.returncode == 2
-    _expect_one_line(process.stderr, ["reward.function", "can not be isolated", "unshare"])
+    _expect_one_line(process.stderr, ["reward.function", "cannot be isolated", "unshare"])
     assert not (tmp_path / "x").exists()
 
 
