@@ -157,7 +157,8 @@ class Checkpoint:
 @dataclass
 class Reward:
     function: str = "math"
-    """`math`, `choice`, or the import path `package.module:function` of `f(prompt, response, answer) -> float`."""
+    """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path `package.module:function` of
+    `f(prompt, response, answer) -> float`. docs/rewards.md has them all."""
     workers: int = 1
     timeout_s: float = 10.0
     """A reward that takes longer counts as a wrong answer and is counted."""

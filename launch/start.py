@@ -88,7 +88,7 @@ def check_input(config: Config) -> None:
     check_model(config)
     check_data(config)
     if config.mode == "rl":
-        load_function(config.reward.function)
+        load_function(config.reward.function, config.reward.timeout_s)
 
 
 def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:

@@ -36,14 +36,14 @@ class Scored(msgspec.Struct):
     problem: str = ""
 
 
-def serve(function_name: str, requests: BinaryIO, replies: BinaryIO) -> None:
+def serve(function_name: str, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
         replies.write(HEADER.pack(len(frame)) + frame)
         replies.flush()
 
     try:
-        function = load_function(function_name)
+        function = load_function(function_name, timeout_s)
     except ConfigError as e:
         reply(Ready(str(e)))
         return
@@ -62,7 +62,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.argv[1], sys.stdin.buffer, replies)
+    serve(sys.argv[1], float(sys.argv[2]), sys.stdin.buffer, replies)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class RewardWorkers:
         return await self._new_worker()
 
     async def _new_worker(self) -> _Worker:
-        worker = await _Worker.start(self._config.function)
+        worker = await _Worker.start(self._config.function, self._config.timeout_s)
         self._workers.add(worker)
         return worker
 
@@ -86,9 +86,9 @@ class _Worker:
         self.dead = False
 
     @classmethod
-    async def start(cls, function: str) -> _Worker:
+    async def start(cls, function: str, timeout_s: float) -> _Worker:
         pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, "-m", "areal_megatron.reward.worker", function]
+        command = [sys.executable, "-m", "areal_megatron.reward.worker", function, str(timeout_s)]
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         try:
             ready = _decode_ready(await asyncio.wait_for(worker._read(), _START_TIMEOUT_S))

@@ -9,11 +9,16 @@ import pytest
 
 from launch import local
 from tests.conftest import ROOT
+from tests.hostile import WITHOUT_NAMESPACES
+
+
+def arguments_of(world, tmp_path, *overrides):
+    return [str(ROOT / "configs/tiny_cpu.yaml"), f"runs_dir={tmp_path}", "name=x", f"model.path={world / 'model'}",
+            f"data.train={world / 'train.jsonl'}", f"data.eval={world / 'heldout.jsonl'}", *overrides]  # fmt: skip
 
 
 def launch(world, tmp_path, *overrides):
-    return local.main([str(ROOT / "configs/tiny_cpu.yaml"), f"runs_dir={tmp_path}", "name=x", f"model.path={world / 'model'}",
-                       f"data.train={world / 'train.jsonl'}", f"data.eval={world / 'heldout.jsonl'}", *overrides])  # fmt: skip
+    return local.main(arguments_of(world, tmp_path, *overrides))
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,7 @@ def launch(world, tmp_path, *overrides):
         (["model.path=nowhere"], ["model.path", "nowhere"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["reward.function=no.such:thing"], ["reward.function", "no.such"]),
+        (["reward.function=http://"], ["reward.function", "is no address"]),
         (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
         (["rollout.kv_cache_gb=1e-6"], ["rollout.kv_cache_gb: 1e-06 holds 0 tokens", "56"]),
         (["data.max_prompt_tokens=2"], ["train.jsonl", "data.max_prompt_tokens is 2"]),
@@ -50,6 +56,15 @@ def test_wrong_data(world, tmp_path, capsys, text, words):
     (tmp_path / "data.jsonl").write_text(text)
     assert launch(world, tmp_path, f"data.train={tmp_path / 'data.jsonl'}") == 2
     _expect_one_line(capsys.readouterr().err, words)
+
+
+def test_code_rewards_where_nothing_isolates_programs(world, tmp_path):
+    arguments = arguments_of(world, tmp_path, "reward.function=code")
+    code = f"{WITHOUT_NAMESPACES}\nfrom launch import local\nraise SystemExit(local.main({arguments!r}))"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 2
+    _expect_one_line(process.stderr, ["reward.function", "cannot be isolated", "unshare"])
+    assert not (tmp_path / "x").exists()
 
 
 def test_unknown_architecture(world, tmp_path, capsys):

@@ -117,11 +117,14 @@ def test_reading_prompts_imports_no_torch(folder):
 
 
 def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
-    path = write(tmp_path, {"prompt": "a", "answer": 5}, "", {"prompt": "b", "answer": "x", "response_tokens": 7})
-    first, second = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    tests = {"inputs": ["1\n"], "outputs": ["é\n"]}
+    path = write(tmp_path, {"prompt": "a", "answer": 5}, "", {"prompt": "b", "answer": "x", "response_tokens": 7},
+                 {"prompt": "c", "answer": tests})  # fmt: skip
+    first, second, third = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
     assert (first.id, first.text, first.answer, first.response_tokens) == (0, "a", "5", None)
     assert (second.id, second.text, second.answer, second.response_tokens) == (2, "b", "x", 7)
     assert second.tokens == reference(folder)("b").input_ids
+    assert json.loads(third.answer) == tests
 
 
 def test_an_example_is_prompt_response_and_end_token(folder, tmp_path):

@@ -1,0 +1,158 @@
+"""Programs in Python: the last fenced block of a response, against tests in the format of APPS and TACO.
+
+`answer` is JSON: {"inputs": […], "outputs": […]} are texts for standard input and expected on standard output; with
+"fn_name" they are lists of arguments and results of a function, or of a method of class Solution. docs/rewards.md has
+examples. The expected outputs never enter the sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from areal_megatron.reward.sandbox import Limits, run
+
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d{1,9})?", re.IGNORECASE | re.ASCII)
+
+
+@dataclass(frozen=True)
+class Tests:
+    inputs: list[Any]
+    """Texts, or lists of arguments."""
+    outputs: list[Any]
+    function: str | None
+
+
+def score(prompt: str, response: str, answer: str, limit_s: float = 8.0) -> float:
+    """1.0 where the program passes all tests within limit_s in all, else 0.0; stops at the first that fails.
+
+    Raises ValueError for tests that are malformed, SandboxError if a program cannot be isolated.
+    """
+    deadline = time.monotonic() + limit_s
+    tests = parse_tests(answer)
+    program = last_program(response)
+    if program is None:
+        return 0.0
+    passed = _passes_texts if tests.function is None else _passes_calls
+    return float(passed(program, tests, deadline))
+
+
+def last_program(response: str) -> str | None:
+    """What the last complete block holds that is fenced as Python, else the last one without a language."""
+    blocks = [(language.lower(), text) for language, text in _BLOCK.findall(response.replace("\r\n", "\n"))]
+    for languages in (("python", "py", "python3"), ("",)):
+        for language, text in reversed(blocks):
+            if language in languages:
+                return text
+    return None
+
+
+def parse_tests(answer: str) -> Tests:
+    """Raises ValueError that says what is wrong with them."""
+    try:
+        tests = json.loads(answer)
+    except ValueError as e:
+        raise ValueError(f"the answer holds no tests: not JSON: {e}") from None
+    if not isinstance(tests, dict):
+        raise ValueError(f"the answer holds no tests: expected an object, is {type(tests).__name__}")
+    inputs, outputs, function = (tests.get(key) for key in ("inputs", "outputs", "fn_name"))
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0):
+        raise ValueError("the answer holds no tests: inputs and outputs must be lists of one length, not empty")
+    if function and not (isinstance(function, str) and function.isidentifier()):
+        raise ValueError(f"the answer's fn_name must be a name, is {function!r}")
+    if not function:
+        return Tests(list(map(_text, inputs)), list(map(_text, outputs)), None)
+    calls = [_call(arguments, result) for arguments, result in zip(inputs, outputs, strict=True)]
+    return Tests([arguments for arguments, _ in calls], [result for _, result in calls], function)
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Line by line, without white space at their ends and empty lines at the end; 2.50 is 2.5."""
+    found_lines, expected_lines = found.rstrip().split("\n"), expected.rstrip().split("\n")
+    return len(found_lines) == len(expected_lines) and all(map(_same_line, found_lines, expected_lines))
+
+
+def _same_line(found: str, expected: str) -> bool:
+    if found.rstrip() == expected.rstrip():
+        return True
+    found_words, expected_words = found.split(), expected.split()
+    return len(found_words) == len(expected_words) and all(map(_same_word, found_words, expected_words))
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    return bool(_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)) and Decimal(found) == Decimal(expected)
+
+
+def _text(value: Any) -> str:
+    """A text; APPS has lists of lines too."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"a test for standard input must be text, is {value!r}")
+    return value
+
+
+def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
+    """Arguments and result as values; LiveCodeBench has both as text, one JSON value a line."""
+    if isinstance(arguments, str) and isinstance(result, str):
+        try:
+            return [json.loads(line) for line in arguments.splitlines() if line.strip()], json.loads(result)
+        except ValueError:
+            raise ValueError(f"a test of a function is no JSON: {arguments!r}, {result!r}") from None
+    if not isinstance(arguments, list):
+        raise ValueError(f"a test of a function needs a list of arguments, has {arguments!r}")
+    return arguments, result
+
+
+def _passes_texts(program: str, tests: Tests, deadline: float) -> bool:
+    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        outcome = run(program, given, Limits(wall_s=left))
+        if not (outcome.good and same_output(outcome.stdout, expected)):
+            return False
+    return True
+
+
+def _passes_calls(program: str, tests: Tests, deadline: float) -> bool:
+    """All calls are made in one process, in order."""
+    job = json.dumps({"program": program, "function": tests.function, "inputs": tests.inputs})
+    outcome = run(_CALLS, job, Limits(wall_s=deadline - time.monotonic()))
+    if not outcome.good:
+        return False
+    try:
+        results = [json.loads(line) for line in outcome.stdout.splitlines()]
+    except (ValueError, RecursionError):  # the program has found where results go and written its own
+        return False
+    return len(results) == len(tests.outputs) and all(map(_same_result, results, tests.outputs))
+
+
+def _same_result(found: Any, expected: Any) -> bool:
+    """APPS wraps most results, and not all, into a list of one."""
+    return found == expected or (isinstance(expected, list) and len(expected) == 1 and found == expected[0])
+
+
+# Results go out on a descriptor of their own, since the program may print. As on LeetCode, names that signatures
+# and solutions use are there without an import.
+_CALLS = """
+import json, os, sys
+job = json.load(sys.stdin)
+results = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+names = {"__name__": "solution"}
+for module in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math", "builtins"):
+    exec(f"import {module}\\nfrom {module} import *", names)
+exec(compile(job["program"], "program", "exec"), names)
+solution = names.get("Solution")
+for arguments in job["inputs"]:
+    function = getattr(solution(), job["function"]) if solution else names[job["function"]]
+    print(json.dumps(function(*arguments)), file=results, flush=True)
+"""

@@ -1,0 +1,59 @@
+"""Scores from a service: POST {"prompt", "response", "answer"}, answered by {"score": number}."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from areal_megatron.config import ConfigError
+
+_REPLY_BYTES = 1 << 20
+
+
+def function(url: str, limit_s: float):
+    """The reward function that asks the service at url and waits for limit_s. Raises ConfigError for a bad address."""
+    try:
+        parts = urlsplit(url)
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        named = False
+    if not named:
+        raise ConfigError(f"reward.function: {url!r} is no address, expected http://host:port/path")
+    if parts.username is not None:
+        raise ConfigError("reward.function: the address holds a user name, which everybody would read in the list of "
+                          "processes; put a function of yours between that reads it from a file")  # fmt: skip
+    return functools.partial(score, url=url, limit_s=limit_s)
+
+
+def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> object:
+    """What the service gives as score, not checked. Raises ValueError for any other reply, OSError without one."""
+    question = {"prompt": prompt, "response": response, "answer": answer}
+    return asyncio.run(_ask(url, question, limit_s))
+
+
+async def _ask(url: str, question: dict[str, str], limit_s: float) -> object:
+    timeout = aiohttp.ClientTimeout(total=limit_s)
+    body = bytearray()
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url, json=question, allow_redirects=False) as reply,
+        ):
+            if reply.status != 200:
+                raise ValueError(f"{url} answered with status {reply.status}, expected 200")
+            async for chunk in reply.content.iter_any():
+                body += chunk
+                if len(body) > _REPLY_BYTES:
+                    raise ValueError(f"{url} answered with more than {_REPLY_BYTES} bytes")
+    except TimeoutError:
+        raise TimeoutError(f"{url} did not answer within {limit_s:g} s") from None
+    except aiohttp.ClientError as e:
+        raise OSError(f"{url}: {e}") from None
+    try:
+        return json.loads(body)["score"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f'{url} answered {bytes(body[:100])!r}, expected {{"score": number}}') from None

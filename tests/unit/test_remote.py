@@ -1,0 +1,130 @@
+"""Rewards from a service, against a real server."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from areal_megatron.config import ConfigError, Reward
+from areal_megatron.reward.function import load_function
+from areal_megatron.reward.worker import Answer
+from areal_megatron.reward.workers import RewardWorkers
+
+
+class Service(BaseHTTPRequestHandler):
+    """What the answer says is what it replies with."""
+
+    def do_POST(self):
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Content-Type"].startswith("application/json")
+        kind = question["answer"]
+        if kind == "score":
+            assert set(question) == {"prompt", "response", "answer"}
+            return self.reply(json.dumps({"score": len(question["prompt"]) + 0.5 * len(question["response"])}))
+        if kind == "dribble":
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(100):
+                time.sleep(0.1)
+                self.wfile.write(b" ")
+            return None
+        if kind == "endless":
+            self.send_response(200)
+            self.end_headers()
+            while True:
+                self.wfile.write(b" " * 65536)
+        if kind == "moved":
+            self.send_response(302)
+            self.send_header("Location", "/")
+            self.end_headers()
+            return None
+        if kind == "hang up":
+            return self.connection.close()
+        status, _, body = kind.partition(" ")
+        return self.reply(body, int(status))
+
+    def reply(self, body: str, status: int = 200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.handle_error = lambda *_: None  # clients that go away are what is tested
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/reward"
+    server.shutdown()
+    server.server_close()
+
+
+def scored(url, answers, timeout_s=20.0):
+    async def scores():
+        pool = RewardWorkers(Reward(function=url, timeout_s=timeout_s))
+        await pool.start()
+        before = {worker._process.pid for worker in pool._workers}
+        try:
+            found = await pool.score(answers)
+            return found, pool.failures, before == {worker._process.pid for worker in pool._workers}
+        finally:
+            await pool.close()
+
+    return asyncio.run(asyncio.wait_for(scores(), 120))
+
+
+def test_a_service_scores(url):
+    answers = [Answer("ab", "∑é", "score"), Answer("", "x" * 100_000, "score"), Answer("", "", '200 {"score": -3}')]
+    assert scored(url, answers) == ([3.0, 50_000.0, -3.0], 0, True)
+
+
+BAD = {
+    '500 {"score": 1}': "answered with status 500, expected 200",
+    "204 ": "answered with status 204",
+    "moved": "answered with status 302",
+    "200 not json": "answered b'not json', expected",
+    "200 [1]": "answered b'[1]', expected",
+    "200 {}": "answered b'{}', expected",
+    '200 {"score": "1"}': "returned '1', expected a finite number",
+    '200 {"score": NaN}': "returned nan, expected a finite number",
+    '200 {"score": null}': "returned None, expected a finite number",
+    "hang up": "http://127.0.0.1",
+    "endless": "answered with more than 1048576 bytes",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_any_other_reply_is_a_counted_zero(url, kind, caplog):
+    assert scored(url, [Answer("", "", kind), Answer("ab", "", "score")]) == ([0.0, 2.0], 1, True)
+    assert BAD[kind] in caplog.text
+
+
+def test_a_slow_service_is_given_up_before_the_worker_would_be_killed(url, caplog):
+    assert scored(url, [Answer("", "", "dribble"), Answer("ab", "", "score")], timeout_s=2.5) == ([0.0, 2.0], 1, True)
+    assert "did not answer within 2 s" in caplog.text
+
+
+def test_no_service_is_a_counted_zero(caplog):
+    assert scored("http://127.0.0.1:1/", [Answer("", "", "score")]) == ([0.0], 1, True)
+    assert "OSError: http://127.0.0.1:1/: Cannot connect to host 127.0.0.1:1" in caplog.text
+
+
+@pytest.mark.parametrize(("address", "problem"), [
+    ("http://", "is no address"),
+    ("http://:80/x", "is no address"),
+    ("https://host:port/", "is no address"),
+    ("http://[::1/", "is no address"),
+    ("https://me:secret@host/", "holds a user name"),
+])  # fmt: skip
+def test_addresses_that_cannot_work_are_refused(address, problem):
+    with pytest.raises(ConfigError, match=r"^reward\.function: ") as error:
+        load_function(address)
+    assert problem in str(error.value) and "secret" not in str(error.value)
