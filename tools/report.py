@@ -142,8 +142,10 @@ def _rl_sections(data: Data) -> list[str]:
             _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
             _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
             _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
-            _lines(data, "Clipped and capped tokens", "share", {"clip_share": TRAIN, "capped_share": HELD_OUT},
-                   labels={"clip_share": "clipped by ε", "capped_share": "weight at its cap"}, zero=True),
+            _lines(data, "Clipped, capped and masked tokens", "share",
+                   {"clip_share": TRAIN, "capped_share": HELD_OUT, "masked_share": THIRD}, zero=True,
+                   labels={"clip_share": "clipped by ε", "capped_share": "weight at its cap",
+                           "masked_share": "weight 0"}),
             _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
             _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True)]),
     ]  # fmt: skip

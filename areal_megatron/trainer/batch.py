@@ -47,6 +47,8 @@ class PPOMicroBatch:
     """int64 [N]: the sequence of each, from 0"""
     weights: Tensor
     """What a token's loss counts in the mean over tokens."""
+    kept: Tensor
+    """bool [N]: False where a correction of the whole mini-batch masks the token."""
     proximal: Tensor | None
     """Log-probabilities before this batch's first step; None where the current ones are the same."""
 
@@ -84,7 +86,7 @@ def pack_trajectories(
     multiple: int,
     device: torch.device,
 ) -> PPOMicroBatch:
-    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None."""
+    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is kept."""
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     own = [_by_version(t, version, kv_policy) for t in trajectories]
 
@@ -106,6 +108,7 @@ def pack_trajectories(
         advantages=trained(alike(advantages), np.float32),
         sequences=trained(alike(range(len(trajectories))), np.int64),
         weights=trained(alike(weights), np.float32),
+        kept=trained(alike([True] * len(trajectories)), np.bool_),
         by_this_version=trained(own, np.bool_),
         proximal=None,
     )

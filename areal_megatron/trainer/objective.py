@@ -26,7 +26,7 @@ class Objective:
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
         self._policy, self._decoupled = policy, settings.objective == "decoupled"
         self._algorithm = ALGORITHMS[settings.algorithm]
-        self._bounds = Bounds(*settings.clip, settings.behaviour_cap)
+        self._bounds = Bounds(*settings.clip, settings.correction, self._algorithm.whole)
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class Objective:
         now, behaviour = current.detach(), sampled.behaviour
         proximal = now if sampled.proximal is None else sampled.proximal
         trained_version = now if first else proximal
-        tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences)
+        tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences, sampled.kept)
         loss = (sampled.weights * self._algorithm.loss(tokens, self._bounds)).sum()
         comparable = sampled.by_this_version & (first or self._decoupled)
         difference = (trained_version - behaviour).abs()[comparable]

@@ -22,6 +22,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.ppo.advantage import Rewards
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.ppo.correction import SECOND_MOMENT, within_second_moment
 from areal_megatron.ppo.loss import effective_share
 from areal_megatron.reshard import hf
 from areal_megatron.reshard.architectures import read_config
@@ -40,7 +41,7 @@ COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
 LOGITS_ELEMENTS = 2**27
 """Of the logits that a rank holds at a time; computing with them takes 12 bytes each."""
-MEANS = ("loss", "clip_share", "capped_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
+MEANS = ("loss", "clip_share", "capped_share", "masked_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
 """Reported as means over trained tokens."""
 
 
@@ -249,17 +250,36 @@ class Trainer:
         )
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
-        """The first mini-batch needs none: until its step the current policy is the proximal one."""
-        if self.config.ppo.objective == "naive":
+        """The first mini-batch needs none, but for what has to know it before the loss: until its step the current policy
+        is the proximal one."""
+        settings = self.config.ppo
+        if settings.objective == "naive":
             for sampled in (e for minibatch in minibatches for e in minibatch):
                 sampled.proximal = sampled.behaviour
             return
-        later = [e for minibatch in minibatches[1:] for e in minibatch]
-        if later:
-            with self.timeline.span("proximal", tokens=sum(e.microbatch.tokens.numel() for e in later)):
-                work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
-                for sampled, (logprobs, _) in zip(later, pipeline.forward(self.chunks, work), strict=False):
-                    sampled.proximal = logprobs
+        threshold = settings.correction.get(SECOND_MOMENT)
+        asked = [e for minibatch in minibatches[0 if threshold else 1 :] for e in minibatch]
+        for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
+            sampled.proximal = logprobs
+        for minibatch in minibatches if threshold else ():
+            self._mask(minibatch, threshold)
+
+    def _logprobs(self, span: str, microbatches: list[PPOMicroBatch]) -> list[Tensor]:
+        """Of their trained tokens, under the weights as they are; [] on other stages than the last."""
+        if not microbatches:
+            return []
+        with self.timeline.span(span, tokens=sum(e.microbatch.tokens.numel() for e in microbatches)):
+            work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in microbatches]
+            return [logprobs for logprobs, _ in pipeline.forward(self.chunks, work)]
+
+    def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
+        """What the second moment of the weights of a whole mini-batch does not allow. Collective."""
+        known = minibatch if self.parallel.is_last_stage else []
+        lags = [sampled.proximal - sampled.behaviour for sampled in known]
+        kept = within_second_moment(torch.cat([torch.zeros(0, device=self.device), *lags]), threshold,
+                                    self.parallel.sum_of_last_stages)  # fmt: skip
+        for sampled, own in zip(known, kept.split([len(lag) for lag in lags]), strict=True):
+            sampled.kept = own
 
     def _record(self, part: BatchPart, applied: bool) -> None:
         """Which trajectories this replica has trained, a line a batch, independent of what the controller says."""

@@ -28,9 +28,8 @@ class Tally:
 
         Only the last stage adds anything, and its tensor-parallel ranks all the same.
         """
-        counts = parallel.is_last_stage and parallel.tp_rank == 0
-        total = parallel.sum_over_ranks(_reduced(self.sums if counts else {}, sums, torch.sum))
-        largest = parallel.max_over_ranks(_reduced(self.maxima if counts else {}, maxima, torch.amax))
+        total = parallel.sum_of_last_stages(_reduced(self.sums, sums, torch.sum))
+        largest = parallel.max_over_ranks(_reduced(self.maxima, maxima, torch.amax))
         return dict(zip((*sums, *maxima), (*total.tolist(), *largest.tolist()), strict=True))
 
 

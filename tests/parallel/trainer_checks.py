@@ -136,7 +136,7 @@ class MiniBatch:
         return [[*minibatch, []] for [minibatch] in plan]
 
     def forward_backward(self, cap: int) -> None:
-        subject, work = self.subject, []
+        subject, batches = self.subject, []
         lengths = torch.tensor([int(t.loss_mask.sum()) for t in self.trajectories])
         weights = token_weights(ALGORITHMS[subject.config.ppo.algorithm].mean, lengths, int(lengths.sum()),
                                 int((lengths > 0).sum()), subject.config.rollout.max_new_tokens).tolist()  # fmt: skip
@@ -146,18 +146,21 @@ class MiniBatch:
                                       0, "recompute", subject._row_multiple, subject.device)  # fmt: skip
             kept = [self.proximals[i][self.trajectories[i].loss_mask == 1] for i in members]
             batch.proximal = torch.cat([torch.zeros(0), *kept])
-            work.append((batch.microbatch, partial(subject._objective.ppo, sampled=batch, first=False, tally=Tally())))
+            batches.append(batch)
+        if threshold := subject.config.ppo.correction.get("m2po"):
+            subject._mask(batches, threshold)
+        loss = partial(subject._objective.ppo, first=False, tally=Tally())
         subject.optimizer.zero_grad()
-        pipeline.forward_backward(subject.chunks, work)
+        pipeline.forward_backward(subject.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 
 
-def check_algorithms(folder: Path, rank: int, cases: dict[str, str], layout: dict) -> None:
-    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → algorithm."""
-    for run, algorithm in cases.items():
-        settings = PPO(minibatches=2, algorithm=algorithm, clip=[0.1, 0.25], behaviour_cap=3.0)
-        config = make_config(folder, "qwen3", layout, ppo=settings)
+def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: dict) -> None:
+    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of PPO."""
+    for run, settings in cases.items():
+        ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
+        config = make_config(folder, "qwen3", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:
-            exact, content = load_oracle(folder / "qwen3").double(), minibatch(algorithm)
+            exact, content = load_oracle(folder / "qwen3").double(), minibatch(ppo.algorithm)
             oracle.ppo_loss(exact, *content, config).backward()
             MiniBatch(subject, *content).forward_backward(100)
             assert_gradient(subject, gradients(exact))

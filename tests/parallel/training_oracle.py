@@ -49,11 +49,36 @@ def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
     return (over_batch(found, trained) if algorithm == "reinforce++" else found).tolist()
 
 
+def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
+    """Of the trained tokens of one sequence, from the logarithms of the uncorrected ones."""
+    ratio, weights = lag.exp(), lag.exp()
+    if cap := correction.get("truncated"):
+        weights = torch.minimum(weights, torch.tensor(cap))
+    if bound := correction.get("icepop"):
+        weights = weights * ((ratio >= 1 / bound) & (ratio <= bound))
+    if bound := correction.get("sequence_mask"):
+        geometric = ratio.prod() ** (1 / len(ratio))
+        weights = weights * (1 / bound <= geometric <= bound)
+    return weights
+
+
+def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor]:
+    """bool [R] of each trajectory: what M2PO keeps of a mini-batch, the largest masked one after another."""
+    keep = [torch.ones(len(t.response), dtype=torch.bool) for t in trajectories]
+    moments = {(i, k): (float(proximals[i][k]) - float(t.logprobs[k])) ** 2
+               for i, t in enumerate(trajectories) for k in np.flatnonzero(t.loss_mask)}  # fmt: skip
+    while moments and np.mean(list(moments.values())) > config.ppo.correction.get("m2po", math.inf):
+        i, k = max(moments, key=moments.get)
+        keep[i][k] = False
+        del moments[i, k]
+    return keep
+
+
 def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tensor:
     """Of a mini-batch, as the paper of the algorithm has it. `proximals`: [R] of each trajectory."""
     algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
-    sums, lengths = [], []
-    for t, advantage, proximal in zip(trajectories, advantages, proximals, strict=True):
+    sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
+    for t, advantage, proximal, kept in zip(trajectories, advantages, proximals, keep, strict=True):
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
         if not len(trained):
             continue
@@ -64,7 +89,7 @@ def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tens
         )
         if algorithm == "gspo":  # one ratio and one weight a sequence
             drift, lag = drift.mean().expand(len(trained)), lag.mean().expand(len(trained))
-        weight = lag.exp().clamp(max=config.ppo.behaviour_cap)
+        weight = weights(lag, config.ppo.correction) * kept[trained]
         clipped = torch.clamp(drift.exp(), 1 - low, 1 + high)
         gain = torch.min(drift.exp() * advantage, clipped * advantage)
         if algorithm == "cispo":

@@ -2,20 +2,30 @@
 
 import math
 import statistics
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from areal_megatron.config import PPO
-from areal_megatron.ppo import loss
+from areal_megatron.ppo import correction, loss
 from areal_megatron.ppo.advantage import EPSILON, Rewards
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.loss import Bounds, Tokens
+from areal_megatron.ppo.selection import quantile
 
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
-BOUNDS = Bounds(LOW, HIGH, CAP)
+BOUNDS = Bounds(LOW, HIGH, {"truncated": CAP})
 LENGTHS = (1, 17, 30, 12)
+CORRECTIONS = {
+    "none": {},
+    "truncated": {"truncated": CAP},
+    "icepop": {"icepop": 1.6},
+    "sequence_mask": {"sequence_mask": 1.45},
+    "all": {"sequence_mask": 1.7, "icepop": 1.9, "truncated": 1.2},
+}
 
 
 def tokens(seed: int) -> Tokens:
@@ -27,31 +37,46 @@ def tokens(seed: int) -> Tokens:
     behaviour = start - 3
     proximal = behaviour + 0.4 * first - shift
     advantages = torch.tensor([1.5, -0.7, 0.9, -2.0], dtype=torch.float64)[sequences]
-    return Tokens((proximal + 0.4 * second + shift).requires_grad_(), proximal, behaviour, advantages, sequences)
+    current = (proximal + 0.4 * second + shift).requires_grad_()
+    return Tokens(current, proximal, behaviour, advantages, sequences, torch.ones_like(sequences, dtype=torch.bool))
 
 
 def bounded(ratio: float) -> float:
     return max(1 - LOW, min(1 + HIGH, ratio))
 
 
-def plain_clipped(current, proximal, behaviour, advantage):
-    """AReaL, Equation 5; with cap and two bounds."""
+def plain_weights(proximal, behaviour, thresholds):
+    """Of the tokens of one sequence."""
+    ratios = [math.exp(p - b) for p, b in zip(proximal, behaviour, strict=True)]
+    geometric, found = math.prod(ratios) ** (1 / len(ratios)), []
+    for ratio in ratios:
+        weight = min(ratio, thresholds.get("truncated", math.inf))
+        if (bound := thresholds.get("icepop")) and not 1 / bound <= ratio <= bound:
+            weight = 0.0
+        if (bound := thresholds.get("sequence_mask")) and not 1 / bound <= geometric <= bound:
+            weight = 0.0
+        found.append(weight)
+    return found
+
+
+def plain_clipped(current, proximal, behaviour, advantage, thresholds):
+    """AReaL, Equation 5; with corrections and two bounds."""
     total = 0.0
-    for c, p, b in zip(current, proximal, behaviour, strict=True):
+    for c, p, weight in zip(current, proximal, plain_weights(proximal, behaviour, thresholds), strict=True):
         u = math.exp(c - p)
-        total -= min(math.exp(p - b), CAP) * min(u * advantage, bounded(u) * advantage)
+        total -= weight * min(u * advantage, bounded(u) * advantage)
     return total
 
 
-def plain_gspo(current, proximal, behaviour, advantage):
+def plain_gspo(current, proximal, behaviour, advantage, thresholds):
     """GSPO, Equations 5 and 7: one ratio a sequence, π(y)^(1/|y|); the sequence counts for each of its tokens."""
     n = len(current)
     s = math.exp((sum(current) - sum(proximal)) / n)
-    weight = min(math.exp((sum(proximal) - sum(behaviour)) / n), CAP)
+    [weight] = plain_weights([sum(proximal) / n], [sum(behaviour) / n], thresholds)
     return -n * weight * min(s * advantage, bounded(s) * advantage)
 
 
-LOSSES = {loss.clipped: plain_clipped, loss.clipped_sequences: plain_gspo}
+LOSSES = {"tokens": (plain_clipped, False), "sequences": (plain_gspo, True)}
 
 
 def plain_sum(formula, values: Tokens, current: list[float]) -> float:
@@ -65,11 +90,14 @@ def plain_sum(formula, values: Tokens, current: list[float]) -> float:
     return total
 
 
-@pytest.mark.parametrize("found", LOSSES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_loss_and_its_gradient_are_those_of_the_paper(found, seed):
-    values, formula = tokens(seed), LOSSES[found]
-    total = found(values, BOUNDS).sum()
+@pytest.mark.parametrize("ratios", LOSSES)
+@pytest.mark.parametrize("corrections", CORRECTIONS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_loss_and_its_gradient_are_those_of_the_paper(ratios, corrections, seed):
+    values, thresholds = tokens(seed), CORRECTIONS[corrections]
+    formula, whole = LOSSES[ratios]
+    formula = partial(formula, thresholds=thresholds)
+    total = loss.clipped(values, Bounds(LOW, HIGH, thresholds, whole)).sum()
     current = values.current.tolist()
     assert total.item() == pytest.approx(plain_sum(formula, values, current), abs=1e-9)
     (gradient,) = torch.autograd.grad(total, values.current)
@@ -95,7 +123,7 @@ def test_cispo_has_a_gradient_at_every_token_also_where_the_ratio_is_clipped():
 
 def test_naive_ppo_has_weight_1():
     values = tokens(2)
-    naive = Tokens(values.current, values.behaviour, values.behaviour, values.advantages, values.sequences)
+    naive = replace(values, proximal=values.behaviour)
     ratio = (values.current - values.behaviour).exp()
     expected = -torch.minimum(ratio * values.advantages, ratio.clamp(1 - LOW, 1 + HIGH) * values.advantages)
     torch.testing.assert_close(loss.clipped(naive, BOUNDS), expected)
@@ -104,8 +132,9 @@ def test_naive_ppo_has_weight_1():
 def test_empty_micro_batches_have_losses_of_nothing():
     nothing = torch.zeros(0)
     for algorithm in ALGORITHMS.values():
-        values = Tokens(nothing, nothing, nothing, nothing, torch.zeros(0, dtype=torch.int64))
-        assert algorithm.loss(values, BOUNDS).shape == (0,)
+        values = Tokens(nothing, nothing, nothing, nothing, nothing.long(), nothing.bool())
+        bounds = Bounds(LOW, HIGH, CORRECTIONS["all"], algorithm.whole)
+        assert algorithm.loss(values, bounds).shape == (0,)
 
 
 def test_sums_count_what_they_say():
@@ -117,6 +146,7 @@ def test_sums_count_what_they_say():
     clipped = ((advantages > 0) & (ratio > 1 + HIGH)) | ((advantages < 0) & (ratio < 1 - LOW))
     assert 0 < found["clip_share"] == clipped.sum() < 60
     assert 0 < found["capped_share"] == (weight > CAP).sum() < 60
+    assert found["masked_share"] == 0
     assert found["ratio_mean"] == pytest.approx(ratio.sum())
     for name, drift in (
         ("kl", current - behaviour),
@@ -129,6 +159,68 @@ def test_sums_count_what_they_say():
     share = loss.effective_share(found["weight"], found["weight_squared"], 60)
     assert share == pytest.approx(1 / (1 + chi_squared)) and 0.5 < share < 1
     assert loss.effective_share(0.0, 0.0, 0) == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_masked_tokens_are_counted(name, whole):
+    values = tokens(1)
+    values = replace(values, kept=torch.arange(60) != 40)
+    found = loss.sums(values, values.current.detach(), Bounds(LOW, HIGH, CORRECTIONS[name], whole))["masked_share"]
+    masked = 0
+    for sequence in range(4):
+        own = (values.sequences == sequence).nonzero()[:, 0].tolist()
+        columns = [column[own].tolist() for column in (values.proximal, values.behaviour)]
+        if whole:
+            columns = [[statistics.fmean(column)] * len(own) for column in columns]
+        weights = plain_weights(*columns, CORRECTIONS[name])
+        masked += sum(weight == 0 or i == 40 for i, weight in zip(own, weights, strict=True))
+    assert found == masked
+    assert (masked > 1) == (name not in ("none", "truncated")), "the example masks what it is to mask"
+
+
+def test_a_weight_that_is_not_a_number_is_not_masked():
+    """The step is skipped for it, whatever the corrections."""
+    values = tokens(0)
+    values.behaviour[20] = math.nan
+    assert loss.clipped(values, Bounds(LOW, HIGH, CORRECTIONS["all"])).sum().isnan()
+    kept = correction.within_second_moment(values.proximal - values.behaviour, 0.01, lambda tensor: tensor)
+    assert kept[20] and not kept.all()
+
+
+def greedy(moments: list[float], threshold: float) -> list[bool]:
+    """M2PO, Algorithm 1: while the mean of what is left is above the threshold, mask the largest."""
+    kept = dict(enumerate(moments))
+    while kept and statistics.fmean(kept.values()) > threshold:
+        del kept[max(kept, key=kept.get)]
+    return [i in kept for i in range(len(moments))]
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 0.004, 0.04, 0.2, 10.0])
+def test_the_second_moment_masks_the_largest_until_the_mean_is_within(threshold):
+    lag = 0.5 * torch.randn(400, generator=torch.Generator().manual_seed(5)) ** 3
+    lag[7] = 0.0
+    expected = greedy(lag.square().double().tolist(), threshold)
+    parts = list(lag.split([150, 0, 249, 1]))
+    found = on_replicas(partial(correction.within_second_moment, threshold=threshold), parts)
+    assert torch.cat(found).tolist() == expected
+    assert {1e-9: sum(expected) == 1, 10.0: all(expected)}.get(threshold, 1 < sum(expected) < 400)
+
+
+def test_equal_moments_are_masked_together_and_none_is_none():
+    mask = partial(correction.within_second_moment, threshold=0.3, reduce=lambda tensor: tensor)
+    assert mask(torch.tensor([0.1, -0.8, 0.8, 0.8, math.inf])).tolist() == [True, False, False, False, False]
+    assert mask(torch.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 5000])
+def test_a_quantile_over_replicas_is_that_of_all_values(count):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)).abs()
+    values[: count // 3] = values[0]
+    parts = list(values.tensor_split(3))
+    for share in (0.5, 0.99, 1.0):
+        [found, *others] = on_replicas(lambda part, reduce: quantile(part, share, count, reduce), parts)  # noqa: B023
+        assert found == np.quantile(values.numpy(), share, method="inverted_cdf") and set(others) == {found}
 
 
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
@@ -189,7 +281,7 @@ def on_replicas(function, parts):
                 return total
 
             try:
-                results.append(function(part, reduce))
+                results.append(function(part, reduce=reduce))
             except StopIteration:
                 continue
         if not asked:
@@ -217,5 +309,7 @@ def test_weights_make_a_mean_over_tokens_one_over_sequences():
         assert sum(w * sum(own) for w, own in zip(weights, losses, strict=True)) / 8 == pytest.approx(expected)
 
 
-def test_the_config_names_every_algorithm():
-    assert set(ALGORITHMS) == set(PPO.__dataclass_fields__["algorithm"].metadata["choices"])
+def test_the_config_names_every_algorithm_and_correction():
+    names = {key: set(field.metadata.get("choices", ())) for key, field in PPO.__dataclass_fields__.items()}
+    assert set(ALGORITHMS) == names["algorithm"]
+    assert {*correction.CORRECTIONS, correction.SECOND_MOMENT} == names["correction"]
