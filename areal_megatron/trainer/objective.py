@@ -62,6 +62,7 @@ class Objective:
                 **sums(replace(tokens, current=now), entropy, self._bounds),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
+            {"difference": difference},
         )
         return loss
 

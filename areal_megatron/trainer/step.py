@@ -20,7 +20,7 @@ from areal_megatron.data.packing import partition
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.model_check import check_model
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.ppo.advantage import Rewards
+from areal_megatron.ppo.advantage import Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.correction import SECOND_MOMENT, within_second_moment
 from areal_megatron.ppo.loss import effective_share
@@ -69,8 +69,8 @@ class BatchResult:
     """False: every step was skipped because its gradient was not finite; the weights are as before."""
     metrics: dict[str, float]
     """Means over trained tokens, mean gradient norm and last learning rate of the steps taken, counts.
-    `logprob_diff_max` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens that
-    were sampled by the trained version."""
+    `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens
+    that were sampled by the trained version."""
 
 
 class Trainer:
@@ -153,7 +153,9 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
-        minibatches = self._microbatches(part)
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        advantages = self._advantages(part, trained)
+        minibatches = self._microbatches(part, trained, advantages.tolist())
         self._set_proximal(minibatches)
         tally, steps = Tally(), Steps(before_step)
         for minibatch in minibatches:
@@ -164,7 +166,9 @@ class Trainer:
         totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
         metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
+        metrics |= over_tokens(advantages, trained, self.parallel.sum_over_replicas, self.parallel.max_over_ranks)
         if totals["compared"]:
+            metrics["logprob_diff_p99"] = tally.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
         return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, MEANS, steps, start))
@@ -221,9 +225,7 @@ class Trainer:
             "tokens_per_s": totals["tokens"] / seconds,
         }
 
-    def _microbatches(self, part: BatchPart) -> list[list[PPOMicroBatch]]:
-        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
-        advantages = self._advantages(part, trained)
+    def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
         found = []
         for minibatch in part.minibatches:
             weights = self._weights([i for members in minibatch for i in members], trained)
@@ -234,10 +236,10 @@ class Trainer:
                                                    self.device))  # fmt: skip
         return found
 
-    def _advantages(self, part: BatchPart, trained: Tensor) -> list[float]:
+    def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
         values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
         rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
-        return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas).tolist()
+        return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas)
 
     def _weights(self, members: list[int], trained: Tensor) -> dict[int, float]:
         """Of the tokens of each trajectory of a mini-batch."""

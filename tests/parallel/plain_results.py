@@ -124,7 +124,9 @@ def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
         with torch.no_grad():
             found = [(oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy()))
                      .abs()[(t.loss_mask == 1) & (t.versions == version)] for t in trajectories]  # fmt: skip
-        differences.append([float(torch.cat(found).max()), float(torch.cat(found).mean())])
+        found = torch.cat(found)
+        p99 = np.quantile(found.numpy(), 0.99, method="inverted_cdf")
+        differences.append([float(found.max()), float(found.mean()), float(p99)])
         learner.ppo_update(trajectories, [sorted(half) for half in halves])
     losses = [learner.sft_step(sft_examples(step)) for step in range(SFT_STEPS)]
     return {"differences": differences, "sft_losses": losses, "parameters": model.state_dict()}

@@ -138,6 +138,6 @@ def test_a_rank_that_does_not_come_is_an_error(folder, on_ranks):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("check", ["check_cuda_attention", "check_cuda", "check_cuda_logprob_memory"])
 def test_on_cuda(folder, on_ranks, capsys, check):
-    on_ranks(check, 1)
+    on_ranks(f"cuda_checks:{check}", 1)
     with capsys.disabled():
         print((folder / "rank-0.out").read_text())

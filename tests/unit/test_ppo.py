@@ -11,7 +11,7 @@ import torch
 
 from areal_megatron.config import PPO
 from areal_megatron.ppo import correction, loss
-from areal_megatron.ppo.advantage import EPSILON, Rewards
+from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.loss import Bounds, Tokens
 from areal_megatron.ppo.selection import quantile
@@ -287,6 +287,20 @@ def on_replicas(function, parts):
         if not asked:
             return results
         known.append(sum(asked))
+
+
+def test_advantages_are_described_over_the_tokens_of_all_replicas():
+    values = torch.tensor([0.5, -3.0, 2.0, 1.0, 9.0]).double()
+    trained = torch.tensor([3, 1, 2, 4, 0])
+    every = [value for value, count in zip(values.tolist(), trained.tolist(), strict=True) for _ in range(count)]
+    expected = {"advantage_mean": statistics.fmean(every), "advantage_std": statistics.pstdev(every),
+                "advantage_min": -3.0, "advantage_max": 2.0}  # fmt: skip
+    shares = [[0, 2], [1], [3], [4]]
+    bounds = torch.tensor([2.0, 3.0]).double()
+    parts = [(values[share], trained[share]) for share in shares]
+    for found in on_replicas(lambda part, reduce: over_tokens(*part, reduce, lambda own: own.maximum(bounds)), parts):
+        assert found == pytest.approx(expected)
+    assert over_tokens(values[4:], trained[4:], lambda own: own, lambda own: own) == {}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
