@@ -96,8 +96,9 @@ class Optimizer:
 
 @dataclass
 class PPO:
-    objective: str = choice("decoupled", "naive")
-    """`naive`: the behaviour policy is the proximal policy (paper, Table 2)."""
+    objective: str = choice("decoupled", "naive", "loglinear")
+    """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is interpolated
+    between the behaviour and the current one by their versions, which saves a forward pass."""
     minibatches: int = 4
     """Optimizer steps per batch."""
     algorithm: str = choice("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
@@ -329,6 +330,8 @@ def _check_ppo(ppo: PPO, require: Callable[[bool, str, str], None]) -> None:
     masks = [name for name in ppo.correction if name != "truncated"]
     require(ppo.objective != "naive" or not masks, "ppo.correction",
             f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1")  # fmt: skip
+    require(ppo.objective != "loglinear" or "m2po" not in masks, "ppo.correction",
+            "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled")  # fmt: skip
 
 
 def known_keys() -> list[str]:

@@ -55,6 +55,18 @@ def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
     return -_weights(lag, tokens, bounds) * ratio * tokens.advantages * tokens.current
 
 
+def log_linear(current: Tensor, behaviour: Tensor, staleness: Tensor, ahead: float) -> Tensor:
+    """log π_prox ≈ log π_behav + α · (log π_θ − log π_behav), α = (v_prox − v_behav) / (v_θ − v_behav), from the versions v
+    (AReaL's log-linear approximation of the proximal policy).
+
+    staleness [N]: v_prox − v_behav; ahead: v_θ − v_prox, the share of the update's steps that were taken. Before the first
+    one the current policy is the proximal one.
+    """
+    if not ahead:
+        return current
+    return behaviour + staleness / (staleness + ahead) * (current - behaviour)
+
+
 def sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Tensor]:
     """Sums over the tokens of what is reported as a mean; those of parts of a batch add up."""
     drift, lag = _log_ratios(tokens, bounds)

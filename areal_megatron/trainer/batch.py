@@ -43,6 +43,8 @@ class PPOMicroBatch:
     advantages: Tensor
     by_this_version: Tensor
     """bool [N]: sampled by the version that is trained, all of its context computed by it too."""
+    staleness: Tensor
+    """Versions between the one that sampled a token and the one that is trained."""
     sequences: Tensor
     """int64 [N]: the sequence of each, from 0"""
     weights: Tensor
@@ -50,7 +52,8 @@ class PPOMicroBatch:
     kept: Tensor
     """bool [N]: False where a correction of the whole mini-batch masks the token."""
     proximal: Tensor | None
-    """Log-probabilities before this batch's first step; None where the current ones are the same."""
+    """Log-probabilities before this batch's first step; None where the current ones are the same, and where they are
+    interpolated."""
 
 
 def pack(
@@ -110,6 +113,7 @@ def pack_trajectories(
         weights=trained(alike(weights), np.float32),
         kept=trained(alike([True] * len(trajectories)), np.bool_),
         by_this_version=trained(own, np.bool_),
+        staleness=trained([version - t.versions for t in trajectories], np.float32),
         proximal=None,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_megatron.config import PPO
 from areal_megatron.ppo.algorithm import ALGORITHMS
-from areal_megatron.ppo.loss import Bounds, Tokens, sums
+from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, sums
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -24,7 +24,7 @@ class Objective:
     """The losses, on the last pipeline stage. `vocabulary` has the temperature that answers are sampled with."""
 
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
-        self._policy, self._decoupled = policy, settings.objective == "decoupled"
+        self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
         self._bounds = Bounds(*settings.clip, settings.correction, self._algorithm.whole)
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
@@ -43,16 +43,15 @@ class Objective:
         tally.add({"tokens": _count(logprobs), "loss": loss}, {})
         return loss
 
-    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, first: bool, tally: Tally) -> Tensor:
-        """`first`: no step has been taken since the batch began, so the current policy is the trained version."""
+    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, tally: Tally) -> Tensor:
+        """`taken`: steps since the batch began; at 0 the current policy is the trained version."""
         current, entropy = self.logprobs(hidden, sampled.microbatch)
         now, behaviour = current.detach(), sampled.behaviour
-        proximal = now if sampled.proximal is None else sampled.proximal
-        trained_version = now if first else proximal
+        proximal = self._proximal(sampled, now, taken)
         tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences, sampled.kept)
         loss = (sampled.weights * self._algorithm.loss(tokens, self._bounds)).sum()
-        comparable = sampled.by_this_version & (first or self._decoupled)
-        difference = (trained_version - behaviour).abs()[comparable]
+        comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
+        difference = ((proximal if taken else now) - behaviour).abs()[comparable]
         tally.add(
             {
                 "tokens": _count(now),
@@ -65,6 +64,11 @@ class Objective:
             {"difference": difference},
         )
         return loss
+
+    def _proximal(self, sampled: PPOMicroBatch, now: Tensor, taken: int) -> Tensor:
+        if self._objective == "loglinear":
+            return log_linear(now, sampled.behaviour, sampled.staleness, taken / self._steps)
+        return now if sampled.proximal is None else sampled.proximal
 
 
 def _count(values: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class Trainer:
         self._set_proximal(minibatches)
         tally, steps = Tally(), Steps(before_step)
         for minibatch in minibatches:
-            loss = partial(self._objective.ppo, first=not steps.norms, tally=tally)
+            loss = partial(self._objective.ppo, taken=len(steps.norms), tally=tally)
             self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
         self.optimizer.settle()
         self._record(part, applied=bool(steps.norms))
@@ -258,6 +258,7 @@ class Trainer:
         if settings.objective == "naive":
             for sampled in (e for minibatch in minibatches for e in minibatch):
                 sampled.proximal = sampled.behaviour
+        if settings.objective != "decoupled":
             return
         threshold = settings.correction.get(SECOND_MOMENT)
         asked = [e for minibatch in minibatches[0 if threshold else 1 :] for e in minibatch]

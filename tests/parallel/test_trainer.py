@@ -35,11 +35,12 @@ CASES = {
 }
 """Models and layouts that ranks try one after the other: to start them takes longer than to try one."""
 
-CORRECTED = {
+VARIANTS = {
     "run-corrected-tokens": {"correction": {"truncated": 2.0, "icepop": 1.3, "sequence_mask": 1.1, "m2po": 0.03}},
     "run-corrected-sequences": {"algorithm": "gspo", "correction": {"icepop": 1.05, "m2po": 0.03}},
+    "run-log-linear": {"objective": "loglinear"},
 }
-"""Settings of PPO: every correction, on tokens and on whole sequences."""
+"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy."""
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +69,7 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}], ids=["tp1", "tp2-pp2-dp2"])
 def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
-    cases = {f"run-{algorithm}": {"algorithm": algorithm} for algorithm in ALGORITHMS} | CORRECTED
+    cases = {f"run-{algorithm}": {"algorithm": algorithm} for algorithm in ALGORITHMS} | VARIANTS
     for name in cases:
         Run(folder / name).create()
     on_ranks("check_algorithms", 8 if layout else 1, cases=cases, layout=layout)

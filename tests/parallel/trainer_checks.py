@@ -148,7 +148,7 @@ class MiniBatch:
             batches.append(batch)
         if threshold := subject.config.ppo.correction.get("m2po"):
             subject._mask(batches, threshold)
-        loss = partial(subject._objective.ppo, first=False, tally=Tally())
+        loss = partial(subject._objective.ppo, taken=1, tally=Tally())
         subject.optimizer.zero_grad()
         pipeline.forward_backward(subject.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 

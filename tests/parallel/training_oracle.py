@@ -74,15 +74,28 @@ def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor
     return keep
 
 
-def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tensor:
-    """Of a mini-batch, as the paper of the algorithm has it. `proximals`: [R] of each trajectory."""
+def interpolated(current: Tensor, trajectory: Trajectory, config: Config, taken: int, version: int) -> Tensor:
+    """log π_prox [R] by AReaL's log-linear formula; version `version` + 1 is reached after as many steps as mini-batches."""
+    behaviour, now = torch.from_numpy(trajectory.logprobs.copy()), version + taken / config.ppo.minibatches
+    alpha = [(version - v) / (now - v) if taken else 1.0 for v in trajectory.versions.tolist()]
+    return behaviour + torch.tensor(alpha) * (current.detach() - behaviour)
+
+
+def ppo_loss(model, trajectories, advantages, proximals, config: Config, taken: int = 1, version: int = 0) -> Tensor:
+    """Of a mini-batch, as the paper of the algorithm has it, after `taken` steps on a batch of that version.
+
+    `proximals`: [R] of each trajectory.
+    """
     algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
     sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
     for t, advantage, proximal, kept in zip(trajectories, advantages, proximals, keep, strict=True):
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
         if not len(trained):
             continue
-        current = response_logprobs(model, t, config.rollout.temperature)[trained]
+        current = response_logprobs(model, t, config.rollout.temperature)
+        if config.ppo.objective == "loglinear":
+            proximal = interpolated(current, t, config, taken, version)
+        current = current[trained]
         drift, lag = (
             current - proximal[trained],
             proximal[trained].double() - torch.from_numpy(t.logprobs.copy())[trained],
@@ -148,9 +161,9 @@ class Learner:
         else:
             with torch.no_grad():
                 proximals = [response_logprobs(self.model, t, config.rollout.temperature) for t in trajectories]
-        for members in minibatches:
+        for taken, members in enumerate(minibatches):
             chosen = [[items[i] for i in members] for items in (trajectories, values, proximals)]
-            self.step(ppo_loss(self.model, *chosen, config))
+            self.step(ppo_loss(self.model, *chosen, config, taken))
 
     def sft_step(self, examples: list[tuple[np.ndarray, int]]) -> float:
         losses = []

@@ -72,6 +72,7 @@ def test_at_most_sixty_fields():
         (MINIMAL, ["ppo.correction="], ["ppo.correction"]),
         (MINIMAL, ["ppo.correction={icepop: 0.5}"], ["ppo.correction", "icepop", "above 1"]),
         (MINIMAL, ["ppo.correction={icepop: 2}", "ppo.objective=naive"], ["ppo.correction", "icepop", "naive"]),
+        (MINIMAL, ["ppo.correction={m2po: 0.04}", "ppo.objective=loglinear"], ["ppo.correction", "m2po", "decoupled"]),
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "above 0"]),
         (MINIMAL, ["name=../x"], ["name"]),

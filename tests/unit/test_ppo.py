@@ -129,6 +129,18 @@ def test_naive_ppo_has_weight_1():
     torch.testing.assert_close(loss.clipped(naive, BOUNDS), expected)
 
 
+def test_the_log_linear_proximal_policy_lies_between_the_others_by_version():
+    """Trained is version 7, of whose update one step of four was taken."""
+    current, behaviour = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, -3.0]]).double()
+    versions = [7, 6, 4]
+    expected = [b + (7 - v) / (7.25 - v) * (c - b)
+                for c, b, v in zip(current.tolist(), behaviour.tolist(), versions, strict=True)]  # fmt: skip
+    staleness = 7 - torch.tensor(versions).double()
+    found = loss.log_linear(current, behaviour, staleness, 1 / 4)
+    assert found.tolist() == pytest.approx(expected) and found[0] == behaviour[0]
+    assert torch.equal(loss.log_linear(current, behaviour, staleness, 0.0), current)
+
+
 def test_empty_micro_batches_have_losses_of_nothing():
     nothing = torch.zeros(0)
     for algorithm in ALGORITHMS.values():
