@@ -112,6 +112,8 @@ class PPO:
     )
     """Thresholds of what is done about weights π_prox/π_behav far from 1, all that are named together; what is written
     replaces the default. See docs/algorithms.md."""
+    penalty: dict[str, float] = field(default_factory=dict, metadata={"choices": ("entropy",)})
+    """Coefficients of what is added to the loss, see docs/algorithms.md."""
 
 
 @dataclass

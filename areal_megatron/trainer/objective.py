@@ -14,6 +14,7 @@ from torch import Tensor
 from areal_megatron.config import PPO
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, sums
+from areal_megatron.ppo.penalty import penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -26,6 +27,7 @@ class Objective:
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
+        self._penalty = settings.penalty
         self._bounds = Bounds(*settings.clip, settings.correction, self._algorithm.whole)
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
@@ -49,7 +51,8 @@ class Objective:
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
         tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences, sampled.kept)
-        loss = (sampled.weights * self._algorithm.loss(tokens, self._bounds)).sum()
+        penalties = penalty(current, entropy, self._penalty)
+        loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs()[comparable]
         tally.add(
@@ -58,7 +61,7 @@ class Objective:
                 "loss": loss,
                 "compared": _count(difference),
                 "difference": difference.sum(),
-                **sums(replace(tokens, current=now), entropy, self._bounds),
+                **sums(replace(tokens, current=now), entropy.detach(), self._bounds),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
             {"difference": difference},

@@ -97,11 +97,10 @@ def _compute(config: Config) -> dict[str, Any]:
 @torch.no_grad()
 def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Config) -> dict[str, torch.Tensor]:
     """Log-probabilities and entropy of the trained tokens."""
-    temperature = config.rollout.temperature
-    logprobs = [oracle.response_logprobs(model, t, temperature)[t.loss_mask == 1] for t in trajectories]
-    spread = torch.cat([oracle.distributions(model, np.concatenate((t.prompt, t.response)), temperature)
-                        [len(t.prompt) - 1 :][t.loss_mask == 1] for t in trajectories])  # fmt: skip
-    return {"logprobs": torch.cat(logprobs), "entropy": -(spread.exp() * spread).sum(-1)}
+    pairs = [[values[t.loss_mask == 1] for values in oracle.response(model, t, config.rollout.temperature)]
+             for t in trajectories]  # fmt: skip
+    logprobs, entropies = zip(*pairs, strict=True)
+    return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies)}
 
 
 def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:

@@ -46,7 +46,7 @@ trainer_step.LOGITS_ELEMENTS = 50 * 250
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {"optimizer": Optimizer(lr=1e-3, warmup_fraction=0.0, weight_decay=0.1),
-                "ppo": PPO(minibatches=2), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
+                "ppo": PPO(minibatches=2, penalty={"entropy": 0.3}), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
     return Config(
         name="test",
         updates=50,
@@ -304,7 +304,8 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 
 def check_decay(folder: Path, rank: int) -> None:
     """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
-    config = make_config(folder, "qwen2", {}, optimizer=Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0))
+    optimizer = Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0)
+    config = make_config(folder, "qwen2", {}, ppo=PPO(minibatches=2), optimizer=optimizer)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
         trajectories = make_trajectories(12, 0)
@@ -327,8 +328,8 @@ def check_logprob_memory(folder: Path, rank: int) -> None:
         labels = torch.randint(columns - 7, (tokens,))
         vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=64, sequence_parallel=False)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        logprobs, _ = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
-        logprobs.sum().backward()
+        logprobs, entropies = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
+        (logprobs + entropies).sum().backward()
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         assert grown < tokens * columns * 4 / 4, f"{grown / 2**20:.0f} MiB more"
         assert not weight.grad[columns - 7 :].any() and weight.grad[: columns - 7].any()

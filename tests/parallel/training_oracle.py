@@ -18,11 +18,17 @@ def distributions(model: torch.nn.Module, tokens: np.ndarray, temperature: float
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> Tensor:
-    """[R]"""
+def response(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the response and entropies of the distributions it is from: [R] each."""
     tokens = np.concatenate((trajectory.prompt, trajectory.response))
     logprobs = distributions(model, tokens, temperature)[len(trajectory.prompt) - 1 :]
-    return logprobs.gather(1, torch.from_numpy(trajectory.response.astype(np.int64))[:, None])[:, 0]
+    sampled = logprobs.gather(1, torch.from_numpy(trajectory.response.astype(np.int64))[:, None])[:, 0]
+    return sampled, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> Tensor:
+    """[R]"""
+    return response(model, trajectory, temperature)[0]
 
 
 def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
@@ -92,10 +98,10 @@ def ppo_loss(model, trajectories, advantages, proximals, config: Config, taken: 
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
         if not len(trained):
             continue
-        current = response_logprobs(model, t, config.rollout.temperature)
+        current, entropy = response(model, t, config.rollout.temperature)
         if config.ppo.objective == "loglinear":
             proximal = interpolated(current, t, config, taken, version)
-        current = current[trained]
+        current, entropy = current[trained], entropy[trained]
         drift, lag = (
             current - proximal[trained],
             proximal[trained].double() - torch.from_numpy(t.logprobs.copy())[trained],
@@ -107,7 +113,7 @@ def ppo_loss(model, trajectories, advantages, proximals, config: Config, taken: 
         gain = torch.min(drift.exp() * advantage, clipped * advantage)
         if algorithm == "cispo":
             gain = clipped.detach() * advantage * current
-        sums.append(-(weight * gain).sum())
+        sums.append((config.ppo.penalty.get("entropy", 0) * -entropy - weight * gain).sum())
         lengths.append(len(trained))
     if algorithm in ("grpo", "gspo"):
         return sum(total / length for total, length in zip(sums, lengths, strict=True)) / len(sums)

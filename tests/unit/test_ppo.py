@@ -14,6 +14,7 @@ from areal_megatron.ppo import correction, loss
 from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.loss import Bounds, Tokens
+from areal_megatron.ppo.penalty import PENALTIES
 from areal_megatron.ppo.selection import quantile
 
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
@@ -335,7 +336,8 @@ def test_weights_make_a_mean_over_tokens_one_over_sequences():
         assert sum(w * sum(own) for w, own in zip(weights, losses, strict=True)) / 8 == pytest.approx(expected)
 
 
-def test_the_config_names_every_algorithm_and_correction():
+def test_the_config_names_every_algorithm_correction_and_penalty():
     names = {key: set(field.metadata.get("choices", ())) for key, field in PPO.__dataclass_fields__.items()}
     assert set(ALGORITHMS) == names["algorithm"]
     assert {*correction.CORRECTIONS, correction.SECOND_MOMENT} == names["correction"]
+    assert set(PENALTIES) == names["penalty"]
