@@ -112,8 +112,14 @@ class PPO:
     )
     """Thresholds of what is done about weights π_prox/π_behav far from 1, all that are named together; what is written
     replaces the default. See docs/algorithms.md."""
-    penalty: dict[str, float] = field(default_factory=dict, metadata={"choices": ("entropy",)})
-    """Coefficients of what is added to the loss, see docs/algorithms.md."""
+    penalty: dict[str, float] = field(
+        default_factory=dict, metadata={"choices": ("entropy", "kl_k1", "kl_k2", "kl_k3")}
+    )
+    """Coefficients of what is added to the loss, see docs/algorithms.md; `kl_…`: to the weights of model.path."""
+
+    @property
+    def has_reference(self) -> bool:
+        return any(name.startswith("kl_") for name in self.penalty)
 
 
 @dataclass

@@ -54,6 +54,8 @@ class PPOMicroBatch:
     proximal: Tensor | None
     """Log-probabilities before this batch's first step; None where the current ones are the same, and where they are
     interpolated."""
+    reference: Tensor | None = None
+    """Log-probabilities under the reference model; None where there is none."""
 
 
 def pack(

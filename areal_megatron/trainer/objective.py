@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_megatron.config import PPO
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, sums
-from areal_megatron.ppo.penalty import penalty
+from areal_megatron.ppo.penalty import k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -50,8 +50,9 @@ class Objective:
         current, entropy = self.logprobs(hidden, sampled.microbatch)
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
-        tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences, sampled.kept)
-        penalties = penalty(current, entropy, self._penalty)
+        advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
+        tokens = Tokens(current, proximal, behaviour, advantages, sampled.sequences, sampled.kept)
+        penalties = penalty(current, entropy, sampled.reference, self._penalty)
         loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs()[comparable]
@@ -62,6 +63,7 @@ class Objective:
                 "compared": _count(difference),
                 "difference": difference.sum(),
                 **sums(replace(tokens, current=now), entropy.detach(), self._bounds),
+                **({} if sampled.reference is None else {"kl_reference": k3(now, entropy, sampled.reference).sum()}),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
             {"difference": difference},

@@ -35,6 +35,7 @@ from areal_megatron.trainer.logprobs import Vocabulary
 from areal_megatron.trainer.model import build_model, parallel_sizes
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import PolicyOptimizer
+from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.tally import Tally
 
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
@@ -90,6 +91,8 @@ class Trainer:
         self._flops = SequenceFlops.of(self.hf_config)
         self.chunks = build_model(config, self.sizes, self.device)
         hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
+        asked = config.mode == "rl" and config.ppo.has_reference  # before a checkpoint brings other weights
+        self._reference = Reference(parameter for _, parameter in self._named_parameters()) if asked else None
         self.optimizer = PolicyOptimizer(config, self.chunks)
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
@@ -157,13 +160,15 @@ class Trainer:
         advantages = self._advantages(part, trained)
         minibatches = self._microbatches(part, trained, advantages.tolist())
         self._set_proximal(minibatches)
+        self._set_reference(minibatches)
         tally, steps = Tally(), Steps(before_step)
         for minibatch in minibatches:
             loss = partial(self._objective.ppo, taken=len(steps.norms), tally=tally)
             self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
         self.optimizer.settle()
         self._record(part, applied=bool(steps.norms))
-        totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
+        means = (*MEANS, "kl_reference") if self._reference else MEANS
+        totals = tally.totals(self.parallel, (*COUNTS, *means), MAXIMA)
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
         metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
         metrics |= over_tokens(advantages, trained, self.parallel.sum_over_replicas, self.parallel.max_over_ranks)
@@ -171,7 +176,7 @@ class Trainer:
             metrics["logprob_diff_p99"] = tally.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
-        return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, MEANS, steps, start))
+        return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, means, steps, start))
 
     def sft_step(
         self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
@@ -266,6 +271,14 @@ class Trainer:
             sampled.proximal = logprobs
         for minibatch in minibatches if threshold else ():
             self._mask(minibatch, threshold)
+
+    def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
+        if not self._reference:
+            return
+        every = [sampled for minibatch in minibatches for sampled in minibatch]
+        with self._reference.in_place():
+            for sampled, logprobs in zip(every, self._logprobs("reference", every), strict=False):
+                sampled.reference = logprobs
 
     def _logprobs(self, span: str, microbatches: list[PPOMicroBatch]) -> list[Tensor]:
         """Of their trained tokens, under the weights as they are; [] on other stages than the last."""

@@ -38,9 +38,10 @@ CASES = {
 VARIANTS = {
     "run-corrected-tokens": {"correction": {"truncated": 2.0, "icepop": 1.3, "sequence_mask": 1.1, "m2po": 0.03}},
     "run-corrected-sequences": {"algorithm": "gspo", "correction": {"icepop": 1.05, "m2po": 0.03}},
-    "run-log-linear": {"objective": "loglinear"},
+    "run-log-linear": {"objective": "loglinear", "penalty": {"entropy": 0.1, "kl_k1": 1.0}},
+    "run-penalties": {"algorithm": "grpo", "penalty": {"entropy": 0.1, "kl_k2": 0.5, "kl_k3": 0.3}},
 }
-"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy."""
+"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy; every penalty."""
 
 
 @pytest.fixture(scope="session")

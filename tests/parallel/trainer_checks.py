@@ -21,9 +21,11 @@ from plain_results import (
     minibatch,
     plain_logits,
     plain_results,
+    plain_update,
     rows_and_batch,
     sft_examples,
     training_data,
+    update_data,
 )
 from tiny_models import load_oracle
 
@@ -46,7 +48,7 @@ trainer_step.LOGITS_ELEMENTS = 50 * 250
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {"optimizer": Optimizer(lr=1e-3, warmup_fraction=0.0, weight_decay=0.1),
-                "ppo": PPO(minibatches=2, penalty={"entropy": 0.3}), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
+                "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
     return Config(
         name="test",
         updates=50,
@@ -128,6 +130,7 @@ class MiniBatch:
     trajectories: list[Trajectory]
     advantages: list[float]
     proximals: list[torch.Tensor]
+    references: list[torch.Tensor]
 
     def microbatches(self, cap: int) -> list[list[list[int]]]:
         """By [replica][micro-batch]; the last is empty, which changes nothing."""
@@ -143,8 +146,10 @@ class MiniBatch:
             chosen = [self.trajectories[i] for i in members]
             batch = pack_trajectories(chosen, [self.advantages[i] for i in members], [weights[i] for i in members],
                                       0, "recompute", subject._row_multiple, subject.device)  # fmt: skip
-            kept = [self.proximals[i][self.trajectories[i].loss_mask == 1] for i in members]
-            batch.proximal = torch.cat([torch.zeros(0), *kept])
+            batch.proximal, batch.reference = (
+                torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])
+                for values in (self.proximals, self.references)
+            )
             batches.append(batch)
         if threshold := subject.config.ppo.correction.get("m2po"):
             subject._mask(batches, threshold)
@@ -159,17 +164,12 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
         ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
         config = make_config(folder, "qwen3", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:
-            exact, content = load_oracle(folder / "qwen3").double(), minibatch(ppo.algorithm)
-            oracle.ppo_loss(exact, *content, config).backward()
-            MiniBatch(subject, *content).forward_backward(100)
-            assert_gradient(subject, gradients(exact))
-            trajectories = make_trajectories(12, 0, seed=4, group=4)
-            plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": 0}
-            assert subject.train_batch(split(trajectories, version=0, **plan)[subject.replica]).applied
-            halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
-            learner = oracle.Learner(load_oracle(folder / "qwen3"), config)
-            learner.ppo_update(trajectories, [half.tolist() for half in halves])
-            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+            expected = plain_update(subject)
+            MiniBatch(subject, *minibatch(ppo.algorithm)).forward_backward(100)
+            assert_gradient(subject, expected["gradient"])
+            parts = split(update_data()[0], version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+            assert subject.train_batch(parts[subject.replica]).applied
+            assert_parameters(subject, expected["parameters"], atol=3e-5)
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:

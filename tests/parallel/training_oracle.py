@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -87,21 +88,34 @@ def interpolated(current: Tensor, trajectory: Trajectory, config: Config, taken:
     return behaviour + torch.tensor(alpha) * (current.detach() - behaviour)
 
 
-def ppo_loss(model, trajectories, advantages, proximals, config: Config, taken: int = 1, version: int = 0) -> Tensor:
+def kl(current: Tensor, reference: Tensor, penalty: dict[str, float]) -> Tensor:
+    """Schulman's k2 and k3 of each token, as losses."""
+    ratio = (reference - current).exp()
+    return penalty.get("kl_k2", 0) * (current - reference) ** 2 / 2 + penalty.get("kl_k3", 0) * (
+        ratio - 1 - ratio.log()
+    )
+
+
+def ppo_loss(model, trajectories, advantages, proximals, references, config: Config, taken: int = 1,
+             version: int = 0) -> Tensor:  # fmt: skip
     """Of a mini-batch, as the paper of the algorithm has it, after `taken` steps on a batch of that version.
 
-    `proximals`: [R] of each trajectory.
+    `proximals`, `references`: [R] of each trajectory.
     """
     algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
     sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
-    for t, advantage, proximal, kept in zip(trajectories, advantages, proximals, keep, strict=True):
+    penalty = config.ppo.penalty
+    for t, advantage, proximal, reference, kept in zip(
+        trajectories, advantages, proximals, references, keep, strict=True
+    ):
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
         if not len(trained):
             continue
         current, entropy = response(model, t, config.rollout.temperature)
         if config.ppo.objective == "loglinear":
             proximal = interpolated(current, t, config, taken, version)
-        current, entropy = current[trained], entropy[trained]
+        current, entropy, reference = current[trained], entropy[trained], reference[trained]
+        advantage = advantage - penalty.get("kl_k1", 0) * (current.detach() - reference)
         drift, lag = (
             current - proximal[trained],
             proximal[trained].double() - torch.from_numpy(t.logprobs.copy())[trained],
@@ -113,7 +127,8 @@ def ppo_loss(model, trajectories, advantages, proximals, config: Config, taken: 
         gain = torch.min(drift.exp() * advantage, clipped * advantage)
         if algorithm == "cispo":
             gain = clipped.detach() * advantage * current
-        sums.append((config.ppo.penalty.get("entropy", 0) * -entropy - weight * gain).sum())
+        costs = kl(current, reference, penalty) - penalty.get("entropy", 0) * entropy
+        sums.append((costs - weight * gain).sum())
         lengths.append(len(trained))
     if algorithm in ("grpo", "gspo"):
         return sum(total / length for total, length in zip(sums, lengths, strict=True)) / len(sums)
@@ -144,7 +159,7 @@ class Learner:
     """A Hugging Face model trained by the book."""
 
     def __init__(self, model: torch.nn.Module, config: Config):
-        self.model, self.config = model, config
+        self.model, self.reference, self.config = model, copy.deepcopy(model), config
         settings = config.optimizer
         decay = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() == 1]
@@ -160,15 +175,17 @@ class Learner:
 
     def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
         """`minibatches`: indices of trajectories."""
-        config = self.config
+        config, temperature = self.config, self.config.rollout.temperature
         values = advantages(trajectories, config.ppo.algorithm)
         if config.ppo.objective == "naive":
             proximals = [torch.from_numpy(t.logprobs.copy()) for t in trajectories]
         else:
             with torch.no_grad():
-                proximals = [response_logprobs(self.model, t, config.rollout.temperature) for t in trajectories]
+                proximals = [response_logprobs(self.model, t, temperature) for t in trajectories]
+        with torch.no_grad():
+            references = [response_logprobs(self.reference, t, temperature) for t in trajectories]
         for taken, members in enumerate(minibatches):
-            chosen = [[items[i] for i in members] for items in (trajectories, values, proximals)]
+            chosen = [[items[i] for i in members] for items in (trajectories, values, proximals, references)]
             self.step(ppo_loss(self.model, *chosen, config, taken))
 
     def sft_step(self, examples: list[tuple[np.ndarray, int]]) -> float:

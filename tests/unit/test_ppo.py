@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from areal_megatron.config import PPO
-from areal_megatron.ppo import correction, loss
+from areal_megatron.ppo import correction, loss, penalty
 from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.loss import Bounds, Tokens
-from areal_megatron.ppo.penalty import PENALTIES
 from areal_megatron.ppo.selection import quantile
 
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
@@ -174,6 +173,56 @@ def test_sums_count_what_they_say():
     assert loss.effective_share(0.0, 0.0, 0) == 1
 
 
+def policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a policy over seven tokens, its log-probabilities, and those of a reference far from it."""
+    logits, other = torch.randn(2, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    logits.requires_grad_()
+    return logits, logits.log_softmax(0), other.log_softmax(0)
+
+
+def plain_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+@pytest.mark.parametrize(("name", "has_mean", "has_gradient"), [
+    ("kl_k1", True, "policy to reference"),
+    ("kl_k2", False, "policy to reference"),
+    ("kl_k3", True, "reference to policy"),
+])  # fmt: skip
+def test_means_of_kl_penalties_over_all_tokens(name, has_mean, has_gradient):
+    """arXiv 2510.01555: which have the mean of KL(policy ‖ reference), and whose gradient they have on average. Every token
+    comes once, weighted with its probability: that is the mean over tokens of the policy."""
+    logits, current, reference = policies()
+    share = current.detach().exp()
+    if name == "kl_k1":  # k1 alone is the reward, under a loss with ratio and weight 1
+        advantages = penalty.penalised(torch.zeros(7).double(), current, reference, {name: 1.0})
+        everything = torch.arange(7)
+        values = Tokens(current, current.detach(), current.detach(), advantages, everything, everything >= 0)
+        total, mean = (share * loss.clipped(values, BOUNDS)).sum(), -(share * advantages).sum()
+    else:
+        total = mean = (share * penalty.penalty(current, torch.zeros(7), reference, {name: 1.0})).sum()
+    truth = plain_kl(current, reference)
+    assert (abs(mean.item() - truth.item()) < 1e-9) == has_mean
+    aim = truth if has_gradient == "policy to reference" else plain_kl(reference, current)
+    expected, found = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (aim, total))
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=1e-9)
+    assert expected.norm() > 0.1
+
+
+def test_penalties_are_those_of_their_formulas_and_add_up():
+    values = tokens(2)
+    current, reference = values.current, values.behaviour
+    entropy = torch.linspace(0, 3, 60, dtype=torch.float64).requires_grad_()
+    total = penalty.penalty(current, entropy, reference, {"entropy": 0.5, "kl_k2": 2.0, "kl_k3": 3.0})
+    to_current, to_entropy = torch.autograd.grad(total.sum(), (current, entropy))
+    for i, (c, r, h) in enumerate(zip(current.tolist(), reference.tolist(), entropy.tolist(), strict=True)):
+        assert total[i].item() == pytest.approx(-0.5 * h + (c - r) ** 2 + 3 * (math.exp(r - c) - 1 - (r - c)), abs=1e-9)
+        assert to_current[i].item() == pytest.approx(2 * (c - r) + 3 * (1 - math.exp(r - c)), abs=1e-9)
+        assert to_entropy[i] == -0.5
+    assert not penalty.penalty(current, entropy, None, {"kl_k1": 1.0}).any()
+    assert torch.equal(penalty.penalised(values.advantages, current, None, {"kl_k2": 1.0}), values.advantages)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_masked_tokens_are_counted(name, whole):
@@ -209,7 +258,7 @@ def greedy(moments: list[float], threshold: float) -> list[bool]:
     return [i in kept for i in range(len(moments))]
 
 
-@pytest.mark.parametrize("threshold", [1e-9, 0.004, 0.04, 0.2, 10.0])
+@pytest.mark.parametrize("threshold", [1e-30, 0.004, 0.04, 0.2, 100.0])
 def test_the_second_moment_masks_the_largest_until_the_mean_is_within(threshold):
     lag = 0.5 * torch.randn(400, generator=torch.Generator().manual_seed(5)) ** 3
     lag[7] = 0.0
@@ -217,7 +266,7 @@ def test_the_second_moment_masks_the_largest_until_the_mean_is_within(threshold)
     parts = list(lag.split([150, 0, 249, 1]))
     found = on_replicas(partial(correction.within_second_moment, threshold=threshold), parts)
     assert torch.cat(found).tolist() == expected
-    assert {1e-9: sum(expected) == 1, 10.0: all(expected)}.get(threshold, 1 < sum(expected) < 400)
+    assert {1e-30: sum(expected) == 1, 100.0: all(expected)}.get(threshold, 1 < sum(expected) < 400)
 
 
 def test_equal_moments_are_masked_together_and_none_is_none():
@@ -340,4 +389,4 @@ def test_the_config_names_every_algorithm_correction_and_penalty():
     names = {key: set(field.metadata.get("choices", ())) for key, field in PPO.__dataclass_fields__.items()}
     assert set(ALGORITHMS) == names["algorithm"]
     assert {*correction.CORRECTIONS, correction.SECOND_MOMENT} == names["correction"]
-    assert set(PENALTIES) == names["penalty"]
+    assert {*penalty.PENALTIES, penalty.IN_REWARD} == names["penalty"]
