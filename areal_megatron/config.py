@@ -177,8 +177,9 @@ class Reward:
     """A reward that takes longer counts as a wrong answer and is counted."""
     range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
     """Rewards of a wrong and of a right answer; scores between 0 and 1 lie in between."""
-    truncated: str = choice("incorrect", "masked", "scored")
-    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands."""
+    truncated: str = choice("incorrect", "masked", "scored", "overlong")
+    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands; `overlong`: that
+    too, and every answer, cut or not, loses up to half the range of rewards within the last fifth before max_new_tokens."""
 
 
 @dataclass
