@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ class Data:
     """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of another
     format (docs/evaluation.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
-    """The same of held-out prompts, without shares; empty: no evaluation."""
+    """The same of held-out prompts, all of which an evaluation takes, without shares; empty: no evaluation."""
     max_prompt_tokens: int = 1024
     """Longer prompts are skipped and counted."""
 
@@ -95,8 +97,9 @@ class Optimizer:
 
 @dataclass
 class PPO:
-    objective: str = choice("decoupled", "naive")
-    """`naive`: the behaviour policy is the proximal policy (paper, Table 2)."""
+    objective: str = choice("decoupled", "naive", "loglinear")
+    """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is interpolated
+    between the behaviour and the current one by their versions, which saves a forward pass."""
     minibatches: int = 4
     """Optimizer steps per batch."""
     algorithm: str = choice("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
@@ -104,8 +107,20 @@ class PPO:
     batch mean and deviation of rewards."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
     """The ratio is clipped to 1 − the first and 1 + the second."""
-    behaviour_cap: float = 5.0
-    """Upper bound of the weight π_prox/π_behav of a token, or in gspo of a sequence."""
+    correction: dict[str, float] = field(
+        default_factory=lambda: {"truncated": 5.0},
+        metadata={"choices": ("truncated", "icepop", "sequence_mask", "m2po")},
+    )
+    """Thresholds of what is done about weights π_prox/π_behav far from 1, all that are named together; what is written
+    replaces the default. See docs/algorithms.md."""
+    penalty: dict[str, float] = field(
+        default_factory=dict, metadata={"choices": ("entropy", "kl_k1", "kl_k2", "kl_k3")}
+    )
+    """Coefficients of what is added to the loss, see docs/algorithms.md; `kl_…`: to the weights of model.path."""
+
+    @property
+    def has_reference(self) -> bool:
+        return any(name.startswith("kl_") for name in self.penalty)
 
 
 @dataclass
@@ -164,8 +179,9 @@ class Reward:
     """A reward that takes longer counts as a wrong answer and is counted."""
     range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
     """Rewards of a wrong and of a right answer; scores between 0 and 1 lie in between."""
-    truncated: str = choice("incorrect", "masked", "scored")
-    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands."""
+    truncated: str = choice("incorrect", "masked", "scored", "overlong")
+    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands; `overlong`: that
+    too, and every answer, cut or not, loses up to half the range of rewards within the last fifth before max_new_tokens."""
 
 
 @dataclass
@@ -183,8 +199,6 @@ class Config:
     """Trajectories of a PPO update (B), or examples of an SFT step."""
     eval_every: int = 0
     """Updates between evaluations; 0: only before the first and after the last."""
-    eval_items: int = 0
-    """Held-out prompts per evaluation; 0: all."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     machine: Machine = field(default_factory=Machine)
@@ -236,7 +250,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ConfigError(f"override {text!r}: expected key=value, e.g. optimizer.lr=1e-5")
-        places[key] = f"override {text!r}"
+        places[".".join(key.split(".")[:2])] = f"override {text!r}"
         try:
             OmegaConf.update(command_line, key, yaml.safe_load(value))
         except yaml.YAMLError:
@@ -248,7 +262,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
             where = places.get(key, str(path))
             _check_known(key, where)
             try:
-                OmegaConf.update(config, key, value)
+                OmegaConf.update(config, key, value, merge=False)
             except OmegaConfBaseException as e:
                 raise ConfigError(f"{where}: {key}: {str(e).splitlines()[0]}") from None
     missing = OmegaConf.missing_keys(config)
@@ -274,15 +288,17 @@ def check(config: Config, where=lambda key: key) -> None:
             raise ConfigError(f"{where(key)}: {problem}")
 
     for key, dataclass_field, value in _fields(config):
-        choices = dataclass_field.metadata.get("choices")
-        if choices:
-            near = difflib.get_close_matches(str(value), choices, 1)
+        choices = dataclass_field.metadata.get("choices", ())
+        for chosen in value if isinstance(value, dict) else [value] if choices else []:
+            near = difflib.get_close_matches(str(chosen), choices, 1)
             hint = f", did you mean {near[0]!r}?" if near else ""
-            require(value in choices, key, f"{value!r} is none of {', '.join(choices)}{hint}")
+            require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
+        for name, number in value.items() if isinstance(value, dict) else ():
+            require(0 < number < math.inf, key, f"{name} must be a number above 0, is {number}")
 
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
                 "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
-                "ppo.behaviour_cap", "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
+                "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
                 "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
                 "reward.timeout_s", "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
@@ -290,12 +306,11 @@ def check(config: Config, where=lambda key: key) -> None:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")
     for key in ("machine.slots", "optimizer.lr", "optimizer.weight_decay", "rollout.max_staleness", "eval_every", "trainer.etp",
                 "checkpoint.every", "checkpoint.keep_every", "checkpoint.hf_every",
-                "eval_items", "optimizer.clip_grad"):  # fmt: skip
+                "optimizer.clip_grad"):  # fmt: skip
         require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
     for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
         require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
-    low, high = config.ppo.clip
-    require(0 < low <= 1 and high > 0, "ppo.clip", f"must be a number up to 1 and one above 0, is {config.ppo.clip}")
+    _check_ppo(config.ppo, require)
     require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
@@ -315,6 +330,19 @@ def check(config: Config, where=lambda key: key) -> None:
                 f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
                 f"trainer.dp={config.trainer.dp}")  # fmt: skip
         require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
+
+
+def _check_ppo(ppo: PPO, require: Callable[[bool, str, str], None]) -> None:
+    low, high = ppo.clip
+    require(0 < low <= 1 and high > 0, "ppo.clip", f"must be a number up to 1 and one above 0, is {ppo.clip}")
+    for name in ("icepop", "sequence_mask"):
+        bound = ppo.correction.get(name, math.inf)
+        require(bound > 1, "ppo.correction", f"{name}, the b of [1/b, b], must be above 1, is {bound}")
+    masks = [name for name in ppo.correction if name != "truncated"]
+    require(ppo.objective != "naive" or not masks, "ppo.correction",
+            f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1")  # fmt: skip
+    require(ppo.objective != "loglinear" or "m2po" not in masks, "ppo.correction",
+            "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled")  # fmt: skip
 
 
 def known_keys() -> list[str]:

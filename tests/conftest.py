@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_megatron.config import ConfigError
+from areal_megatron.reward.sandbox import check_isolation
 from areal_megatron.run import Run
 from launch.processes import shared_memory
 
@@ -24,6 +26,15 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder], check=True, timeout=120)
     return folder
+
+
+@pytest.fixture(scope="session")
+def isolation():
+    """Skips the test where programs cannot be isolated: there `code` rewards refuse to start."""
+    try:
+        check_isolation()
+    except ConfigError as e:
+        pytest.skip(str(e))
 
 
 def take_interrupts() -> None:

@@ -106,7 +106,11 @@ class Evaluation:
                 async with _serving(self.config, run) as engine:
                     background.append(group.create_task(engine.watch(self.config.machine.timeout_s, lambda: None)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
-                    scorers = {name: Scorer(self.config.reward, self.tokenizer, pool) for name, pool in workers.items()}
+                    longest = self.config.rollout.max_new_tokens
+                    scorers = {
+                        name: Scorer(self.config.reward, self.tokenizer, pool, longest)
+                        for name, pool in workers.items()
+                    }
                     await self._ask(engine, scorers, folder)
                     for task in background:
                         task.cancel()

@@ -38,32 +38,7 @@ FEW_POINTS = 15
 WAITS = ("wait", "publish", "pause")
 """Spans whose name starts so do not count as work of their pool."""
 
-STYLE = """
-:root { color-scheme: light; --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --accent: #2563eb; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f8fafc; color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 28px; margin: 0; letter-spacing: -.02em; }
-h2 { font-size: 18px; margin: 40px 0 12px; }
-p { margin: 4px 0; color: var(--soft); max-width: 80ch; }
-.banner { margin-top: 16px; padding: 10px 16px; border-radius: 8px; background: #fef3c7; color: #78350f; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin-top: 24px; }
-.card, figure, .tables > div { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
-.card { padding: 14px 16px; }
-.card b { display: block; font-size: 21px; white-space: nowrap; font-weight: 650; letter-spacing: -.02em; }
-.card span { color: var(--soft); font-size: 13px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 14px; }
-figure { margin: 0; padding: 12px; }
-figure.wide { grid-column: 1 / -1; }
-figure svg { width: 100%; height: auto; display: block; }
-.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 14px; align-items: start; }
-.tables > div { padding: 6px 16px 12px; overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 600; font-size: 13px; color: var(--soft); }
-td, th { padding: 5px 8px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td:not(:first-child), th:not(:first-child) { text-align: right; }
-tr:last-child td { border-bottom: 0; }
-"""
+STYLE = Path(__file__).with_name("report.css").read_text()
 
 
 @dataclass
@@ -122,9 +97,10 @@ def _rl_sections(data: Data) -> list[str]:
                  [_accuracy(data), _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
                   _lines(data, "Answer length", "tokens", {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
                          labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"}, zero=True)]),
-        _section("Asynchrony", "Staleness: versions between an answer's admission and its training. Utilisation: "
-                 "share of the time in which a pool's processes work, averaged over them.",
-                 [_staleness(data),
+        _section("Asynchrony", "Staleness: versions between an answer's admission, or the sampling of a token, and its "
+                 "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
+                 [_staleness(data, "Staleness of trained answers", "staleness_histogram"),
+                  _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
                   _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
                   _lines(data, "Waiting per update", "seconds",
                          {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT}, zero=True,
@@ -135,15 +111,21 @@ def _rl_sections(data: Data) -> list[str]:
                  [_lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
                   _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
                   _lines(data, "Trainer − engine log-probability", "nats, difference",
-                         {"logprob_diff_max": HELD_OUT, "logprob_diff_mean": TRAIN}, log=True,
-                         labels={"logprob_diff_max": "largest", "logprob_diff_mean": "mean"})],
+                         {"logprob_diff_max": HELD_OUT, "logprob_diff_p99": THIRD, "logprob_diff_mean": TRAIN}, log=True,
+                         labels={"logprob_diff_max": "largest", "logprob_diff_p99": "99%", "logprob_diff_mean": "mean"})],
                  _table(["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"], _publish_rows(data))),
         _section("Optimisation", "", [
             _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
             _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
             _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
-            _lines(data, "Clipped and capped tokens", "share", {"clip_share": TRAIN, "capped_share": HELD_OUT},
-                   labels={"clip_share": "clipped by ε", "capped_share": "weight at its cap"}, zero=True),
+            _lines(data, "Clipped, capped and masked tokens", "share",
+                   {"clip_share": TRAIN, "capped_share": HELD_OUT, "masked_share": THIRD}, zero=True,
+                   labels={"clip_share": "clipped by ε", "capped_share": "weight at its cap",
+                           "masked_share": "weight 0"}),
+            _lines(data, "Advantage", "of trained tokens",
+                   {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
+                   labels={"advantage_max": "largest", "advantage_mean": "mean", "advantage_std": "deviation",
+                           "advantage_min": "least"}),
             _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
             _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True)]),
     ]  # fmt: skip
@@ -254,13 +236,13 @@ def _accuracy(data: Data) -> str:
     return _svg(figure)
 
 
-def _staleness(data: Data) -> str:
+def _staleness(data: Data, title: str, key: str) -> str:
     counts: dict[int, float] = {}
     for step in data.steps:
-        for staleness, count in (step.get("staleness_histogram") or {}).items():
+        for staleness, count in (step.get(key) or {}).items():
             counts[int(staleness)] = counts.get(int(staleness), 0) + count
     bound, total = data.config.rollout.max_staleness, sum(counts.values()) or 1
-    figure, axes = _axes("Staleness of trained answers", "share")
+    figure, axes = _axes(title, "share")
     axes.bar(list(counts), [count / total for count in counts.values()], color=TRAIN, width=0.8)
     axes.axvline(bound + 0.5, color=HELD_OUT, linestyle="--", linewidth=1.4, label=f"bound η = {bound}")
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

@@ -64,6 +64,26 @@ def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
     return _normalised(group_mean(rewards, reduce), rewards.trained.double(), reduce)
 
 
+def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
+    """Mean, deviation, least and largest advantage of the trained tokens of all replicas; {} if there are none.
+
+    advantages float64 [n] and trained int64 [n]: of the trajectories of a replica; `largest` reduces as `reduce` does, to
+    the element-wise maximum.
+    """
+    count, mean, deviation = _described(reduce(_moments(advantages, trained.double()).sum(1)))
+    own = advantages[trained > 0]
+    bounds = torch.stack([own, -own], 1).amax(0) if len(own) else torch.full((2,), -torch.inf, dtype=torch.float64)
+    high, low = largest(bounds)
+    if not count:
+        return {}
+    return {
+        "advantage_mean": mean.item(),
+        "advantage_std": deviation.item(),
+        "advantage_min": -low.item(),
+        "advantage_max": high.item(),
+    }
+
+
 def _counted(rewards: Rewards) -> Tensor:
     return (rewards.trained > 0).double()
 

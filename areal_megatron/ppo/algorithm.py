@@ -23,6 +23,8 @@ class Algorithm:
     mean: str
     """`tokens`: the mean over trained tokens; `sequences`: over sequences of the mean over each one's tokens; `longest`: over
     sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
+    whole: bool = False
+    """One ratio and one weight for a sequence: loss.Bounds."""
 
 
 ALGORITHMS = {
@@ -33,7 +35,7 @@ ALGORITHMS = {
     "dapo": Algorithm(advantage.group, loss.clipped, "tokens"),
     "rloo": Algorithm(advantage.leave_one_out, loss.clipped, "tokens"),
     "reinforce++": Algorithm(advantage.group_then_batch, loss.clipped, "tokens"),
-    "gspo": Algorithm(advantage.group, loss.clipped_sequences, "sequences"),
+    "gspo": Algorithm(advantage.group, loss.clipped, "sequences", whole=True),
     "cispo": Algorithm(advantage.group, loss.weighted, "tokens"),
 }
 

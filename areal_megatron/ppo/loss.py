@@ -6,10 +6,13 @@ to which each belongs. Only `current` gets a gradient. Naive PPO is the same wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from areal_megatron.ppo.correction import TRUNCATED, corrected, sequence_mean
 
 
 @dataclass(frozen=True)
@@ -22,46 +25,57 @@ class Tokens:
     advantages: Tensor
     sequences: Tensor
     """int64: number of the token's sequence in its micro-batch"""
+    kept: Tensor
+    """bool: False where a correction of the whole mini-batch masks the token"""
 
 
 @dataclass(frozen=True)
 class Bounds:
     low: float
     high: float
-    """A ratio u is clipped to 1 − low and 1 + high."""
-    cap: float
-    """Of the weight π_prox/π_behav."""
+    """A ratio u = π_θ/π_prox is clipped to 1 − low and 1 + high."""
+    correction: Mapping[str, float]
+    """Of the weight w = π_prox/π_behav: thresholds by the names of correction.py."""
+    whole: bool = False
+    """One u and one w for a sequence, the geometric means over its tokens (GSPO, arXiv 2507.18071, Equation 7)."""
 
 
 def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """−min(cap, π_prox/π_behav) · min(u·A, clip(u)·A) of each token, u = π_θ/π_prox (arXiv 2505.24298, Equation 5)."""
-    ratio = (tokens.current - tokens.proximal).exp()
-    return -_weight(tokens.proximal - tokens.behaviour, bounds) * _pessimistic(ratio, tokens.advantages, bounds)
-
-
-def clipped_sequences(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """As `clipped` with the geometric mean of a sequence's ratios in place of each (GSPO, arXiv 2507.18071, Equation 7)."""
-    ratio = _sequence_mean(tokens.current - tokens.proximal, tokens.sequences).exp()
-    weight = _weight(_sequence_mean(tokens.proximal - tokens.behaviour, tokens.sequences), bounds)
-    return -weight * _pessimistic(ratio, tokens.advantages, bounds)
+    """−w · min(u·A, clip(u)·A) of each token (arXiv 2505.24298, Equation 5), w corrected."""
+    drift, lag = _log_ratios(tokens, bounds)
+    ratio, advantages = drift.exp(), tokens.advantages
+    pessimistic = torch.minimum(ratio * advantages, _clip(ratio, bounds) * advantages)
+    return -_weights(lag, tokens, bounds) * pessimistic
 
 
 def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """−min(cap, π_prox/π_behav) · clip(u) · A · log π_θ, the ratio without gradient: every token has one (CISPO, arXiv
-    2506.13585, Equation 4)."""
-    ratio = (tokens.current.detach() - tokens.proximal).exp().clamp(1 - bounds.low, 1 + bounds.high)
-    return -_weight(tokens.proximal - tokens.behaviour, bounds) * ratio * tokens.advantages * tokens.current
+    """−w · clip(u) · A · log π_θ, u without gradient: every token has one (CISPO, arXiv 2506.13585, Equation 4), w corrected."""
+    drift, lag = _log_ratios(tokens, bounds)
+    ratio = _clip(drift.detach().exp(), bounds)
+    return -_weights(lag, tokens, bounds) * ratio * tokens.advantages * tokens.current
+
+
+def log_linear(current: Tensor, behaviour: Tensor, staleness: Tensor, ahead: float) -> Tensor:
+    """log π_prox ≈ log π_behav + α · (log π_θ − log π_behav), α = (v_prox − v_behav) / (v_θ − v_behav), from the versions v
+    (AReaL's log-linear approximation of the proximal policy).
+
+    staleness [N]: v_prox − v_behav; ahead: v_θ − v_prox, the share of the update's steps that were taken. Before the first
+    one the current policy is the proximal one.
+    """
+    if not ahead:
+        return current
+    return behaviour + staleness / (staleness + ahead) * (current - behaviour)
 
 
 def sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Tensor]:
     """Sums over the tokens of what is reported as a mean; those of parts of a batch add up."""
-    ratio = (tokens.current - tokens.proximal).exp()
-    up = tokens.advantages > 0
+    drift, lag = _log_ratios(tokens, bounds)
+    ratio, weight, up = drift.exp(), lag.exp(), tokens.advantages > 0
     outside = torch.where(up, ratio > 1 + bounds.high, ratio < 1 - bounds.low) & (tokens.advantages != 0)
-    weight = (tokens.proximal - tokens.behaviour).exp()
     return {
         "clip_share": outside.sum(),
-        "capped_share": (weight > bounds.cap).sum(),
+        "capped_share": (weight > bounds.correction.get(TRUNCATED, torch.inf)).sum(),
+        "masked_share": (_weights(lag, tokens, bounds) == 0).sum(),
         "ratio_mean": ratio.sum(),
         "weight": weight.sum(),
         "weight_squared": weight.square().sum(),
@@ -77,22 +91,22 @@ def effective_share(weight: float, weight_squared: float, tokens: float) -> floa
     return weight**2 / (tokens * weight_squared) if weight_squared else 1.0
 
 
+def _log_ratios(tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """log u and log w"""
+    drift, lag = tokens.current - tokens.proximal, tokens.proximal - tokens.behaviour
+    if not bounds.whole:
+        return drift, lag
+    return sequence_mean(drift, tokens.sequences), sequence_mean(lag, tokens.sequences)
+
+
+def _weights(lag: Tensor, tokens: Tokens, bounds: Bounds) -> Tensor:
+    return corrected(lag, tokens.sequences, tokens.kept, bounds.correction)
+
+
+def _clip(ratio: Tensor, bounds: Bounds) -> Tensor:
+    return ratio.clamp(1 - bounds.low, 1 + bounds.high)
+
+
 def _k3(drift: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(a ‖ b), never negative, from samples of a: drift is log b − log a."""
     return (drift.exp() - 1 - drift).sum()
-
-
-def _weight(drift: Tensor, bounds: Bounds) -> Tensor:
-    return drift.exp().clamp(max=bounds.cap)
-
-
-def _pessimistic(ratio: Tensor, advantages: Tensor, bounds: Bounds) -> Tensor:
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - bounds.low, 1 + bounds.high) * advantages)
-
-
-def _sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """The mean of the sequence that each belongs to."""
-    count = int(sequences.max()) + 1 if len(sequences) else 0
-    total = values.new_zeros(count).index_add(0, sequences, values)
-    lengths = values.new_zeros(count).index_add(0, sequences, torch.ones_like(values))
-    return (total / lengths.clamp(min=1))[sequences]

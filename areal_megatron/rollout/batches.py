@@ -153,6 +153,7 @@ def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -
     lengths = np.array([len(t.response) for t in trajectories])
     rewards = np.array([t.reward for t in trajectories])
     staleness = Counter(version - t.admission_version for t in trajectories)
+    trained = np.concatenate([t.versions[t.loss_mask == 1] for t in trajectories])
     return {
         "reward_mean": float(rewards.mean()),
         "accuracy": float(np.mean(rewards >= correct)),
@@ -162,6 +163,7 @@ def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -
         "staleness_mean": sum(k * count for k, count in staleness.items()) / len(trajectories),
         "staleness_max": max(staleness),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
+        "token_staleness_histogram": {str(k): int(n) for k, n in enumerate(np.bincount(version - trained)) if n},
         "versions_per_answer_mean": float(np.mean([len(np.unique(t.versions)) for t in trajectories])),
-        "trained_tokens": int(sum(int(t.loss_mask.sum()) for t in trajectories)),
+        "trained_tokens": len(trained),
     }

@@ -25,12 +25,11 @@ class _AllLost(EngineError):
 
 
 class Evaluation:
-    """Of the prompts of data.eval that fit, the first eval_items."""
+    """Of the prompts of data.eval that fit."""
 
     def __init__(self, config: Config, engines: list[Engine], prompts: list[Prompt], stop_tokens: list[int],
                  scorer: Scorer, timeline: Timeline, is_lost: IsLost):  # fmt: skip
-        fitting = [p for p in prompts if len(p.tokens) <= config.data.max_prompt_tokens]
-        self._prompts = fitting[: config.eval_items or None]
+        self._prompts = [p for p in prompts if len(p.tokens) <= config.data.max_prompt_tokens]
         self._config, self._engines, self._stop_tokens = config, engines, stop_tokens
         self._scorer, self._timeline, self._is_lost = scorer, timeline, is_lost
 

@@ -1,4 +1,4 @@
-"""From sampled answers to rewards: decoding, the reward function, and the rule for truncated answers."""
+"""From sampled answers to rewards: decoding, the reward function, and the rule for truncated and overlong answers."""
 
 from __future__ import annotations
 
@@ -26,24 +26,38 @@ class Score:
 class Scorer:
     """Scores the answers of one prompt at a time; many callers may wait for it."""
 
-    def __init__(self, config: Reward, tokenizer: Tokenizer, workers: RewardWorkers):
+    def __init__(self, config: Reward, tokenizer: Tokenizer, workers: RewardWorkers, max_new_tokens: int):
         self._config, self._tokenizer, self._workers = config, tokenizer, workers
+        self._max_new_tokens = max_new_tokens
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is correct."""
-        config = self._config
-        cut = [c.finish_reason == "length" and prompt.response_tokens is None for c in completions]
-        asked = [not truncated or config.truncated == "scored" for truncated in cut]
+        """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is correct.
+
+        With reward.truncated=overlong half the range times `overlong` is added, unless the length is forced.
+        """
+        config, free = self._config, prompt.response_tokens is None
+        wrong, right = config.range
+        cut = [c.finish_reason == "length" and free for c in completions]
+        asked = [not truncated or config.truncated in ("scored", "overlong") for truncated in cut]
         answers = [Answer(prompt.text, self._tokenizer.decode(c.tokens.tolist()), prompt.answer)
                    for c, ask in zip(completions, asked, strict=True) if ask]  # fmt: skip
         given = iter(await self._workers.score(answers) if answers else [])
         scores = [next(given) if ask else 0.0 for ask in asked]
+        shaped = config.truncated == "overlong" and free
+        lost = [overlong(len(c.tokens), self._max_new_tokens) if shaped else 0.0 for c in completions]
         return [
             Score(
-                reward=(1 - score) * config.range[0] + score * config.range[1],
+                reward=(1 - score) * wrong + score * right + penalty * (right - wrong) / 2,
                 correct=score >= 1,
                 truncated=truncated,
                 trained=not truncated or config.truncated != "masked",
             )
-            for score, truncated in zip(scores, cut, strict=True)
+            for score, truncated, penalty in zip(scores, cut, lost, strict=True)
         ]
+
+
+def overlong(tokens: int, longest: int) -> float:
+    """0 up to 4/5 of the longest answer, and from there linearly to −1 (DAPO, arXiv 2503.14476, Equation 13, where answers
+    have up to 20,480 tokens and L_cache is 4,096 of them)."""
+    cache = longest / 5
+    return -min(max(tokens - (longest - cache), 0.0) / cache, 1.0)

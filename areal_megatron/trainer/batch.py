@@ -43,12 +43,19 @@ class PPOMicroBatch:
     advantages: Tensor
     by_this_version: Tensor
     """bool [N]: sampled by the version that is trained, all of its context computed by it too."""
+    staleness: Tensor
+    """Versions between the one that sampled a token and the one that is trained."""
     sequences: Tensor
     """int64 [N]: the sequence of each, from 0"""
     weights: Tensor
     """What a token's loss counts in the mean over tokens."""
+    kept: Tensor
+    """bool [N]: False where a correction of the whole mini-batch masks the token."""
     proximal: Tensor | None
-    """Log-probabilities before this batch's first step; None where the current ones are the same."""
+    """Log-probabilities before this batch's first step; None where the current ones are the same, and where they are
+    interpolated."""
+    reference: Tensor | None = None
+    """Log-probabilities under the reference model; None where there is none."""
 
 
 def pack(
@@ -84,7 +91,7 @@ def pack_trajectories(
     multiple: int,
     device: torch.device,
 ) -> PPOMicroBatch:
-    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None."""
+    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is kept."""
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     own = [_by_version(t, version, kv_policy) for t in trajectories]
 
@@ -106,7 +113,9 @@ def pack_trajectories(
         advantages=trained(alike(advantages), np.float32),
         sequences=trained(alike(range(len(trajectories))), np.int64),
         weights=trained(alike(weights), np.float32),
+        kept=trained(alike([True] * len(trajectories)), np.bool_),
         by_this_version=trained(own, np.bool_),
+        staleness=trained([version - t.versions for t in trajectories], np.float32),
         proximal=None,
     )
 

@@ -18,6 +18,9 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+_LEAST = -200.0
+"""Log-probability below which the probability is 0 in float32, so that its product with the logarithm is 0 as well."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -39,7 +42,7 @@ def token_logprobs(
 
     hidden: final hidden states of a micro-batch [T, 1, h] ([T / tp, 1, h] under sequence parallelism), of the
     last pipeline stage; weight [padded vocabulary / tp, h]; rows, labels: int64 [N]. Both results are the same
-    on all tensor-parallel ranks; entropy has no gradient.
+    on all tensor-parallel ranks.
     """
     if vocabulary.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -53,7 +56,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, vocabulary, group):
         shard = _Shard(weight, vocabulary, group)
-        logprobs, entropies, normalisers = torch.empty((3, len(labels)), dtype=torch.float32, device=hidden.device)
+        logprobs, entropies, normalisers = (
+            torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(3)
+        )
         for chunk in _chunks(len(labels), vocabulary.chunk):
             logits = shard.logits(hidden[chunk])
             top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
@@ -68,22 +73,29 @@ class _TokenLogprobs(torch.autograd.Function):
             entropies[chunk] = log_total - weighted / total
             normalisers[chunk] = top + log_total
         ctx.shard, ctx.chunk = shard, vocabulary.chunk
-        ctx.save_for_backward(hidden, weight, labels, normalisers)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, weight, labels, normalisers, entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, gradient, _):
-        hidden, weight, labels, normalisers = ctx.saved_tensors
+    def backward(ctx, of_logprobs, of_entropies):
+        hidden, weight, labels, normalisers, entropies = ctx.saved_tensors
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(entropies)
         shard, held = ctx.shard, ctx.shard.rows
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(len(labels), ctx.chunk):
             # d log p(label) / d logits = onehot(label) − softmax
-            to_logits = (shard.logits(hidden[chunk]) - normalisers[chunk, None]).exp_()
-            to_logits *= -gradient[chunk, None]
+            # d entropy / d logits = −softmax · (log softmax + entropy)
+            logprobs = shard.logits(hidden[chunk]).sub_(normalisers[chunk, None])
+            slope = -of_logprobs[chunk, None]
+            if of_entropies is not None:
+                known = logprobs.clamp(min=_LEAST).add_(entropies[chunk, None])
+                slope = known.mul_(-of_entropies[chunk, None]).add_(slope)
+            to_logits = logprobs.exp_().mul_(slope)
             own, column = shard.columns(labels[chunk])
-            to_logits.scatter_add_(1, column[:, None], (gradient[chunk] * own)[:, None])
+            to_logits.scatter_add_(1, column[:, None], (of_logprobs[chunk] * own)[:, None])
             to_logits = to_logits.div_(shard.temperature).to(hidden.dtype)
             to_hidden[chunk] = to_logits @ weight[:held]
             to_weight[:held] += to_logits.T @ hidden[chunk]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from areal_megatron.config import PPO
 from areal_megatron.ppo.algorithm import ALGORITHMS
-from areal_megatron.ppo.loss import Bounds, Tokens, sums
+from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, sums
+from areal_megatron.ppo.penalty import k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -24,9 +25,10 @@ class Objective:
     """The losses, on the last pipeline stage. `vocabulary` has the temperature that answers are sampled with."""
 
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
-        self._policy, self._decoupled = policy, settings.objective == "decoupled"
+        self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
-        self._bounds = Bounds(*settings.clip, settings.behaviour_cap)
+        self._penalty = settings.penalty
+        self._bounds = Bounds(*settings.clip, settings.correction, self._algorithm.whole)
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -43,27 +45,35 @@ class Objective:
         tally.add({"tokens": _count(logprobs), "loss": loss}, {})
         return loss
 
-    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, first: bool, tally: Tally) -> Tensor:
-        """`first`: no step has been taken since the batch began, so the current policy is the trained version."""
+    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, tally: Tally) -> Tensor:
+        """`taken`: steps since the batch began; at 0 the current policy is the trained version."""
         current, entropy = self.logprobs(hidden, sampled.microbatch)
         now, behaviour = current.detach(), sampled.behaviour
-        proximal = now if sampled.proximal is None else sampled.proximal
-        trained_version = now if first else proximal
-        tokens = Tokens(current, proximal, behaviour, sampled.advantages, sampled.sequences)
-        loss = (sampled.weights * self._algorithm.loss(tokens, self._bounds)).sum()
-        comparable = sampled.by_this_version & (first or self._decoupled)
-        difference = (trained_version - behaviour).abs()[comparable]
+        proximal = self._proximal(sampled, now, taken)
+        advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
+        tokens = Tokens(current, proximal, behaviour, advantages, sampled.sequences, sampled.kept)
+        penalties = penalty(current, entropy, sampled.reference, self._penalty)
+        loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
+        comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
+        difference = ((proximal if taken else now) - behaviour).abs()[comparable]
         tally.add(
             {
                 "tokens": _count(now),
                 "loss": loss,
                 "compared": _count(difference),
                 "difference": difference.sum(),
-                **sums(replace(tokens, current=now), entropy, self._bounds),
+                **sums(replace(tokens, current=now), entropy.detach(), self._bounds),
+                **({} if sampled.reference is None else {"kl_reference": k3(now, entropy, sampled.reference).sum()}),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
+            {"difference": difference},
         )
         return loss
+
+    def _proximal(self, sampled: PPOMicroBatch, now: Tensor, taken: int) -> Tensor:
+        if self._objective == "loglinear":
+            return log_linear(now, sampled.behaviour, sampled.staleness, taken / self._steps)
+        return now if sampled.proximal is None else sampled.proximal
 
 
 def _count(values: Tensor) -> Tensor:

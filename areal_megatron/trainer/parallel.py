@@ -56,6 +56,10 @@ class Parallel:
         """Sum of what each replica holds, where all ranks of a replica hold the same."""
         return self.sum_over_ranks(values if self.is_leader else torch.zeros_like(values))
 
+    def sum_of_last_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of what the last stage of each replica holds, where its tensor-parallel ranks hold the same."""
+        return self.sum_over_ranks(values if self.is_last_stage and self.tp_rank == 0 else torch.zeros_like(values))
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         if self.world > 1:

@@ -20,8 +20,9 @@ from areal_megatron.data.packing import partition
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.model_check import check_model
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.ppo.advantage import Rewards
+from areal_megatron.ppo.advantage import Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.ppo.correction import SECOND_MOMENT, within_second_moment
 from areal_megatron.ppo.loss import effective_share
 from areal_megatron.reshard import hf
 from areal_megatron.reshard.architectures import read_config
@@ -34,13 +35,14 @@ from areal_megatron.trainer.logprobs import Vocabulary
 from areal_megatron.trainer.model import build_model, parallel_sizes
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import PolicyOptimizer
+from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.tally import Tally
 
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
 LOGITS_ELEMENTS = 2**27
 """Of the logits that a rank holds at a time; computing with them takes 12 bytes each."""
-MEANS = ("loss", "clip_share", "capped_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
+MEANS = ("loss", "clip_share", "capped_share", "masked_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
 """Reported as means over trained tokens."""
 
 
@@ -68,8 +70,8 @@ class BatchResult:
     """False: every step was skipped because its gradient was not finite; the weights are as before."""
     metrics: dict[str, float]
     """Means over trained tokens, mean gradient norm and last learning rate of the steps taken, counts.
-    `logprob_diff_max` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens that
-    were sampled by the trained version."""
+    `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens
+    that were sampled by the trained version."""
 
 
 class Trainer:
@@ -89,6 +91,8 @@ class Trainer:
         self._flops = SequenceFlops.of(self.hf_config)
         self.chunks = build_model(config, self.sizes, self.device)
         hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
+        asked = config.mode == "rl" and config.ppo.has_reference  # before a checkpoint brings other weights
+        self._reference = Reference(parameter for _, parameter in self._named_parameters()) if asked else None
         self.optimizer = PolicyOptimizer(config, self.chunks)
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
@@ -152,21 +156,27 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
-        minibatches = self._microbatches(part)
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        advantages = self._advantages(part, trained)
+        minibatches = self._microbatches(part, trained, advantages.tolist())
         self._set_proximal(minibatches)
+        self._set_reference(minibatches)
         tally, steps = Tally(), Steps(before_step)
         for minibatch in minibatches:
-            loss = partial(self._objective.ppo, first=not steps.norms, tally=tally)
+            loss = partial(self._objective.ppo, taken=len(steps.norms), tally=tally)
             self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
         self.optimizer.settle()
         self._record(part, applied=bool(steps.norms))
-        totals = tally.totals(self.parallel, (*COUNTS, *MEANS), MAXIMA)
+        means = (*MEANS, "kl_reference") if self._reference else MEANS
+        totals = tally.totals(self.parallel, (*COUNTS, *means), MAXIMA)
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
         metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
+        metrics |= over_tokens(advantages, trained, self.parallel.sum_over_replicas, self.parallel.max_over_ranks)
         if totals["compared"]:
+            metrics["logprob_diff_p99"] = tally.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
-        return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, MEANS, steps, start))
+        return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, means, steps, start))
 
     def sft_step(
         self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
@@ -220,9 +230,7 @@ class Trainer:
             "tokens_per_s": totals["tokens"] / seconds,
         }
 
-    def _microbatches(self, part: BatchPart) -> list[list[PPOMicroBatch]]:
-        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
-        advantages = self._advantages(part, trained)
+    def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
         found = []
         for minibatch in part.minibatches:
             weights = self._weights([i for members in minibatch for i in members], trained)
@@ -233,10 +241,10 @@ class Trainer:
                                                    self.device))  # fmt: skip
         return found
 
-    def _advantages(self, part: BatchPart, trained: Tensor) -> list[float]:
+    def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
         values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
         rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
-        return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas).tolist()
+        return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas)
 
     def _weights(self, members: list[int], trained: Tensor) -> dict[int, float]:
         """Of the tokens of each trajectory of a mini-batch."""
@@ -249,17 +257,45 @@ class Trainer:
         )
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
-        """The first mini-batch needs none: until its step the current policy is the proximal one."""
-        if self.config.ppo.objective == "naive":
+        """The first mini-batch needs none, but for what has to know it before the loss: until its step the current policy
+        is the proximal one."""
+        settings = self.config.ppo
+        if settings.objective == "naive":
             for sampled in (e for minibatch in minibatches for e in minibatch):
                 sampled.proximal = sampled.behaviour
+        if settings.objective != "decoupled":
             return
-        later = [e for minibatch in minibatches[1:] for e in minibatch]
-        if later:
-            with self.timeline.span("proximal", tokens=sum(e.microbatch.tokens.numel() for e in later)):
-                work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in later]
-                for sampled, (logprobs, _) in zip(later, pipeline.forward(self.chunks, work), strict=False):
-                    sampled.proximal = logprobs
+        threshold = settings.correction.get(SECOND_MOMENT)
+        asked = [e for minibatch in minibatches[0 if threshold else 1 :] for e in minibatch]
+        for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
+            sampled.proximal = logprobs
+        for minibatch in minibatches if threshold else ():
+            self._mask(minibatch, threshold)
+
+    def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
+        if not self._reference:
+            return
+        every = [sampled for minibatch in minibatches for sampled in minibatch]
+        with self._reference.in_place():
+            for sampled, logprobs in zip(every, self._logprobs("reference", every), strict=False):
+                sampled.reference = logprobs
+
+    def _logprobs(self, span: str, microbatches: list[PPOMicroBatch]) -> list[Tensor]:
+        """Of their trained tokens, under the weights as they are; [] on other stages than the last."""
+        if not microbatches:
+            return []
+        with self.timeline.span(span, tokens=sum(e.microbatch.tokens.numel() for e in microbatches)):
+            work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in microbatches]
+            return [logprobs for logprobs, _ in pipeline.forward(self.chunks, work)]
+
+    def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
+        """What the second moment of the weights of a whole mini-batch does not allow. Collective."""
+        known = minibatch if self.parallel.is_last_stage else []
+        lags = [sampled.proximal - sampled.behaviour for sampled in known]
+        kept = within_second_moment(torch.cat([torch.zeros(0, device=self.device), *lags]), threshold,
+                                    self.parallel.sum_of_last_stages)  # fmt: skip
+        for sampled, own in zip(known, kept.split([len(lag) for lag in lags]), strict=True):
+            sampled.kept = own
 
     def _record(self, part: BatchPart, applied: bool) -> None:
         """Which trajectories this replica has trained, a line a batch, independent of what the controller says."""

@@ -25,7 +25,7 @@ def refused(*arguments):
 
 
 def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
-    started = local_run("elastic", *small(world, **{"updates": 100000, "eval_items": 4, "rollout.max_staleness": 2}))
+    started = local_run("elastic", *small(world, **{"updates": 100000, "held_out": 4, "rollout.max_staleness": 2}))
     run = Run(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
     assert "engine-7: no such engine; the run has engine-0" in refused("drain", run.folder, "engine-7")

@@ -17,7 +17,7 @@ from tests.e2e.test_run import small
 
 def running(local_run, world, name):
     """A run that has trained, and all its processes."""
-    started = local_run(name, *small(world, updates=100000, eval_items=1))
+    started = local_run(name, *small(world, updates=100000, held_out=1))
     run = Run(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(x["kind"] == "update" for x in read_metrics(run)))
     return started, started.members()
@@ -69,7 +69,7 @@ def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
     changes = {
         "updates": 100000,
         "checkpoint.every": 2,
-        "eval_items": 4,
+        "held_out": 4,
         "rollout.engines": 2,
         "machine.slots": 3,
         "rollout.max_staleness": 2,
@@ -108,7 +108,7 @@ def test_whatever_dies_ten_times_is_started_again(local_run, world):
     """Engines, trainer ranks and the controller at random moments; the launcher brings the run to its end by itself."""
     victims = ["engine-0", "engine-1", "trainer-0", "trainer-1", "controller", "controller"] * 5
     random.shuffle(victims)
-    changes = {"updates": 100000, "eval_items": 4, "rollout.engines": 2, "trainer.pp": 2, "machine.slots": 4,
+    changes = {"updates": 100000, "held_out": 4, "rollout.engines": 2, "trainer.pp": 2, "machine.slots": 4,
                "rollout.max_staleness": 2, "checkpoint.every": 1}  # fmt: skip
     started = local_run("survivor", f"--restarts={len(victims)}", *small(world, **changes))
     run = Run(started.folder)

@@ -20,7 +20,7 @@ def trained(run: Run) -> list[int]:
     return [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 
 
-CHANGES = {"eval_items": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.filter_uniform_groups": True,
+CHANGES = {"held_out": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.filter_uniform_groups": True,
            "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(local_run, 
     if mounted.returncode:
         pytest.skip("this machine lets nobody mount a file system")
     try:
-        changes = {"updates": 100, "eval_items": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
+        changes = {"updates": 100, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
         started = local_run("full", *small(world, **changes))
         run = Run(started.folder)
         started.wait_for(lambda: run.checkpoints.is_dir())

@@ -17,13 +17,17 @@ from areal_megatron.run import Run
 from tests.conftest import left_over
 
 
-def small(world, **changes):
-    """Overrides for a run of a few updates on the untrained model; its answers differ wildly in length."""
+def small(world, held_out=32, **changes):
+    """Overrides for a run of a few updates on the untrained model; its answers differ wildly in length.
+
+    `held_out`: prompts of an evaluation.
+    """
+    evaluated = world / f"heldout-{held_out}.jsonl"
+    evaluated.write_text("".join((world / "heldout.jsonl").read_text().splitlines(keepends=True)[:held_out]))
     keys = {
         "model.path": world / "model",
         "data.train": world / "train.jsonl",
-        "data.eval": world / "heldout.jsonl",
-        "eval_items": 32,
+        "data.eval": evaluated,
         "updates": 6,
         "batch_size": 32,
         "rollout.group_size": 4,
@@ -68,7 +72,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     """TP2×PP2 trainers and a TP2 engine: every seam of the update path is between several ranks."""
     started = local_run("tp2-pp2", *small(world, **{
         "trainer.tp": 2, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
-        "rollout.max_staleness": 1, "eval_items": 300,
+        "rollout.max_staleness": 1, "held_out": 300,
     }))  # fmt: skip
     run = Run(started.folder)
     started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")

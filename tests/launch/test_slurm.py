@@ -159,7 +159,7 @@ def test_a_heterogeneous_job_that_is_cancelled_leaves_no_process(cluster, submit
     """The trainers have nodes of their own, and so have the engines."""
     run = Run(tmp_path / "run")
     options = ["--nodes=2", "--time=60", ":", "--nodes=2"]
-    job = submit(*tiny(world, tmp_path, updates=100000, eval_items=1), options=options)
+    job = submit(*tiny(world, tmp_path, updates=100000, held_out=1), options=options)
     eventually(lambda: trained(run) >= 1, 200, lambda: cluster.output(job))
     nodes = {process.name: process.node for process in read_record(run).processes}
     assert nodes == {

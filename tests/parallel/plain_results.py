@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,21 @@ def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -
 
 
 def plain_results(subject: Trainer) -> dict[str, Any]:
-    """Of the subject's model under its config; rank 0 of whoever comes first computes and keeps them beside the model."""
-    path = Path(subject.config.model.path) / "plain_results.pt"
+    """Of the subject's model under its config."""
+    return _once(subject, "plain_results", _compute)
+
+
+def plain_update(subject: Trainer) -> dict[str, Any]:
+    """Gradient of `minibatch` and parameters after one update on `update_data`. Two runs of one name share it."""
+    return _once(subject, subject.run.folder.name, _compute_update)
+
+
+def _once(subject: Trainer, name: str, compute: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0 of whoever comes first computes and keeps it beside the model."""
+    path = Path(subject.config.model.path) / f"{name}.pt"
     if subject.is_first and not path.exists():
         temporary = path.with_suffix(f".{os.getpid()}")
-        torch.save(_compute(subject.config), temporary)
+        torch.save(compute(subject.config), temporary)
         os.replace(temporary, path)
     subject.parallel.barrier()
     return torch.load(path, weights_only=True)
@@ -74,12 +85,12 @@ def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
         return {"rows": packed, "batch": model(batch).logits}
 
 
-def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor]]:
-    """Trajectories of a mini-batch, their advantages and proximal log-probabilities."""
+def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor], list[torch.Tensor]]:
+    """Trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
-    proximals = [torch.from_numpy(t.logprobs + random.normal(0, 0.2, len(t.logprobs)).astype(np.float32))
-                 for t in trajectories]  # fmt: skip
-    return trajectories, oracle.advantages(trajectories, algorithm), proximals
+    proximals, references = ([torch.from_numpy(t.logprobs + random.normal(0, deviation, len(t.logprobs)).astype(np.float32))
+                              for t in trajectories] for deviation in (0.2, 0.4))  # fmt: skip
+    return trajectories, oracle.advantages(trajectories, algorithm), proximals, references
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -94,14 +105,27 @@ def _compute(config: Config) -> dict[str, Any]:
     return results | {"gradient": gradients(exact)} | _training(model, config)
 
 
+def update_data() -> tuple[list[Trajectory], list[list[int]]]:
+    """Groups of trajectories, and which make up each of the two mini-batches that `split` makes with seed 0."""
+    halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
+    return make_trajectories(12, 0, seed=4, group=4), [half.tolist() for half in halves]
+
+
+def _compute_update(config: Config) -> dict[str, Any]:
+    model = load_oracle(Path(config.model.path))
+    exact = copy.deepcopy(model).double()
+    oracle.ppo_loss(exact, *minibatch(config.ppo.algorithm), config).backward()
+    oracle.Learner(model, config).ppo_update(*update_data())
+    return {"gradient": gradients(exact), "parameters": model.state_dict()}
+
+
 @torch.no_grad()
 def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Config) -> dict[str, torch.Tensor]:
     """Log-probabilities and entropy of the trained tokens."""
-    temperature = config.rollout.temperature
-    logprobs = [oracle.response_logprobs(model, t, temperature)[t.loss_mask == 1] for t in trajectories]
-    spread = torch.cat([oracle.distributions(model, np.concatenate((t.prompt, t.response)), temperature)
-                        [len(t.prompt) - 1 :][t.loss_mask == 1] for t in trajectories])  # fmt: skip
-    return {"logprobs": torch.cat(logprobs), "entropy": -(spread.exp() * spread).sum(-1)}
+    pairs = [[values[t.loss_mask == 1] for values in oracle.response(model, t, config.rollout.temperature)]
+             for t in trajectories]  # fmt: skip
+    logprobs, entropies = zip(*pairs, strict=True)
+    return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies)}
 
 
 def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:
@@ -124,7 +148,9 @@ def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
         with torch.no_grad():
             found = [(oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy()))
                      .abs()[(t.loss_mask == 1) & (t.versions == version)] for t in trajectories]  # fmt: skip
-        differences.append([float(torch.cat(found).max()), float(torch.cat(found).mean())])
+        found = torch.cat(found)
+        p99 = np.quantile(found.numpy(), 0.99, method="inverted_cdf")
+        differences.append([float(found.max()), float(found.mean()), float(p99)])
         learner.ppo_update(trajectories, [sorted(half) for half in halves])
     losses = [learner.sft_step(sft_examples(step)) for step in range(SFT_STEPS)]
     return {"differences": differences, "sft_losses": losses, "parameters": model.state_dict()}

@@ -35,6 +35,14 @@ CASES = {
 }
 """Models and layouts that ranks try one after the other: to start them takes longer than to try one."""
 
+VARIANTS = {
+    "run-corrected-tokens": {"correction": {"truncated": 2.0, "icepop": 1.3, "sequence_mask": 1.1, "m2po": 0.03}},
+    "run-corrected-sequences": {"algorithm": "gspo", "correction": {"icepop": 1.05, "m2po": 0.03}},
+    "run-log-linear": {"objective": "loglinear", "penalty": {"entropy": 0.1, "kl_k1": 1.0}},
+    "run-penalties": {"algorithm": "grpo", "penalty": {"entropy": 0.1, "kl_k2": 0.5, "kl_k3": 0.3}},
+}
+"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy; every penalty."""
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
@@ -62,7 +70,7 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}], ids=["tp1", "tp2-pp2-dp2"])
 def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
-    cases = {f"run-{algorithm}": algorithm for algorithm in ALGORITHMS}
+    cases = {f"run-{algorithm}": {"algorithm": algorithm} for algorithm in ALGORITHMS} | VARIANTS
     for name in cases:
         Run(folder / name).create()
     on_ranks("check_algorithms", 8 if layout else 1, cases=cases, layout=layout)
@@ -132,6 +140,6 @@ def test_a_rank_that_does_not_come_is_an_error(folder, on_ranks):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("check", ["check_cuda_attention", "check_cuda", "check_cuda_logprob_memory"])
 def test_on_cuda(folder, on_ranks, capsys, check):
-    on_ranks(check, 1)
+    on_ranks(f"cuda_checks:{check}", 1)
     with capsys.disabled():
         print((folder / "rank-0.out").read_text())

@@ -21,9 +21,11 @@ from plain_results import (
     minibatch,
     plain_logits,
     plain_results,
+    plain_update,
     rows_and_batch,
     sft_examples,
     training_data,
+    update_data,
 )
 from tiny_models import load_oracle
 
@@ -36,7 +38,6 @@ from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer import step as trainer_step
-from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.step import Trainer
@@ -47,7 +48,7 @@ trainer_step.LOGITS_ELEMENTS = 50 * 250
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {"optimizer": Optimizer(lr=1e-3, warmup_fraction=0.0, weight_decay=0.1),
-                "ppo": PPO(minibatches=2), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
+                "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
     return Config(
         name="test",
         updates=50,
@@ -129,6 +130,7 @@ class MiniBatch:
     trajectories: list[Trajectory]
     advantages: list[float]
     proximals: list[torch.Tensor]
+    references: list[torch.Tensor]
 
     def microbatches(self, cap: int) -> list[list[list[int]]]:
         """By [replica][micro-batch]; the last is empty, which changes nothing."""
@@ -136,7 +138,7 @@ class MiniBatch:
         return [[*minibatch, []] for [minibatch] in plan]
 
     def forward_backward(self, cap: int) -> None:
-        subject, work = self.subject, []
+        subject, batches = self.subject, []
         lengths = torch.tensor([int(t.loss_mask.sum()) for t in self.trajectories])
         weights = token_weights(ALGORITHMS[subject.config.ppo.algorithm].mean, lengths, int(lengths.sum()),
                                 int((lengths > 0).sum()), subject.config.rollout.max_new_tokens).tolist()  # fmt: skip
@@ -144,30 +146,30 @@ class MiniBatch:
             chosen = [self.trajectories[i] for i in members]
             batch = pack_trajectories(chosen, [self.advantages[i] for i in members], [weights[i] for i in members],
                                       0, "recompute", subject._row_multiple, subject.device)  # fmt: skip
-            kept = [self.proximals[i][self.trajectories[i].loss_mask == 1] for i in members]
-            batch.proximal = torch.cat([torch.zeros(0), *kept])
-            work.append((batch.microbatch, partial(subject._objective.ppo, sampled=batch, first=False, tally=Tally())))
+            batch.proximal, batch.reference = (
+                torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])
+                for values in (self.proximals, self.references)
+            )
+            batches.append(batch)
+        if threshold := subject.config.ppo.correction.get("m2po"):
+            subject._mask(batches, threshold)
+        loss = partial(subject._objective.ppo, taken=1, tally=Tally())
         subject.optimizer.zero_grad()
-        pipeline.forward_backward(subject.chunks, work)
+        pipeline.forward_backward(subject.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 
 
-def check_algorithms(folder: Path, rank: int, cases: dict[str, str], layout: dict) -> None:
-    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → algorithm."""
-    for run, algorithm in cases.items():
-        settings = PPO(minibatches=2, algorithm=algorithm, clip=[0.1, 0.25], behaviour_cap=3.0)
-        config = make_config(folder, "qwen3", layout, ppo=settings)
+def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: dict) -> None:
+    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of PPO."""
+    for run, settings in cases.items():
+        ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
+        config = make_config(folder, "qwen3", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:
-            exact, content = load_oracle(folder / "qwen3").double(), minibatch(algorithm)
-            oracle.ppo_loss(exact, *content, config).backward()
-            MiniBatch(subject, *content).forward_backward(100)
-            assert_gradient(subject, gradients(exact))
-            trajectories = make_trajectories(12, 0, seed=4, group=4)
-            plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": 0}
-            assert subject.train_batch(split(trajectories, version=0, **plan)[subject.replica]).applied
-            halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
-            learner = oracle.Learner(load_oracle(folder / "qwen3"), config)
-            learner.ppo_update(trajectories, [half.tolist() for half in halves])
-            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+            expected = plain_update(subject)
+            MiniBatch(subject, *minibatch(ppo.algorithm)).forward_backward(100)
+            assert_gradient(subject, expected["gradient"])
+            parts = split(update_data()[0], version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+            assert subject.train_batch(parts[subject.replica]).applied
+            assert_parameters(subject, expected["parameters"], atol=3e-5)
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
@@ -185,7 +187,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
     """PPO updates and supervised steps change the parameters as plain code with torch's AdamW does."""
     config = subject.config
     calls = []
-    for version, (largest, mean) in enumerate(expected["differences"]):
+    for version, (largest, mean, p99) in enumerate(expected["differences"]):
         trajectories, halves = training_data(version)
         plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
         part = split(trajectories, version=version, **plan)[subject.replica]
@@ -195,6 +197,8 @@ def check_training(subject: Trainer, expected: dict) -> None:
         assert halves == [{i for share in whole for microbatch in share[m] for i in microbatch} for m in range(2)]
         assert abs(result.metrics["logprob_diff_max"] - largest) < 1e-4
         assert abs(result.metrics["logprob_diff_mean"] - mean) < 1e-4
+        assert abs(result.metrics["logprob_diff_p99"] - p99) < 1e-4
+        assert_advantages(result.metrics, trajectories, config.ppo.algorithm)
         assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     for step, loss in enumerate(expected["sft_losses"]):
         assert abs(subject.sft_step(sft_examples(step))["loss"] - loss) < 1e-4
@@ -204,6 +208,12 @@ def check_training(subject: Trainer, expected: dict) -> None:
         assert [line["version"] for line in lines] == [0, 1]
         assert lines[1]["uids"] == [t.uid for t in part.trajectories]
         assert lines[1]["admission_versions"] == [t.admission_version for t in part.trajectories]
+
+
+def assert_advantages(metrics: dict[str, float], trajectories: list[Trajectory], algorithm: str) -> None:
+    per_token = np.repeat(oracle.advantages(trajectories, algorithm), [int(t.loss_mask.sum()) for t in trajectories])
+    for name in ("mean", "std", "min", "max"):
+        assert abs(metrics[f"advantage_{name}"] - getattr(np, name)(per_token)) < 1e-6
 
 
 def check_sharing(subject: Trainer) -> None:
@@ -294,7 +304,8 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 
 def check_decay(folder: Path, rank: int) -> None:
     """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
-    config = make_config(folder, "qwen2", {}, optimizer=Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0))
+    optimizer = Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0)
+    config = make_config(folder, "qwen2", {}, ppo=PPO(minibatches=2), optimizer=optimizer)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
         trajectories = make_trajectories(12, 0)
@@ -317,8 +328,8 @@ def check_logprob_memory(folder: Path, rank: int) -> None:
         labels = torch.randint(columns - 7, (tokens,))
         vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=64, sequence_parallel=False)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        logprobs, _ = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
-        logprobs.sum().backward()
+        logprobs, entropies = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
+        (logprobs + entropies).sum().backward()
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         assert grown < tokens * columns * 4 / 4, f"{grown / 2**20:.0f} MiB more"
         assert not weight.grad[columns - 7 :].any() and weight.grad[: columns - 7].any()
@@ -329,55 +340,3 @@ def check_missing_peer(folder: Path, rank: int) -> None:
     config.machine.timeout_s = 3
     with pytest.raises(RunError, match="trainer-0: not all 2 trainer ranks joined within 3 s"):
         Trainer(config, Run(folder / "run"), rank)
-
-
-def check_cuda(folder: Path, rank: int) -> None:
-    """bfloat16 on one CUDA device: log-probabilities and the loss are near those of float32 on the CPU."""
-    config = make_config(folder, "qwen3", {}, dtype="bfloat16")
-    reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
-    with open_trainer(folder, rank, config) as subject, torch.no_grad():
-        assert subject.device.type == "cuda"
-        batch = pack_trajectories(trajectories, [0.0] * 12, [1.0] * 12, 0, "recompute", 1, subject.device)
-        work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-        [(logprobs, _)] = pipeline.forward(subject.chunks, work)
-        expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
-        assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
-        before = {name: value.clone() for name, value in subject.parameters().items()}
-        with torch.enable_grad():
-            train_once(subject)
-        assert any(not torch.equal(value, before[name]) for name, value in subject.parameters().items())
-
-
-def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
-    """Peak memory of the log-probabilities of 32k tokens over 152k columns, forward and backward; printed."""
-    tokens, columns, hidden_size = 32768, 151936, 4096
-    with open_trainer(folder, rank, make_config(folder, "qwen3", {}, dtype="bfloat16")) as subject:
-        make = {"device": subject.device, "dtype": torch.bfloat16, "requires_grad": True}
-        hidden, weight = torch.randn(tokens, 1, hidden_size, **make), torch.randn(columns, hidden_size, **make)
-        labels = torch.randint(columns, (tokens,), device=subject.device)
-        vocabulary = Vocabulary(size=columns, temperature=1.0, chunk=1024, sequence_parallel=False)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        rows = torch.arange(tokens, device=subject.device)
-        logprobs, _ = token_logprobs(hidden, weight, rows, labels, vocabulary)
-        forward = torch.cuda.max_memory_allocated() - before
-        logprobs.sum().backward()
-        peak = torch.cuda.max_memory_allocated() - before
-        print(f"32k tokens x 152k columns: {forward / 2**30:.2f} GiB forward, {peak / 2**30:.2f} GiB with backward, "
-              f"full float32 logits {tokens * columns * 4 / 2**30:.1f} GiB")  # fmt: skip
-        assert forward < tokens * columns * 4 / 5
-
-
-def check_cuda_attention(folder: Path, rank: int) -> None:
-    """varlen_attn in bfloat16 gives what SDPA gives in float32, forward and backward, with grouped queries."""
-    lengths, heads, groups, size = (70, 1, 300, 33, 33, 8), 8, 2, 64
-    packed = Packed(lengths=lengths, device="cuda")
-    inputs = [torch.randn(sum(lengths), count, size, device="cuda") for count in (heads, groups, groups)]
-    results = []
-    for attend, dtype in ((_packed_varlen, torch.bfloat16), (_packed_blocks, torch.float32)):
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        out = attend(*leaves, packed, None)
-        out.float().square().sum().backward()
-        results.append([out.float(), *(leaf.grad.float() for leaf in leaves)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -18,11 +19,17 @@ def distributions(model: torch.nn.Module, tokens: np.ndarray, temperature: float
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> Tensor:
-    """[R]"""
+def response(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the response and entropies of the distributions it is from: [R] each."""
     tokens = np.concatenate((trajectory.prompt, trajectory.response))
     logprobs = distributions(model, tokens, temperature)[len(trajectory.prompt) - 1 :]
-    return logprobs.gather(1, torch.from_numpy(trajectory.response.astype(np.int64))[:, None])[:, 0]
+    sampled = logprobs.gather(1, torch.from_numpy(trajectory.response.astype(np.int64))[:, None])[:, 0]
+    return sampled, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> Tensor:
+    """[R]"""
+    return response(model, trajectory, temperature)[0]
 
 
 def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
@@ -49,27 +56,79 @@ def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
     return (over_batch(found, trained) if algorithm == "reinforce++" else found).tolist()
 
 
-def ppo_loss(model, trajectories, advantages, proximals, config: Config) -> Tensor:
-    """Of a mini-batch, as the paper of the algorithm has it. `proximals`: [R] of each trajectory."""
+def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
+    """Of the trained tokens of one sequence, from the logarithms of the uncorrected ones."""
+    ratio, weights = lag.exp(), lag.exp()
+    if cap := correction.get("truncated"):
+        weights = torch.minimum(weights, torch.tensor(cap))
+    if bound := correction.get("icepop"):
+        weights = weights * ((ratio >= 1 / bound) & (ratio <= bound))
+    if bound := correction.get("sequence_mask"):
+        geometric = ratio.prod() ** (1 / len(ratio))
+        weights = weights * (1 / bound <= geometric <= bound)
+    return weights
+
+
+def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor]:
+    """bool [R] of each trajectory: what M2PO keeps of a mini-batch, the largest masked one after another."""
+    keep = [torch.ones(len(t.response), dtype=torch.bool) for t in trajectories]
+    moments = {(i, k): (float(proximals[i][k]) - float(t.logprobs[k])) ** 2
+               for i, t in enumerate(trajectories) for k in np.flatnonzero(t.loss_mask)}  # fmt: skip
+    while moments and np.mean(list(moments.values())) > config.ppo.correction.get("m2po", math.inf):
+        i, k = max(moments, key=moments.get)
+        keep[i][k] = False
+        del moments[i, k]
+    return keep
+
+
+def interpolated(current: Tensor, trajectory: Trajectory, config: Config, taken: int, version: int) -> Tensor:
+    """log π_prox [R] by AReaL's log-linear formula; version `version` + 1 is reached after as many steps as mini-batches."""
+    behaviour, now = torch.from_numpy(trajectory.logprobs.copy()), version + taken / config.ppo.minibatches
+    alpha = [(version - v) / (now - v) if taken else 1.0 for v in trajectory.versions.tolist()]
+    return behaviour + torch.tensor(alpha) * (current.detach() - behaviour)
+
+
+def kl(current: Tensor, reference: Tensor, penalty: dict[str, float]) -> Tensor:
+    """Schulman's k2 and k3 of each token, as losses."""
+    ratio = (reference - current).exp()
+    return penalty.get("kl_k2", 0) * (current - reference) ** 2 / 2 + penalty.get("kl_k3", 0) * (
+        ratio - 1 - ratio.log()
+    )
+
+
+def ppo_loss(model, trajectories, advantages, proximals, references, config: Config, taken: int = 1,
+             version: int = 0) -> Tensor:  # fmt: skip
+    """Of a mini-batch, as the paper of the algorithm has it, after `taken` steps on a batch of that version.
+
+    `proximals`, `references`: [R] of each trajectory.
+    """
     algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
-    sums, lengths = [], []
-    for t, advantage, proximal in zip(trajectories, advantages, proximals, strict=True):
+    sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
+    penalty = config.ppo.penalty
+    for t, advantage, proximal, reference, kept in zip(
+        trajectories, advantages, proximals, references, keep, strict=True
+    ):
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
         if not len(trained):
             continue
-        current = response_logprobs(model, t, config.rollout.temperature)[trained]
+        current, entropy = response(model, t, config.rollout.temperature)
+        if config.ppo.objective == "loglinear":
+            proximal = interpolated(current, t, config, taken, version)
+        current, entropy, reference = current[trained], entropy[trained], reference[trained]
+        advantage = advantage - penalty.get("kl_k1", 0) * (current.detach() - reference)
         drift, lag = (
             current - proximal[trained],
             proximal[trained].double() - torch.from_numpy(t.logprobs.copy())[trained],
         )
         if algorithm == "gspo":  # one ratio and one weight a sequence
             drift, lag = drift.mean().expand(len(trained)), lag.mean().expand(len(trained))
-        weight = lag.exp().clamp(max=config.ppo.behaviour_cap)
+        weight = weights(lag, config.ppo.correction) * kept[trained]
         clipped = torch.clamp(drift.exp(), 1 - low, 1 + high)
         gain = torch.min(drift.exp() * advantage, clipped * advantage)
         if algorithm == "cispo":
             gain = clipped.detach() * advantage * current
-        sums.append(-(weight * gain).sum())
+        costs = kl(current, reference, penalty) - penalty.get("entropy", 0) * entropy
+        sums.append((costs - weight * gain).sum())
         lengths.append(len(trained))
     if algorithm in ("grpo", "gspo"):
         return sum(total / length for total, length in zip(sums, lengths, strict=True)) / len(sums)
@@ -100,7 +159,7 @@ class Learner:
     """A Hugging Face model trained by the book."""
 
     def __init__(self, model: torch.nn.Module, config: Config):
-        self.model, self.config = model, config
+        self.model, self.reference, self.config = model, copy.deepcopy(model), config
         settings = config.optimizer
         decay = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() == 1]
@@ -116,16 +175,18 @@ class Learner:
 
     def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
         """`minibatches`: indices of trajectories."""
-        config = self.config
+        config, temperature = self.config, self.config.rollout.temperature
         values = advantages(trajectories, config.ppo.algorithm)
         if config.ppo.objective == "naive":
             proximals = [torch.from_numpy(t.logprobs.copy()) for t in trajectories]
         else:
             with torch.no_grad():
-                proximals = [response_logprobs(self.model, t, config.rollout.temperature) for t in trajectories]
-        for members in minibatches:
-            chosen = [[items[i] for i in members] for items in (trajectories, values, proximals)]
-            self.step(ppo_loss(self.model, *chosen, config))
+                proximals = [response_logprobs(self.model, t, temperature) for t in trajectories]
+        with torch.no_grad():
+            references = [response_logprobs(self.reference, t, temperature) for t in trajectories]
+        for taken, members in enumerate(minibatches):
+            chosen = [[items[i] for i in members] for items in (trajectories, values, proximals, references)]
+            self.step(ppo_loss(self.model, *chosen, config, taken))
 
     def sft_step(self, examples: list[tuple[np.ndarray, int]]) -> float:
         losses = []

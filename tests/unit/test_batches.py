@@ -2,10 +2,12 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from areal_megatron.config import Config, Data, Machine, Model, Rollout, Trainer
-from areal_megatron.rollout.batches import Batches
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.rollout.batches import Batches, describe
 from areal_megatron.rollout.protocol import NextBatch, NotYet, PublishAgain, Stop
 from areal_megatron.rollout.schedule import Schedule
 
@@ -41,3 +43,18 @@ def test_all_publish_before_any_stops(batches):
         assert not batches.publish_again(), "a replica may have stopped"
 
     asyncio.run(play())
+
+
+def trajectory(admission_version, versions, mask, reward):
+    n = len(versions)
+    return Trajectory(uid=0, epoch=0, prompt_id=0, admission_version=admission_version, prompt=np.ones(2, np.int32),
+                      response=np.ones(n, np.int32), logprobs=np.zeros(n, np.float32), versions=np.array(versions, np.int32),
+                      loss_mask=np.array(mask, np.uint8), reward=reward, truncated=False)  # fmt: skip
+
+
+def test_staleness_of_answers_and_of_their_trained_tokens():
+    found = describe([trajectory(3, [3, 3, 4, 5], [1, 1, 1, 1], 5.0), trajectory(5, [5, 5], [0, 1], -5.0),
+                      trajectory(4, [4], [0], -5.0)], version=5, correct=5.0)  # fmt: skip
+    assert found["staleness_histogram"] == {"0": 1, "1": 1, "2": 1}
+    assert found["token_staleness_histogram"] == {"0": 2, "1": 1, "2": 2}
+    assert found["trained_tokens"] == 5 and found["accuracy"] == pytest.approx(1 / 3)

@@ -11,6 +11,7 @@ from areal_megatron.reward.code import last_program, parse_tests, same_output, s
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 
+pytestmark = pytest.mark.usefixtures("isolation")
 SQUARE = json.dumps({"inputs": ["3\n", "-4\n"], "outputs": ["9\n", "16\n"]})
 CALLS = json.dumps({"fn_name": "longest", "inputs": [[["a", "bcd", "ef"]], [[]]], "outputs": [["bcd", 3], [None, 0]]})
 

@@ -1,4 +1,5 @@
 import pytest
+import yaml
 
 from areal_megatron import config as configuration
 from areal_megatron.config import ConfigError
@@ -34,6 +35,20 @@ def test_saved_config_reads_back_equal(tmp_path):
     assert configuration.load(tmp_path / "resolved.yaml") == config
 
 
+@pytest.mark.parametrize("text", ["{icepop: 2}", "{icepop: 2.0, truncated: 3}", "{}"])
+def test_numbers_by_name_replace_the_default_ones(tmp_path, text):
+    expected = yaml.safe_load(text)
+    assert load(tmp_path, overrides=[f"ppo.correction={text}"]).ppo.correction == expected
+    in_file = MINIMAL + f"ppo:\n  correction: {text}\n"
+    config = load(tmp_path, in_file)
+    assert config.ppo.correction == expected
+    configuration.save(config, tmp_path / "resolved.yaml")
+    assert configuration.load(tmp_path / "resolved.yaml") == config
+    assert load(tmp_path, in_file, ["ppo.correction={m2po: 0.04}"]).ppo.correction == {"m2po": 0.04}
+    assert load(tmp_path, in_file, ["ppo.correction.m2po=0.04"]).ppo.correction == {"m2po": 0.04}
+    assert load(tmp_path).ppo.correction == {"truncated": 5.0}
+
+
 def test_at_most_sixty_fields():
     assert len(configuration.known_keys()) <= 60
 
@@ -48,6 +63,16 @@ def test_at_most_sixty_fields():
         (MINIMAL, ["batch_size=many"], ["batch_size", "many"]),
         (MINIMAL, ["batch_size=30"], ["batch_size", "30", "rollout.group_size=8"]),
         (MINIMAL, ["mode=rll"], ["mode", "'rll'", "did you mean 'rl'"]),
+        (MINIMAL, ["ppo.correction={icepopp: 2}"], ["override 'ppo.correction", "'icepopp'", "did you mean 'icepop'"]),
+        (MINIMAL, ["ppo.correction.sequence_maks=2"], ["override 'ppo.correction", "did you mean 'sequence_mask'"]),
+        (MINIMAL + "ppo:\n  correction: {m2po: 0}\n", [], ["c.yaml:11", "ppo.correction", "m2po", "above 0"]),
+        (MINIMAL, ["ppo.correction={m2po: .nan}"], ["ppo.correction", "m2po", "nan"]),
+        (MINIMAL, ["ppo.correction={m2po: small}"], ["ppo.correction", "small"]),
+        (MINIMAL, ["ppo.correction=icepop"], ["ppo.correction", "icepop"]),
+        (MINIMAL, ["ppo.correction="], ["ppo.correction"]),
+        (MINIMAL, ["ppo.correction={icepop: 0.5}"], ["ppo.correction", "icepop", "above 1"]),
+        (MINIMAL, ["ppo.correction={icepop: 2}", "ppo.objective=naive"], ["ppo.correction", "icepop", "naive"]),
+        (MINIMAL, ["ppo.correction={m2po: 0.04}", "ppo.objective=loglinear"], ["ppo.correction", "m2po", "decoupled"]),
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "above 0"]),
         (MINIMAL, ["name=../x"], ["name"]),

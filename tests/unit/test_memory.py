@@ -12,7 +12,7 @@ import torch
 import transformers
 import yaml
 
-from areal_megatron.config import Config, ConfigError, Data, Machine, Model, Reshard, Rollout, Trainer
+from areal_megatron.config import PPO, Config, ConfigError, Data, Machine, Model, Reshard, Rollout, Trainer
 from areal_megatron.reshard import vllm
 from areal_megatron.reshard.architectures import architecture, read_config
 from areal_megatron.reshard.megatron import MegatronSizes
@@ -70,6 +70,13 @@ def test_parts_in_bytes_of_a_parameter(built, name):
     assert plan.of("optimizer") == pytest.approx(12 * parameters / 4, rel=1e-4)
     assert plan_memory(config(), HF[name]).checkpoint == 14 * parameters
     assert plan_memory(config(dtype="float32"), HF[name]).checkpoint == 16 * parameters
+
+
+def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
+    plain, asked = (stage_memory(config({"tp": 2}, ppo=PPO(penalty={name: 0.1})), DENSE, 0, on_cuda=True)
+                    for name in ("entropy", "kl_k2"))  # fmt: skip
+    assert not plain.of("reference") and asked.of("reference") == asked.of("parameters")
+    assert asked.total - plain.total == asked.of("parameters")
 
 
 def test_experts_are_divided_over_their_own_replicas(built):

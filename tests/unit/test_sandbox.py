@@ -24,6 +24,7 @@ from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from tests.hostile import HARMLESS, PRELUDE, PROGRAMS, WITHOUT_NAMESPACES
 
+pytestmark = pytest.mark.usefixtures("isolation")
 TOKEN = f"sandbox-test-{os.getpid()}"
 SMALL = Limits(memory_mb=256, threads=16, scratch_mb=16, output_mb=1)
 

@@ -15,6 +15,7 @@ from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.rollout.client import Completion
 from areal_megatron.rollout.scoring import Score, Scorer
 
+LONGEST = 10
 DIGITS = {"<eos>": 0} | {str(d): d + 1 for d in range(10)}
 
 
@@ -41,7 +42,7 @@ def scores(tokenizer, rule, completions, answer="7", response_tokens=None):
         workers = RewardWorkers(config)
         await workers.start()
         try:
-            return await Scorer(config, tokenizer, workers).score(prompt, completions)
+            return await Scorer(config, tokenizer, workers, max_new_tokens=LONGEST).score(prompt, completions)
         finally:
             await workers.close()
 
@@ -64,3 +65,17 @@ def test_the_rule_for_truncated_answers(tokenizer, rule, cut):
 
 def test_an_answer_of_forced_length_is_not_truncated(tokenizer):
     assert scores(tokenizer, "masked", [completion("7", "length")], response_tokens=1) == [RIGHT]
+    [forced] = scores(tokenizer, "overlong", [completion("7", "length")], response_tokens=1)
+    assert forced == RIGHT
+
+
+@pytest.mark.parametrize("length", [2, 8, 9, 10])
+@pytest.mark.parametrize("cut", [False, True])
+def test_overlong_answers_lose_up_to_half_the_range_of_rewards(tokenizer, length, cut):
+    """DAPO, Equation 13, for rewards of −1 and 1; here they span 1 instead of 2."""
+    digits, reason = (length, "length") if cut else (length - 1, "stop")
+    found = scores(tokenizer, "overlong", [completion("8" * (digits - 1) + last, reason) for last in "78"])
+    cache = 2
+    lost = 0 if length <= LONGEST - cache else ((LONGEST - cache) - length) / cache
+    assert [score.reward for score in found] == pytest.approx([0.7 + 0.5 * lost, -0.3 + 0.5 * lost])
+    assert [(s.correct, s.truncated, s.trained) for s in found] == [(True, cut, True), (False, cut, True)]
