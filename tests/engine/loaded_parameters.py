@@ -1,7 +1,8 @@
-"""What vLLM itself builds and loads, and what an update makes of it: one process a rank, started by
-test_weight_layouts.py.
+"""What vLLM itself builds and loads, and what an update makes of it: started by test_weight_layouts.py.
 
-    python loaded_parameters.py RANK PORT FOLDER
+    python loaded_parameters.py RANKS PORT FOLDER
+
+Imports vLLM once, for all ranks, which are forks of it.
 
 Loads each model FOLDER/NAME with the sizes that FOLDER/cases.json names, writes zeros over it, fills it again as an
 update does, and writes FOLDER/RANK.json: case → [parameters as loaded, parameters as filled], each parameter →
@@ -10,6 +11,7 @@ update does, and writes FOLDER/RANK.json: case → [parameters as loaded, parame
 
 import hashlib
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -44,9 +46,7 @@ def load_and_fill(folder: Path, vllm_config, sizes: vllm.EngineSizes, rank: int)
     return [loaded, describe(model)]
 
 
-def main() -> None:
-    rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    torch.set_num_threads(1)
+def live(rank: int, port: str, folder: Path) -> None:
     load_general_plugins()
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does the same
@@ -69,5 +69,17 @@ def main() -> None:
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
+def main() -> int:
+    ranks, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=live, args=(rank, port, folder), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return int(any(process.exitcode for process in processes))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reshard.convert import from_hf, to_hf
 from areal_megatron.reshard.hf_folder import INDEX
 from areal_megatron.reshard.megatron import MegatronSizes
+from launch.processes import end_sessions
 
 WRITTEN = ["llama-converted", "qwen2-converted", "qwen3-tied-converted", "qwen3-moe-converted",
            "qwen2-tied-exported", "qwen3-moe-exported"]  # fmt: skip
@@ -59,19 +60,14 @@ def loaded(tmp_path_factory):
         port = free.getsockname()[1]
     script = Path(__file__).with_name("loaded_parameters.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": f"layouts-{port}"}
-    outputs = [(folder / f"{rank}.out").open("w+") for rank in range(RANKS)]
-    ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), str(port), folder], stdout=output,
-                         stderr=subprocess.STDOUT, env=environment)
-        for rank, output in enumerate(outputs)
-    ]  # fmt: skip
+    with (folder / "out").open("w+") as output:
+        ranks = subprocess.Popen([sys.executable, script, str(RANKS), str(port), folder], stdout=output,
+                                 stderr=subprocess.STDOUT, env=environment, start_new_session=True)  # fmt: skip
     try:
-        codes = [rank.wait(300) for rank in ranks]
+        code = ranks.wait(300)
     finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, code in enumerate(codes):
-        assert code == 0, (folder / f"{rank}.out").read_text()[-3000:]
+        end_sessions({ranks.pid}, grace_s=1)
+    assert code == 0, (folder / "out").read_text()[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
