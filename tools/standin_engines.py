@@ -2,13 +2,14 @@
 
     python tools/standin_engines.py ENGINES SECONDS TOKENS GROUP
 
-Prints the port of 127.0.0.1 that it listens on; engine E is http://127.0.0.1:PORT/E. Every answer takes SECONDS and has TOKENS tokens; requests
-have GROUP answers. For tools/bench_controller.py, which measures what the controller can do, not an engine.
+Prints the port of 127.0.0.1 that it listens on; engine E is http://127.0.0.1:PORT/E. A request takes half to one and a half
+times SECONDS and has GROUP answers of TOKENS tokens. For tools/bench_controller.py, which measures what the controller can do, not an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from functools import cache
 
@@ -27,11 +28,12 @@ class StandIn:
         self._running = 0
         self._sampled = 0
         self._served = 0
+        self._random = random.Random(0)
 
     async def generate(self, request: web.Request) -> web.Response:
         await request.read()
         self._running += self._group
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(self._seconds * self._random.uniform(0.5, 1.5))
         self._running -= self._group
         self._sampled += self._group * self._tokens
         self._served += 1

@@ -45,28 +45,29 @@ class Load:
     """Since the engine started."""
 
 
-class _TokenLogprob(msgspec.Struct):
+# gc=False: an answer is thousands of these, which point at nothing; the collector would look at each again and again.
+class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_TokenLogprob]
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int]
     logprobs: _Logprobs
     weight_versions: list[_Span]
     finish_reason: str
 
 
-class _Generated(msgspec.Struct):
+class _Generated(msgspec.Struct, gc=False):
     choices: list[_Choice]
 
 
