@@ -205,7 +205,8 @@ def _other_cores() -> set[int]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """As the launcher sets it for a rank on CPU."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": str(ROOT)}
 
 
 def main() -> None:
@@ -220,6 +221,8 @@ def main() -> None:
     if options.receive:
         receive(options.receive, options.store)
         return
+    if "THP_MEM_ALLOC_ENABLE" not in os.environ:  # torch reads it when it is loaded
+        os.execve(sys.executable, [sys.executable, *sys.argv], _environment())
     torch.set_num_threads(1)
     out = new_folder("bench-sending", options.out)
     save_model(out / "model", 1, **SIZES)

@@ -33,7 +33,7 @@ ANSWERS, PROMPT_TOKENS, MAX_TOKENS = 8, 64, 4000
 """Of each engine while it generates."""
 START_TIMEOUT_S = 300.0
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                            "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+                            "TOKENIZERS_PARALLELISM": "false", "THP_MEM_ALLOC_ENABLE": "1"}  # fmt: skip
 
 
 def prepare(out: Path, sizes: dict[str, int], core_each: bool) -> tuple[Run, Config]:

@@ -64,7 +64,6 @@ def server_environment(config: Config, run: Run, cpus: list[int]) -> dict[str, s
     }
     if not runs_on_cpu(config):
         return environment
-    environment["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: commits copy half as long again without
     environment["TORCHDYNAMO_DISABLE"] = "1"  # the first request with log-probabilities would compile for seconds
     tp = config.rollout.tp
     if tp == 1:
