@@ -22,6 +22,10 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
+WORKFLOWS = ("single_turn", "multi_turn", "tool_use")
+"""Names of `rollout.workflow`, modules of areal_megatron/rollout/workflows."""
+
+
 class ConfigError(ValueError):
     """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
 
@@ -143,6 +147,9 @@ class Rollout:
     """KV cache of a CPU engine; on CUDA it is what is left of the 92% of the memory that vLLM takes."""
     filter_uniform_groups: bool = False
     """Drop groups whose answers all have the same reward: they carry no gradient."""
+    workflow: dict[str, int] = field(default_factory=lambda: {"single_turn": 1})
+    """How a prompt becomes a trajectory, and its turns at most: `multi_turn`, `tool_use`, or the import path
+    `package.module:function` of yours. docs/workflows.md has them all."""
 
 
 @dataclass
@@ -174,7 +181,6 @@ class Reward:
     function: str = "math"
     """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path `package.module:function` of
     `f(prompt, response, answer) -> float`. docs/rewards.md has them all."""
-    workers: int = 1
     timeout_s: float = 10.0
     """A reward that takes longer counts as a wrong answer and is counted."""
     range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
@@ -299,8 +305,8 @@ def check(config: Config, where=lambda key: key) -> None:
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
                 "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
                 "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
-                "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
-                "reward.timeout_s", "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
+                "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.timeout_s",
+                "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")
@@ -311,6 +317,7 @@ def check(config: Config, where=lambda key: key) -> None:
     for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
         require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
     _check_ppo(config.ppo, require)
+    _check_workflow(config.rollout.workflow, require)
     require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
@@ -343,6 +350,17 @@ def _check_ppo(ppo: PPO, require: Callable[[bool, str, str], None]) -> None:
             f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1")  # fmt: skip
     require(ppo.objective != "loglinear" or "m2po" not in masks, "ppo.correction",
             "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled")  # fmt: skip
+
+
+def _check_workflow(workflow: dict[str, int], require: Callable[[bool, str, str], None]) -> None:
+    key = "rollout.workflow"
+    require(len(workflow) == 1, key, f"expected one workflow with its turns at most, such as {{multi_turn: 3}}, is {workflow}")
+    ((name, turns),) = workflow.items()
+    near = difflib.get_close_matches(name, WORKFLOWS, 1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    require(name in WORKFLOWS or ":" in name, key, f"{name!r} is none of {', '.join(WORKFLOWS)} and no import path "
+            f"package.module:function{hint}")  # fmt: skip
+    require(name != WORKFLOWS[0] or turns == 1, key, f"{name} has one turn, not {turns}; multi_turn has several")
 
 
 def known_keys() -> list[str]:

@@ -34,6 +34,7 @@ class Answer(msgspec.Struct):
 class Scored(msgspec.Struct):
     score: float
     problem: str = ""
+    feedback: str = ""
 
 
 def serve(function_name: str, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -52,7 +53,8 @@ def serve(function_name: str, timeout_s: float, requests: BinaryIO, replies: Bin
     while header := requests.read(HEADER.size):
         job = decode(requests.read(HEADER.unpack(header)[0]))
         try:
-            reply(Scored(checked(function(job.prompt, job.response, job.answer))))
+            score, feedback = checked(function(job.prompt, job.response, job.answer))
+            reply(Scored(score, feedback=feedback))
         except Exception as e:  # the function is the user's: any failure is a wrong answer, never the end of the run
             reply(Scored(0.0, f"{type(e).__name__}: {e}"))
 

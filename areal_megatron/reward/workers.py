@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,11 +19,17 @@ _decode_ready = msgspec.msgpack.Decoder(Ready).decode
 _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
 
-class RewardWorkers:
-    """`reward.workers` processes. Callers wait for a free one, so no more is queued than there are callers."""
+def default_count() -> int:
+    """Processes of a run: a quarter of the cores that this process may use, from 1 to 32."""
+    return min(32, max(1, len(os.sched_getaffinity(0)) // 4))
 
-    def __init__(self, config: Reward):
-        self._config = config
+
+class RewardWorkers:
+    """Processes that score. Callers wait for a free one, so no more is queued than there are callers."""
+
+    def __init__(self, config: Reward, count: int = 0):
+        """`count`: processes; 0: `default_count`."""
+        self._config, self._count = config, count or default_count()
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
@@ -30,11 +37,15 @@ class RewardWorkers:
 
     async def start(self) -> None:
         """Raises ConfigError if the reward function cannot be loaded."""
-        for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._config.workers))):
+        for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._count))):
             self._free.put_nowait(worker)
 
     async def score(self, answers: Sequence[Answer]) -> list[float]:
         """One score for each answer, in order; a failed one is 0.0 (wrong) and counted in `failures`."""
+        return [scored.score for scored in await self.judge(answers)]
+
+    async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
+        """The same with what the reward function says of them."""
         worker = await self._free.get()
         if worker.dead:
             worker = await self._replace(worker)
@@ -48,7 +59,7 @@ class RewardWorkers:
                     self.failures += 1
                     if self.failures <= 10 or self.failures % 1000 == 0:
                         log.warning("reward failure %d: %s", self.failures, scored.problem)
-                scores.append(scored.score)
+                scores.append(scored)
         except asyncio.CancelledError:
             await worker.kill()  # it still owes a score that nobody will read
             raise
