@@ -22,10 +22,6 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
-WORKFLOWS = ("single_turn", "multi_turn", "tool_use")
-"""Names of `rollout.workflow`, modules of areal_megatron/rollout/workflows."""
-
-
 class ConfigError(ValueError):
     """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
 
@@ -317,7 +313,6 @@ def check(config: Config, where=lambda key: key) -> None:
     for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
         require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
     _check_ppo(config.ppo, require)
-    _check_workflow(config.rollout.workflow, require)
     require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
@@ -350,17 +345,6 @@ def _check_ppo(ppo: PPO, require: Callable[[bool, str, str], None]) -> None:
             f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1")  # fmt: skip
     require(ppo.objective != "loglinear" or "m2po" not in masks, "ppo.correction",
             "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled")  # fmt: skip
-
-
-def _check_workflow(workflow: dict[str, int], require: Callable[[bool, str, str], None]) -> None:
-    key = "rollout.workflow"
-    require(len(workflow) == 1, key, f"expected one workflow with its turns at most, such as {{multi_turn: 3}}, is {workflow}")
-    ((name, turns),) = workflow.items()
-    near = difflib.get_close_matches(name, WORKFLOWS, 1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
-    require(name in WORKFLOWS or ":" in name, key, f"{name!r} is none of {', '.join(WORKFLOWS)} and no import path "
-            f"package.module:function{hint}")  # fmt: skip
-    require(name != WORKFLOWS[0] or turns == 1, key, f"{name} has one turn, not {turns}; multi_turn has several")
 
 
 def known_keys() -> list[str]:

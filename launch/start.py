@@ -17,6 +17,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
+from areal_megatron.rollout.workflows import check_workflow
 from areal_megatron.run import Run
 from launch.plan import Plan, plan
 from launch.pools import Node
@@ -89,6 +90,7 @@ def check_input(config: Config) -> None:
     check_data(config)
     if config.mode == "rl":
         load_function(config.reward.function, config.reward.timeout_s)
+        check_workflow(config)
 
 
 def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:

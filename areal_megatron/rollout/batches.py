@@ -165,5 +165,11 @@ def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "token_staleness_histogram": {str(k): int(n) for k, n in enumerate(np.bincount(version - trained)) if n},
         "versions_per_answer_mean": float(np.mean([len(np.unique(t.versions)) for t in trajectories])),
+        "turns_mean": float(np.mean([_answers(t.loss_mask) for t in trajectories])),
         "trained_tokens": len(trained),
     }
+
+
+def _answers(loss_mask: np.ndarray) -> int:
+    """Runs of trained tokens."""
+    return int(np.count_nonzero(loss_mask[1:] > loss_mask[:-1])) + int(np.count_nonzero(loss_mask[:1]))
