@@ -7,7 +7,7 @@ from areal_megatron.rollout.episode import Episode
 FEEDBACK = "\nThis answer is wrong. Find the mistake and answer again.\n"
 """Where the reward function has nothing to say."""
 DISCOUNT = 0.9
-"""Of the reward, for each further try (as AReaL's and verl-agent's examples have it)."""
+"""Of the score, for each further try: the turn_discount of AReaL's multi-turn workflow."""
 
 
 async def run(episode: Episode) -> float:
