@@ -5,6 +5,7 @@ import contextlib
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from areal_megatron.rollout.generation import Generation
 from areal_megatron.rollout.schedule import Group, Schedule
 from areal_megatron.rollout.workflows import check_workflow, load_workflow, multi_turn, single_turn, tool_use
 
+ROOT = Path(__file__).parents[2]
+
 
 def in_turn(*answers):
     return lambda _, number: answers[min(number, len(answers) - 1)]
@@ -28,11 +31,6 @@ def in_turn(*answers):
 
 def run(world, **place):
     return asyncio.run(world.sample(**place))
-
-
-def chat(*messages):
-    """What the template makes of (role, content), without the beginning of the next answer."""
-    return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
 
 
 def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
@@ -88,8 +86,8 @@ def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_feedback_that_leaves_no_token_for_an_answer_is_left_out(tmp_path, left):
-    feedback = len(chat(("user", multi_turn.FEEDBACK))) - len("<|im_start|><|im_end|>") + 2
-    feedback += 1 + len("assistant\n") + 1 - 1  # the end of the answer's line, and the beginning of the next answer
+    text = f"\n<|im_start|>user\n{multi_turn.FEEDBACK}<|im_end|>\n<|im_start|>assistant\n"
+    feedback = len(make_tokenizer(tmp_path)._tokenizer.encode(text).ids)
     world = World(tmp_path, multi_turn.run, in_turn("no"), longest=3 + feedback + left, turns=2)
     (ended,) = run(world)
     assert ended.context.answers == 1 + left
@@ -107,7 +105,7 @@ def test_seeds_of_the_first_answers_are_those_of_a_single_turn(tmp_path):
     world = World(tmp_path, multi_turn.run, lambda *_: "wrong", turns=2)
     first = run(world, n=3)
     seeds = [call.seed for call in world.client.calls]
-    assert seeds[:3] == [100, 101, 102] and len(set(seeds)) == 6
+    assert sorted(seeds)[:3] == [100, 101, 102] and len(set(seeds)) == 6
     assert {call.request_id for call in world.client.calls} == {
         f"group-3-{k}-{turn}-1" for k in range(3) for turn in range(2)
     }
@@ -367,6 +365,20 @@ def test_groups_become_trajectories_with_masks(tmp_path):
         assert len(t.response) == len(t.logprobs) == len(t.versions) == len(t.loss_mask)
         assert t.admission_version == 0 and t.prompt.tolist() == world.prompt().tokens
         assert {bool(x) for x in t.logprobs[t.loss_mask == 0]} <= {False} and t.loss_mask[-1] == 1
-    described = describe(trajectories, 0, 5.0)
+    described = describe(trajectories, 100, 5.0)
     assert described["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     assert described["turns_mean"] == np.mean([1 if t.loss_mask.all() else 2 for t in trajectories])
+
+
+def test_the_example_of_the_docs(tmp_path):
+    text = (ROOT / "docs" / "workflows.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(# guessing\.py.*?)```", text, re.DOTALL)[1], names)
+    guesses = ["50", "is it 25?", "hm", "42"]
+    world = World(tmp_path, names["run"], in_turn(*guesses), turns=8)
+    (ended,) = run(world, answer="42")
+    told = world.tokenizer.decode(ended.context.tokens[ended.context.loss_mask == 0].tolist())
+    assert re.findall(r"It is \w+|Please answer", told) == ["It is smaller", "It is larger", "Please answer"]
+    assert ended.score.reward == -5 + 10 * (1 - 3 / 8) and not world.judge.asked
+    (never,) = run(World(tmp_path, names["run"], in_turn("41"), turns=2), answer="42")
+    assert never.score.reward == -5 and never.context.answers == 2
