@@ -291,7 +291,7 @@ def check(config: Config, where=lambda key: key) -> None:
 
     for key, dataclass_field, value in _fields(config):
         choices = dataclass_field.metadata.get("choices", ())
-        for chosen in value if isinstance(value, dict) else [value] if choices else []:
+        for chosen in (value if isinstance(value, dict) else [value]) if choices else []:
             near = difflib.get_close_matches(str(chosen), choices, 1)
             hint = f", did you mean {near[0]!r}?" if near else ""
             require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
