@@ -44,7 +44,8 @@ class Api:
     @property
     def environment(self) -> dict[str, str]:
         """Of a process that runs an agent: this process's own, with OPENAI_BASE_URL and OPENAI_API_KEY."""
-        return os.environ | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
 
 
 @dataclass(eq=False)
