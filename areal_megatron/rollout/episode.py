@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -67,13 +68,13 @@ class Episode:
         """Answers at most."""
         self.discount = 1.0
         """What the score is multiplied with to get the reward; whether the answer counts as right stays as it is."""
-        self.context = Context.of(self.prompt.tokens, place.version)
+        self.context = Context(self.prompt.tokens, place.version)
         """The trajectory: that of the answer that was sampled last."""
         self.failure: EngineError | BrokenOff | None = None
         """Why requests fail, whatever the workflow makes of it."""
         self.answers = 0
         """That were sampled, those that are not part of `context` among them."""
-        self._asking = self._asked = 0
+        self._busy = self._asked = 0
         self._judged: tuple[int, Scored] | None = None
         """(answers until then, what was said of the last one)"""
         self._last_event = time.monotonic()
@@ -102,11 +103,8 @@ class Episode:
         if self.context.cut and not self._setting.scorer.scores_cut:
             return Scored(0.0)
         if self._judged is None or self._judged[0] != self.answers:
-            self._asking += 1
-            try:
+            with self.busy():
                 self._judged = self.answers, await self._setting.scorer.judge(self.prompt, self.text)
-            finally:
-                self._event()
         return self._judged[1]
 
     def openai(self) -> AbstractAsyncContextManager[Api]:
@@ -115,7 +113,7 @@ class Episode:
 
     def room(self, context: Context) -> int:
         """Tokens that are left."""
-        config, used = self._setting.config, len(context.tokens)
+        config, used = self._setting.config, context.length
         held = config.data.max_prompt_tokens + config.rollout.max_new_tokens - len(context.prompt)
         return min(self.prompt.response_tokens or config.rollout.max_new_tokens, held) - used
 
@@ -133,14 +131,12 @@ class Episode:
         limit = min(left, max_tokens or left)
         question = Question([*context.prompt, *context.tokens.tolist()], limit, not self.prompt.response_tokens,
                             f"{self._place.request_id}-{turn}", self._seed(turn))  # fmt: skip
-        self._asking += 1
         try:
-            (completion,) = await ask(self._sampling, question)
+            with self.busy():
+                (completion,) = await ask(self._sampling, question)
         except EngineError as e:
             self.failure = e
             raise
-        finally:
-            self._event()
         if completion.finish_reason == BROKEN_OFF:
             self.failure = BrokenOff()
             raise self.failure
@@ -158,23 +154,29 @@ class Episode:
         return told
 
     def fresh(self, prompt: list[int]) -> Context:
-        return Context.of(prompt, self._place.version)
+        return Context(prompt, self._place.version)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """What takes its time here has a time limit of its own; everything else is held to machine.timeout_s."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            self._last_event = time.monotonic()
 
     @property
     def idle_s(self) -> float:
-        """For how long it has waited for neither an engine nor a reward."""
-        return 0.0 if self._asking else time.monotonic() - self._last_event
+        """For how long it has neither asked an engine nor been busy in another way."""
+        return 0.0 if self._busy else time.monotonic() - self._last_event
 
     def _checked_room(self, context: Context) -> int:
         if (left := self.room(context)) > 0:
             return left
-        used = len(context.prompt) + len(context.tokens)
+        used = len(context.prompt) + context.length
         raise EpisodeOver(f"{used} tokens leave none for an answer (rollout.max_new_tokens)", "context_length_exceeded")
 
     def _seed(self, turn: int) -> int:
         """The first answer's is that of the answer of a single turn; later ones have random numbers of their own."""
         return self._place.seed if turn == 0 else sampling_seed(self._place.seed, self._place.purpose, turn)
-
-    def _event(self) -> None:
-        self._asking -= 1
-        self._last_event = time.monotonic()

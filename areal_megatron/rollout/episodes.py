@@ -112,11 +112,11 @@ class Episodes:
 
     def _ended(self, episode: Episode, score: float) -> Ended:
         context, free = episode.context, episode.prompt.response_tokens is None
-        if not len(context.tokens):  # a trajectory that no token is trained of, in place of none
+        if not context.parts:  # a trajectory that no token is trained of, in place of none
             context = context.told(self._tokenizer.stop_tokens[:1])
         if context.cut and not self._scorer.scores_cut:
             score = 0.0
-        reward = self._scorer.reward(score * episode.discount, len(context.tokens), context.cut, free)
+        reward = self._scorer.reward(score * episode.discount, context.length, context.cut, free)
         return Ended(context, replace(reward, correct=score >= 1))
 
     def _count_failure(self, prompt: Prompt, problem: str, sampled: bool) -> None:

@@ -214,7 +214,8 @@ class Generation:
     async def _scored(self, prompt: Prompt, answers: list[Completion]) -> list[Ended]:
         with self._timeline.span("reward", prompt=prompt.id):
             scores = await self._scorer.score(prompt, answers)
-        return [Ended(Context.single(prompt.tokens, answer), score)
+        context = Context(prompt.tokens, 0)
+        return [Ended(context.with_answer(answer, score.truncated), score)
                 for answer, score in zip(answers, scores, strict=True)]  # fmt: skip
 
     def _is_useless(self, sampled: list[Ended]) -> bool:

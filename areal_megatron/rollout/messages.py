@@ -97,7 +97,7 @@ def _tool_call(text: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     messages: list[Message]
     """The last one is the model's."""
     tools: Any
@@ -108,9 +108,9 @@ class Record:
     """Every call of an episode. It is a tree: a call may go on from any earlier answer."""
 
     def __init__(self):
-        self._known: list[_Known] = []
+        self._known: list[Known] = []
 
-    def longest(self, messages: list[Message], tools: Any) -> _Known | None:
+    def longest(self, messages: list[Message], tools: Any) -> Known | None:
         """The answer that these messages go on from, the latest one if there are several."""
         before = [known for known in reversed(self._known)
                   if len(known.messages) < len(messages) and known.tools == tools
@@ -118,4 +118,4 @@ class Record:
         return max(before, key=lambda known: len(known.messages), default=None)
 
     def add(self, messages: list[Message], tools: Any, context: Context) -> None:
-        self._known.append(_Known(messages, tools, context))
+        self._known.append(Known(messages, tools, context))

@@ -26,7 +26,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.context import Context
 from areal_megatron.rollout.episode import BrokenOff, Episode, EpisodeOver
-from areal_megatron.rollout.messages import BadCall, Call, Message, Record, answer_of, plain
+from areal_megatron.rollout.messages import BadCall, Call, Known, Message, Record, answer_of, plain
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
@@ -136,16 +136,18 @@ async def _answered(session: _Session, call: Call) -> tuple[Message, Context]:
     messages, tools = [plain(message) for message in call.messages], call.tools
     if not messages or messages[-1]["role"] == "assistant":
         raise BadCall("the last message must be one that the model is to answer")
-    context = await session.episode.answer(_begin(session, messages, tools), call.limit)
+    known = session.record.longest(messages, tools)
+    context = await session.episode.answer(_begin(session, known, messages, tools), call.limit)
     message = answer_of(session.tokenizer.decode(context.answer), bool(tools))
-    session.record.add([*messages, message], tools, context)
+    before = known.messages if known else []  # so that equal ones are held once
+    session.record.add([*before, *messages[len(before) :], message], tools, context)
     return message, context
 
 
-def _begin(session: _Session, messages: list[Message], tools: Any) -> Context:
-    """Tokens up to where the model answers."""
+def _begin(session: _Session, known: Known | None, messages: list[Message], tools: Any) -> Context:
+    """Tokens up to where the model answers; `known`: the answer that the messages go on from."""
     tokenizer, episode = session.tokenizer, session.episode
-    if known := session.record.longest(messages, tools):
+    if known:
         try:
             after = tokenizer.continuation(messages, len(known.messages) - 1, tools)
         except ConfigError as e:  # the template does not take the answer as one without tool calls
@@ -163,8 +165,8 @@ def _reply(message: Message, context: Context) -> dict[str, Any]:
             for call in calls]  # fmt: skip
     elif not shown["content"]:
         shown["content"] = ""
-    sampled = len(context.tokens) - context.last
-    before = len(context.prompt) + context.last
+    sampled = len(context.answer)
+    before = len(context.prompt) + context.length - sampled
     reason = "length" if not context.ended else "tool_calls" if calls else "stop"
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",

@@ -24,7 +24,8 @@ async def run(episode: Episode, program_of: Callable[[str], str | None] = last_p
         program = program_of(await episode.sample())
         if program is None or turn == episode.turns:
             break
-        outcome = await run_program(program)
+        with episode.busy():
+            outcome = await run_program(program)
         episode.say(f"\n```output\n{described(outcome)}\n```\n")
 
 
