@@ -107,6 +107,7 @@ def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -
 
 def newest(run: Run) -> Checkpoint | None:
     """The run's newest whole checkpoint; says what is wrong with newer ones. Raises ConfigError where none is whole."""
+    checkpoint_folder.put_back(run)
     checkpoint, problems = checkpoint_folder.newest(run)
     for problem in problems:
         print(f"warning: {problem}; going on from the one before", file=sys.stderr)

@@ -106,7 +106,7 @@ class World:
         self.config.data.max_prompt_tokens = 400
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)
-        scorer = Scorer(self.config.reward, self.tokenizer, self.judge, longest)
+        scorer = Scorer(self.config.reward, self.judge, longest)
         self.episodes = Episodes(self.config, Workflow(run, turns), self.tokenizer, scorer)
         self.breaking_off = False
 

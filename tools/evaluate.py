@@ -97,7 +97,7 @@ class Evaluation:
     async def run(self, child: Child, run: Run, folder: Folder) -> None:
         """Until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
         workers = {
-            name: RewardWorkers(replace(self.config.reward, function=name), self.workers)
+            name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path, self.workers)
             for name in set(self.rewards.values())
         }
         try:
@@ -108,10 +108,7 @@ class Evaluation:
                     background.append(group.create_task(engine.watch(self.config.machine.timeout_s, lambda: None)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
                     longest = self.config.rollout.max_new_tokens
-                    scorers = {
-                        name: Scorer(self.config.reward, self.tokenizer, pool, longest)
-                        for name, pool in workers.items()
-                    }
+                    scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
                     await self._ask(engine, scorers, folder)
                     for task in background:
                         task.cancel()

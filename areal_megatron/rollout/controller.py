@@ -75,8 +75,8 @@ class Controller:
                                  updates=config.updates - (self.start.batches - self.start.version))  # fmt: skip
         self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
         self.metrics = MetricsWriter(run)
-        self.rewards = RewardWorkers(config.reward)
-        scorer = Scorer(config.reward, tokenizer, self.rewards, config.rollout.max_new_tokens)
+        self.rewards = RewardWorkers(config.reward, config.model.path)
+        scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
         self.episodes = episodes_of(config, tokenizer, scorer)
         self.members = Members(config, run, self.hf_config, self.schedule, wake=lambda: self.generation.wake(),
                                on_lost=lambda engine: self.generation.lose(engine), on_committed=self._committed)  # fmt: skip

@@ -1,4 +1,4 @@
-"""From sampled answers to rewards: decoding, the reward function, and the rule for truncated and overlong answers."""
+"""From sampled answers to rewards: the reward function's scores, and the rule for truncated and overlong answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from areal_megatron.config import Reward
 from areal_megatron.data.prompts import Prompt
-from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.worker import Answer, Scored
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.rollout.client import Completion
@@ -26,9 +25,9 @@ class Score:
 class Scorer:
     """Scores the answers of one prompt at a time; many callers may wait for it."""
 
-    def __init__(self, config: Reward, tokenizer: Tokenizer, workers: RewardWorkers, max_new_tokens: int):
-        self._config, self._tokenizer, self._workers = config, tokenizer, workers
-        self._max_new_tokens = max_new_tokens
+    def __init__(self, config: Reward, workers: RewardWorkers, max_new_tokens: int):
+        """The workers know the model's tokenizer."""
+        self._config, self._workers, self._max_new_tokens = config, workers, max_new_tokens
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is correct.
@@ -38,7 +37,7 @@ class Scorer:
         free = prompt.response_tokens is None
         cut = [c.finish_reason == "length" and free for c in completions]
         asked = [not truncated or self.scores_cut for truncated in cut]
-        answers = [Answer(prompt.text, self._tokenizer.decode(c.tokens.tolist()), prompt.answer)
+        answers = [Answer(prompt.text, "", prompt.answer, c.tokens.tobytes())
                    for c, ask in zip(completions, asked, strict=True) if ask]  # fmt: skip
         given = iter(await self._workers.score(answers) if answers else [])
         scores = [next(given) if ask else 0.0 for ask in asked]

@@ -229,7 +229,7 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
     }[name]
     config = load(run.config)
     tokenizer = Tokenizer(config.model.path)
-    scorer = Scorer(config.reward, tokenizer, Judge(lambda *_: (0.5, "42")), config.rollout.max_new_tokens)
+    scorer = Scorer(config.reward, Judge(lambda *_: (0.5, "42")), config.rollout.max_new_tokens)
     episodes = Episodes(config, Workflow(workflow, turns=4 if name == "openai" else 3), tokenizer, scorer)
     prompt = Prompt(id=0, text="12+34=", answer="", tokens=tokenizer.prompts(["12+34="])[0], response_tokens=None)
 

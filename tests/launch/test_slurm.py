@@ -1,7 +1,6 @@
 """The scripts of slurm/ on a real Slurm cluster of four virtual nodes, with a model that CPU cores can train."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -110,9 +109,6 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert held_out[-1] > held_out[0]
     assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
     assert run.start.version >= 5, "what was trained before the preemption was trained again"
-    kept, gone_on_with = (re.findall(rf"{verb} (\d+ tokens of [1-9]\d* answers)", run.log("controller").read_text())
-                          for verb in ("kept", "going on with"))  # fmt: skip
-    assert kept == gone_on_with, "answers that were broken off"
     assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
 
 

@@ -77,7 +77,7 @@ def user_function(tmp_path, monkeypatch):
 
 def run(function, answers, workers=1, timeout_s=30.0, ask=RewardWorkers.score):
     async def scores():
-        pool = RewardWorkers(Reward(function=function, timeout_s=timeout_s), workers)
+        pool = RewardWorkers(Reward(function=function, timeout_s=timeout_s), count=workers)
         await pool.start()
         try:
             return await asyncio.gather(*(ask(pool, group) for group in answers)), pool.failures
