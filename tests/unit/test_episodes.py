@@ -186,7 +186,7 @@ async def nothing(episode):
     (nothing, "it ended without an answer of the model"),
 ])  # fmt: skip
 def test_what_a_workflow_does_wrong_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
-    world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2)
+    world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2 if workflow is hangs else 60.0)
     ended = run(world, n=2)
     assert [one.score.reward for one in ended] == [-5, -5] and not any(one.score.correct for one in ended)
     assert world.episodes.failures == 2 and caplog.records[0].getMessage().startswith("workflow failure 1, prompt 7: ")
@@ -330,7 +330,9 @@ def test_groups_that_are_broken_off_are_admitted_again_and_those_of_a_single_tur
         schedule, subject = generation_of(world, tmp_path, Aborted(world))
         schedule.add_engine(0, 0)
         running = asyncio.create_task(subject.run())
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(30):
+            while not world.judge.asked:  # until an episode is at its second turn
+                await asyncio.sleep(0.01)
         await subject.break_off()
         running.cancel()
         return subject.save()
@@ -355,7 +357,9 @@ def test_groups_become_trajectories_with_masks(tmp_path):
         schedule, subject = generation_of(world, tmp_path, world.client)
         schedule.add_engine(0, 0)
         running = asyncio.create_task(subject.run())
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while len(schedule.finished) < 6:
+                await asyncio.sleep(0.01)
         running.cancel()
         return schedule, [t for group in schedule.form_batch() for t in subject.take(group)]
 

@@ -229,9 +229,15 @@ def test_only_the_key_of_a_running_episode_opens_it(tmp_path):
 
 def test_an_agent_that_goes_away_leaves_what_was_answered(tmp_path):
     """It gives up a call, and ends while another is running."""
-    cancelled = []
+    started, cancelled = [], []
+
+    async def reached(calls):
+        async with asyncio.timeout(30):
+            while len(calls) < 2:
+                await asyncio.sleep(0.01)
 
     async def slow(world, prompt):
+        started.append(prompt)
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
@@ -243,10 +249,10 @@ def test_an_agent_that_goes_away_leaves_what_was_answered(tmp_path):
             await ask(api, [user("one")])
             original, world.client.generate = world.client.generate, lambda prompt, **_: slow(world, prompt)
             calls = [asyncio.create_task(ask(api, [user(text)])) for text in ("slow", "slower")]
-            await asyncio.sleep(0.2)
+            await reached(started)
             calls[0].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.sleep(0.1)
+        await reached(cancelled)
         world.client.generate = original
 
     world = World(tmp_path, workflow, lambda *_: "right", turns=10)
