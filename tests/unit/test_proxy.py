@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import aiohttp
+import numpy as np
 import pytest
 from chat_world import END, TEMPLATE, World, spelled
 
@@ -80,6 +81,7 @@ def test_a_conversation_is_one_trajectory_of_exact_tokens(tmp_path):
     sampled = [token for text in ("ab", "two", "right") for token in [*spelled(text), END]]
     assert context.tokens[context.loss_mask == 1].tolist() == sampled
     assert context.versions[context.loss_mask == 1].tolist() == [0] * 3 + [1] * 4 + [2] * 6
+    assert (np.diff(context.versions) >= 0).all() and set(context.versions[context.loss_mask == 0]) == {0, 1}
     assert (
         world.client.calls[2].prompt == [*context.prompt, *context.tokens.tolist()][: len(world.client.calls[2].prompt)]
     )
@@ -165,6 +167,14 @@ def test_an_answer_that_the_agent_cuts_goes_on_with_its_end_token(tmp_path):
     ]
     assert text_of(world, ended.context) == rendered(world, messages)
     assert ended.context.loss_mask[:5].tolist() == [1, 1, 1, 0, 0] and not ended.score.truncated
+
+
+def test_an_answer_that_the_agent_cuts_is_scored_as_it_stands(tmp_path):
+    async def agent(api, episode):
+        await ask(api, [user("one")], max_tokens=5)
+
+    ended, world = run(tmp_path, agent, lambda *_: "right and more")
+    assert world.judge.asked == ["right"] and ended.score.correct and not ended.score.truncated
 
 
 MALFORMED = [
