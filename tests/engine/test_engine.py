@@ -1,6 +1,7 @@
 """The engine as it is started in a run: a real vLLM server behind the guard."""
 
 import asyncio
+import json
 import os
 import signal
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from chat_world import Judge
 from openai import AsyncOpenAI
+from standin_engines import answers
 from transformers import AutoModelForCausalLM
 
 from areal_megatron.config import Rollout, load
@@ -62,6 +64,21 @@ def reference(world):
 def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference, seed):
     for completion in ask(run, lambda client: generate(client, stop_tokens=[], seed=seed)):
         assert_sampled_from(reference, completion)
+
+
+def test_the_benchmarks_stand_in_answers_as_an_engine_does(run):
+    request = {"request_id": "raw", "token_ids": PROMPT,
+               "sampling_params": {"n": 2, "max_tokens": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True}}  # fmt: skip
+    answered = json.loads(ask(run, lambda client: client._call("POST", "/inference/v1/generate", request)))
+    stood_in = json.loads(answers("default", tokens=7, group=2, variant=0))
+    assert [*map(form, stood_in["choices"])] == [*map(form, answered["choices"])]
+
+
+def form(choice):
+    """Keys in their order, and types; None where a field is not used."""
+    if isinstance(choice, dict):
+        return {key: form(value) for key, value in choice.items()}
+    return [form(value) for value in choice] if isinstance(choice, list) else type(choice)
 
 
 def assert_sampled_from(reference, completion, prompt=PROMPT, sampled=slice(None)):
