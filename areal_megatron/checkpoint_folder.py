@@ -85,9 +85,8 @@ def seal(run: Run, version: int, batches: int) -> Checkpoint:
     write_atomically(written / _SEAL, json.dumps(described | {"files": files}))
     _sync(written / _SEAL)
     _sync(written)
-    before = _set_aside(
-        folder, _REPLACED
-    )  # the same version, written before, or of a line of the run that was given up
+    # The same version, written before, or of a line of the run that was given up
+    before = _set_aside(folder, _REPLACED)
     try:
         os.rename(written, folder)
     except OSError:
