@@ -18,7 +18,7 @@ LENGTHS = (5, 1, 0, 33, 2, 64, 1, 0)
 
 def plain_gae(rewards, values, gamma, lambda_):
     """arXiv 1506.02438, Equation 16 as it stands: a sum over all later residuals of Equation 10."""
-    ahead = [*values[1:], 0.0]
+    ahead = [*values[1:], 0.0][: len(values)]
     residuals = [r + gamma * after - v for r, v, after in zip(rewards, values, ahead, strict=True)]
     return [sum((gamma * lambda_) ** later * d for later, d in enumerate(residuals[t:])) for t in range(len(values))]
 
@@ -92,7 +92,7 @@ def test_the_value_loss_and_its_gradient(clip):
         inside = abs(v - b) < clip or (v - r) ** 2 > (near - r) ** 2
         clipped += not inside
         assert slope == pytest.approx(v - r if inside else 0.0, abs=1e-12)
-    assert (clipped > 10) == (clip < math.inf)
+    assert (clipped > 5) == (clip < math.inf)
 
 
 def test_explained_variance_over_replicas():
