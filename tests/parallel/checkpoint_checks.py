@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from trainer_checks import make_config, make_trajectories, open_trainer
 
-from areal_megatron.config import PPO
+from areal_megatron.config import PPO, Config
 from areal_megatron.data.packing import split
 from areal_megatron.run import RunError
 from areal_megatron.trainer import checkpoint, stored
@@ -20,26 +20,25 @@ from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.step import Trainer
 
 UPDATES = 4
-WITH_CRITIC = PPO(
-    minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}, critic={"lr": 2e-3, "lambda": 0.9, "clip": 0.5}
-)
-REPORTED = ("loss", "grad_norm", "lr", "ratio_mean", "entropy", "value_loss", "value_grad_norm", "explained_variance")
+CRITIC = {"lr": 2e-3, "lambda": 0.9, "clip": 0.5}
+REPORTED = ("loss", "grad_norm", "lr", "ratio_mean", "entropy")
+OF_CRITIC = ("value_loss", "value_grad_norm", "explained_variance")
 
 
-def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: dict[str, dict]) -> None:
+def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: dict[str, dict], critic: bool) -> None:
     """What these ranks have to do in turn: to train without a stop under the layout `saved`, and to go on under others.
 
     resumed: run folder → layout. Starting ranks takes longer than any of it.
     """
+    ppo = PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}, critic=CRITIC if critic else {})
     if saved is not None:
-        check_straight(folder, rank, model, saved)
+        check_straight(folder, rank, make_config(folder, model, saved, ppo=ppo))
     for run, layout in resumed.items():
-        check_resumed(folder, rank, model, layout, run, exact=layout == saved)
+        check_resumed(folder, rank, make_config(folder, model, layout, ppo=ppo), run, exact=layout == saved)
 
 
-def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
+def check_straight(folder: Path, rank: int, config: Config) -> None:
     """Trains UPDATES updates, saving after half of them, and writes down losses and parameters."""
-    config = make_config(folder, model, layout, ppo=WITH_CRITIC)
     with open_trainer(folder, rank, config, "straight") as subject:
         saver = checkpoint.Saver(subject)
         metrics = update(subject, 0, 1, saver)
@@ -53,7 +52,8 @@ def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
         dist.barrier()  # rank 0 has waited for the others
         same_tensors(folder / "checkpoint", folder / "peer")
         check_failure(subject, saver, folder / "failed")
-        check_without_critic(subject, folder / "checkpoint", make_folder(subject, folder / "plain"))
+        if subject.critic:
+            check_without_critic(subject, folder / "checkpoint", make_folder(subject, folder / "plain"))
 
 
 def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None:
@@ -109,9 +109,8 @@ def same_tensors(found: Path, expected: Path) -> None:
     assert len(expected) > 30
 
 
-def check_resumed(folder: Path, rank: int, model: str, layout: dict, run: str, exact: bool) -> None:
+def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool) -> None:
     """Goes on from there, under the same or another layout: the second half is what it was."""
-    config = make_config(folder, model, layout, ppo=WITH_CRITIC)
     with open_trainer(folder, rank, config, run) as subject:
         checkpoint.load(subject, folder / "checkpoint")
         metrics = update(subject, UPDATES // 2, UPDATES)
@@ -135,7 +134,7 @@ def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | No
                      seed=version, replicas=subject.config.trainer.dp)[subject.replica]  # fmt: skip
         result = subject.train_batch(part, before_step=saver.wait_until_read if saver else lambda: None)
         assert result.applied
-        metrics.append({key: result.metrics[key] for key in REPORTED})
+        metrics.append({key: result.metrics[key] for key in (*REPORTED, *(OF_CRITIC if subject.critic else ()))})
     return metrics
 
 
