@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal_megatron.ppo import settings
+
 
 class ConfigError(ValueError):
     """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
@@ -28,6 +29,11 @@ class ConfigError(ValueError):
 
 def choice(default: str, *others: str):
     return field(default=default, metadata={"choices": (default, *others)})
+
+
+def numbers(default: dict[str, float], *names: str, zero: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Of a field with numbers above 0 by any of these names; those of `zero` may be 0."""
+    return {"default_factory": default.copy, "metadata": {"choices": names, "zero": zero}}
 
 
 @dataclass
@@ -83,12 +89,15 @@ class Trainer:
         return self.pp if self.vpp > 1 else 1
 
 
+SHAPES = ("constant", "cosine", "linear")
+
+
 @dataclass
 class Optimizer:
     lr: float = 2e-5
-    schedule: str = choice("constant", "cosine", "linear")
-    """Of the learning rate after warm-up; cosine and linear end at 0."""
-    warmup_fraction: float = 0.001
+    schedule: dict[str, float] = field(**numbers({"constant": 0.001}, *SHAPES, zero=SHAPES))
+    """Shape of the learning rate after warm-up, and the share of all steps that warm up: one entry; cosine and linear end
+    at 0."""
     weight_decay: float = 0.05
     adam: list[float] = field(default_factory=lambda: [0.9, 0.95, 1e-5])
     """β1, β2 and ε."""
@@ -107,16 +116,15 @@ class PPO:
     batch mean and deviation of rewards."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
     """The ratio is clipped to 1 − the first and 1 + the second."""
-    correction: dict[str, float] = field(
-        default_factory=lambda: {"truncated": 5.0},
-        metadata={"choices": ("truncated", "icepop", "sequence_mask", "m2po")},
-    )
+    correction: dict[str, float] = field(**numbers({"truncated": 5.0}, "truncated", "icepop", "sequence_mask", "m2po"))
     """Thresholds of what is done about weights π_prox/π_behav far from 1, all that are named together; what is written
     replaces the default. See docs/algorithms.md."""
-    penalty: dict[str, float] = field(
-        default_factory=dict, metadata={"choices": ("entropy", "kl_k1", "kl_k2", "kl_k3")}
-    )
+    penalty: dict[str, float] = field(**numbers({}, "entropy", "kl_k1", "kl_k2", "kl_k3"))
     """Coefficients of what is added to the loss, see docs/algorithms.md; `kl_…`: to the weights of model.path."""
+    critic: dict[str, float] = field(
+        **numbers({}, "lr", "gamma", "lambda", "clip", "warmup", zero=("lambda", "warmup"))
+    )
+    """Settings of a value model, see docs/algorithms.md; without `lr` there is none."""
 
     @property
     def has_reference(self) -> bool:
@@ -296,7 +304,9 @@ def check(config: Config, where=lambda key: key) -> None:
             hint = f", did you mean {near[0]!r}?" if near else ""
             require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
         for name, number in value.items() if isinstance(value, dict) else ():
-            require(0 < number < math.inf, key, f"{name} must be a number above 0, is {number}")
+            zero = name in dataclass_field.metadata["zero"]
+            require(0 <= number < math.inf and (number > 0 or zero), key,
+                    f"{name} must be a number {'from 0 on' if zero else 'above 0'}, is {number}")  # fmt: skip
 
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
                 "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
@@ -312,8 +322,10 @@ def check(config: Config, where=lambda key: key) -> None:
         require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
     for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
         require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
-    _check_ppo(config.ppo, require)
-    require(0 <= config.optimizer.warmup_fraction < 1, "optimizer.warmup_fraction", "must lie in [0, 1)")
+    settings.check(config, require)
+    shape = config.optimizer.schedule
+    require(len(shape) == 1 and max(shape.values()) < 1, "optimizer.schedule", "must be one of "
+            f"{', '.join(SHAPES)} with the share of the steps that warm up, below 1: {{constant: 0.001}}, is {shape}")  # fmt: skip
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
     require(not hf_every or (every and hf_every % every == 0), "checkpoint.hf_every",
@@ -332,19 +344,6 @@ def check(config: Config, where=lambda key: key) -> None:
                 f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
                 f"trainer.dp={config.trainer.dp}")  # fmt: skip
         require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
-
-
-def _check_ppo(ppo: PPO, require: Callable[[bool, str, str], None]) -> None:
-    low, high = ppo.clip
-    require(0 < low <= 1 and high > 0, "ppo.clip", f"must be a number up to 1 and one above 0, is {ppo.clip}")
-    for name in ("icepop", "sequence_mask"):
-        bound = ppo.correction.get(name, math.inf)
-        require(bound > 1, "ppo.correction", f"{name}, the b of [1/b, b], must be above 1, is {bound}")
-    masks = [name for name in ppo.correction if name != "truncated"]
-    require(ppo.objective != "naive" or not masks, "ppo.correction",
-            f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1")  # fmt: skip
-    require(ppo.objective != "loglinear" or "m2po" not in masks, "ppo.correction",
-            "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled")  # fmt: skip
 
 
 def known_keys() -> list[str]:

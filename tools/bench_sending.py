@@ -170,7 +170,7 @@ def _step(trainer):
     places = [torch.arange(8, 32).numpy() for _ in rows]
     microbatch = pack(rows, places, 1, trainer.device)
     loss = partial(trainer._objective.sft, microbatch=microbatch, tally=Tally())
-    return lambda: pipeline.forward_backward(trainer.chunks, [(microbatch, loss)])
+    return lambda: pipeline.forward_backward(trainer.policy.chunks, [(microbatch, loss)])
 
 
 def _compare(step, sender: Sender, seconds: float, sending_first: bool) -> dict[str, float]:

@@ -128,7 +128,18 @@ def _rl_sections(data: Data) -> list[str]:
                            "advantage_min": "least"}),
             _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
             _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True)]),
+        *([_critic(data)] if data.config.ppo.critic else []),
     ]  # fmt: skip
+
+
+def _critic(data: Data) -> str:
+    return _section("Critic", "Values of before each update, against the returns that it trains them towards.", [
+        _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
+        _lines(data, "Means", "of trained tokens", {"value_mean": TRAIN, "return_mean": HELD_OUT},
+               labels={"value_mean": "value", "return_mean": "return"}),
+        _lines(data, "Value loss", "", {"value_loss": TRAIN}, zero=True),
+        _lines(data, "Gradient norm of the critic", "before clipping", {"value_grad_norm": TRAIN}, zero=True),
+    ])  # fmt: skip
 
 
 def _publish_rows(data: Data) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Advantages without a critic: what a trajectory's reward is above what was to be expected.
+"""Advantages without a critic (with one: critic.py): what a trajectory's reward is above what was to be expected.
 
 With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch may be spread
 over replicas, also in the middle of a group: `reduce` sums a float64 tensor over all of them. What has no trained token
@@ -34,12 +34,12 @@ class Rewards:
 
 def batch_tokens(rewards: Rewards, reduce: Reduce) -> Tensor:
     """(r − mean) / (deviation + ε) over the batch, a trajectory counting once for each trained token (AReaL, Section 5)."""
-    return _normalised(rewards.values, rewards.trained.double(), reduce)
+    return normalised(rewards.values, rewards.trained.double(), reduce)
 
 
 def batch_sequences(rewards: Rewards, reduce: Reduce) -> Tensor:
     """The same, each trajectory counting once."""
-    return _normalised(rewards.values, _counted(rewards), reduce)
+    return normalised(rewards.values, _counted(rewards), reduce)
 
 
 def group(rewards: Rewards, reduce: Reduce) -> Tensor:
@@ -61,7 +61,7 @@ def leave_one_out(rewards: Rewards, reduce: Reduce) -> Tensor:
 
 def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
     """r − mean of the group, normalised over the batch's tokens (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    return _normalised(group_mean(rewards, reduce), rewards.trained.double(), reduce)
+    return normalised(group_mean(rewards, reduce), rewards.trained.double(), reduce)
 
 
 def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
@@ -70,7 +70,7 @@ def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Re
     advantages float64 [n] and trained int64 [n]: of the trajectories of a replica; `largest` reduces as `reduce` does, to
     the element-wise maximum.
     """
-    count, mean, deviation = _described(reduce(_moments(advantages, trained.double()).sum(1)))
+    count, mean, deviation = described(reduce(moments(advantages, trained.double()).sum(1)))
     own = advantages[trained > 0]
     bounds = torch.stack([own, -own], 1).amax(0) if len(own) else torch.full((2,), -torch.inf, dtype=torch.float64)
     high, low = largest(bounds)
@@ -88,25 +88,26 @@ def _counted(rewards: Rewards) -> Tensor:
     return (rewards.trained > 0).double()
 
 
-def _normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
-    _, mean, deviation = _described(reduce(_moments(values, weights).sum(1)))
+def normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
+    """(value − mean) / (deviation + ε) over all replicas, each value counting with its weight: float64 [n]."""
+    _, mean, deviation = described(reduce(moments(values, weights).sum(1)))
     return (values - mean) / (deviation + EPSILON)
 
 
 def _of_groups(rewards: Rewards, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and deviation of each group: float64 [groups] each."""
-    parts = _moments(rewards.values, _counted(rewards))
+    parts = moments(rewards.values, _counted(rewards))
     sums = torch.zeros(3, rewards.groups, dtype=torch.float64).index_add(1, rewards.group, parts)
-    return _described(reduce(sums))
+    return described(reduce(sums))
 
 
-def _described(moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def described(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and deviation from sums of moments [3, …]."""
-    count, total, squares = moments.unbind()
+    count, total, squares = sums.unbind()
     mean = total / count.clamp(min=1)
     return count, mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
 
 
-def _moments(values: Tensor, weights: Tensor) -> Tensor:
+def moments(values: Tensor, weights: Tensor) -> Tensor:
     """float64 [3, n]: weight, weighted value and weighted square."""
     return torch.stack([weights, weights * values, weights * values.square()])

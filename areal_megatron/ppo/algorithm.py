@@ -25,11 +25,14 @@ class Algorithm:
     sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
     whole: bool = False
     """One ratio and one weight for a sequence: loss.Bounds."""
+    critic: Callable[[Tensor], Tensor] | None = None
+    """With a critic: trained tokens of a sequence → what each of them counts in the mean and deviation of advantages. None:
+    the other answers of the group are the baseline, and a critic has no place."""
 
 
 ALGORITHMS = {
-    "ppo": Algorithm(advantage.batch_tokens, loss.clipped, "tokens"),
-    "ppo_sequence": Algorithm(advantage.batch_sequences, loss.clipped, "tokens"),
+    "ppo": Algorithm(advantage.batch_tokens, loss.clipped, "tokens", critic=torch.ones_like),
+    "ppo_sequence": Algorithm(advantage.batch_sequences, loss.clipped, "tokens", critic=torch.reciprocal),
     "grpo": Algorithm(advantage.group, loss.clipped, "sequences"),
     "dr_grpo": Algorithm(advantage.group_mean, loss.clipped, "longest"),
     "dapo": Algorithm(advantage.group, loss.clipped, "tokens"),

@@ -128,6 +128,18 @@ def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int) -> Lay
     return _layout(architecture(hf_config), sizes, sizes.coordinates(rank))
 
 
+def without_head(layout: Layout) -> Layout:
+    """The layout of the same model but for its output layer: of one with another, which no Hugging Face folder holds."""
+    pieces = tuple(piece for piece in layout.pieces if not is_head(piece.parameter))
+    held = {name: shape for name, shape in layout.held.items() if not is_head(name)}
+    return Layout(held, {piece.tensor: layout.canonical[piece.tensor] for piece in pieces}, pieces)
+
+
+def is_head(parameter: str) -> bool:
+    """Whether that is the name of the output layer's weight."""
+    return parameter.endswith(HEAD.megatron)
+
+
 def layouts(hf_config: Mapping[str, Any], sizes: MegatronSizes) -> list[Layout]:
     """One per trainer rank; ranks that hold the same share one object."""
     model = architecture(hf_config)

@@ -56,6 +56,10 @@ class PPOMicroBatch:
     interpolated."""
     reference: Tensor | None = None
     """Log-probabilities under the reference model; None where there is none."""
+    values: Tensor | None = None
+    """Of the states before the tokens, by the critic before this batch's first step; None where there is none."""
+    returns: Tensor | None = None
+    """What the critic learns them to be."""
 
 
 def pack(

@@ -27,6 +27,7 @@ from areal_megatron.run import RunError
 from areal_megatron.trainer import image, stored
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.image import Image
+from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.step import Trainer
 
 _POLL_S = 0.02
@@ -94,10 +95,13 @@ class Saver:
 
     def _lay_out(self) -> None:
         trainer = self._trainer
-        self._generators, model = stored.generators(), stored.model_state(trainer)
-        tensors = [*stored.stored_tensors(model, trainer.optimizer)]
-        tensors += stored.stored_generators(trainer, self._generators)
-        self._image = Image(tensors, stored.stored_objects(model))
+        self._generators = stored.generators()
+        tensors, objects = [*stored.stored_generators(trainer, self._generators)], {}
+        for name, learner in trainer.learners.items():
+            model = stored.model_state(name, learner)
+            tensors += stored.stored_tensors(model, learner.optimizer)
+            objects |= stored.stored_objects(model)
+        self._image = Image(tensors, objects)
         everybody = [None] * trainer.parallel.world if trainer.is_first else None
         dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
         if trainer.is_first:
@@ -106,16 +110,15 @@ class Saver:
     def _common(self) -> bytes:
         """common.pt."""
         file = io.BytesIO()
-        optimizer = self._trainer.optimizer
-        torch.save(
-            {
+        states = {}
+        for name, learner in self._trainer.learners.items():
+            optimizer = learner.optimizer
+            states[name] = {
                 "optimizer": optimizer.common_state(stored.METADATA),
                 "schedule": optimizer.schedule_state(),
-                "sizes": asdict(self._trainer.sizes),
-                "content_metadata": stored.METADATA,
-            },
-            file,
-        )
+            }
+        described = {"sizes": asdict(self._trainer.sizes), "content_metadata": stored.METADATA}
+        torch.save(states.pop("policy") | states | described, file)
         return file.getvalue()
 
     def _run(self, path: Path, settled: Any, common: bytes, seal: Callable[[], None]) -> None:
@@ -178,22 +181,31 @@ def load(trainer: Trainer, path: Path) -> None:
         strategy = FullyParallelLoadStrategyWrapper(strategy, replicas, do_cache_distribution=False)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-        model = stored.model_state(trainer)
-        metadata = stored.METADATA | {"dp_cp_group": replicas}
-        state = {"model": model, "optimizer": trainer.optimizer.sharded_state(model, metadata)}
+        states = {name: _sharded(name, learner) for name, learner in trainer.learners.items()}
+        if "critic" in states and "critic" not in common:
+            raise ValueError("it has no critic: resume it without ppo.critic, or take one of a run that had a critic")
+        state = states.pop("policy") | states
         if common["sizes"] == asdict(trainer.sizes):
             state["generators"] = stored.generator_state(trainer)
         with cpu_passes_for_cuda():
             loaded = dist_checkpointing.load(state, str(path), strategy)
-        for number, chunk in enumerate(trainer.chunks):
-            chunk.module.load_state_dict(loaded["model"][number], strict=True)
-        with torch.no_grad():
-            trainer.optimizer.load(loaded["optimizer"], loaded["schedule"])
+        for name, learner in trainer.learners.items():
+            found = loaded if name == "policy" else loaded[name]
+            stored.load_model(name, learner, found["model"])
+            with torch.no_grad():
+                learner.optimizer.load(found["optimizer"], found["schedule"])
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError, AssertionError) as e:
         raise RunError(f"trainer-{trainer.rank}: the checkpoint in {path} cannot be loaded into this model and these "
                        f"sizes: {_said(e)}") from e  # fmt: skip
     if "generators" in loaded:
         stored.set_generators(loaded["generators"])
+
+
+def _sharded(name: str, learner: Learner) -> dict[str, Any]:
+    """What megatron-core is to load of a learner. Collective."""
+    model = stored.model_state(name, learner)
+    metadata = stored.METADATA | {"dp_cp_group": stored.replicas()}
+    return {"model": model, "optimizer": learner.optimizer.sharded_state(model, metadata)}
 
 
 def _file(rank: int) -> str:

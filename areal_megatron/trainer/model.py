@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -52,6 +54,36 @@ class Policy(GPTModel):
         return self.output_layer.weight
 
 
+class ValueModel(GPTModel):
+    """GPTModel whose last pipeline stage returns a value for each token, float32 [T], from a head in the output layer's
+    place."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
+        super().__init__(config, *args, **(options | {"share_embeddings_and_output_weights": False}))
+        if self.post_process:
+            self.output_layer = ValueHead(config)
+
+    def _postprocess(self, hidden_states, *_, **__):
+        return self.output_layer(hidden_states) if self.post_process else hidden_states
+
+
+class ValueHead(torch.nn.Module):
+    """Final hidden states [T, 1, hidden] ([T / tp, 1, hidden] under sequence parallelism) → values, float32 [T], the same on
+    all tensor-parallel ranks. It begins as zero: no state is worth more than another."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self._divided = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # as RMSNorm's
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        values = F.linear(hidden.float(), self.weight.float())
+        if self._divided:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values.flatten()
+
+
 class Rotary(RotaryEmbedding):
     """Rotary embedding with the frequencies of Hugging Face, one rotation per token of a packed micro-batch."""
 
@@ -74,7 +106,9 @@ class Rotary(RotaryEmbedding):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-def build_model(config: Config, sizes: MegatronSizes, device: torch.device) -> list[DistributedDataParallel]:
+def build_model(
+    config: Config, sizes: MegatronSizes, device: torch.device, kind: type[GPTModel] = Policy
+) -> list[DistributedDataParallel]:
     """This rank's part of the model of model.path, with uninitialised parameters, wrapped for data parallelism:
     one module for each of its virtual pipeline stages.
 
@@ -94,7 +128,7 @@ def build_model(config: Config, sizes: MegatronSizes, device: torch.device) -> l
     chunks = []
     for stage in range(sizes.vpp):
         with device, cpu_passes_for_cuda():
-            chunk = _chunk(transformer, sizes, hf, held, stage)
+            chunk = _chunk(kind, transformer, sizes, hf, held, stage)
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
     if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
@@ -102,10 +136,28 @@ def build_model(config: Config, sizes: MegatronSizes, device: torch.device) -> l
     return chunks
 
 
+def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters, by the names of `reshard.megatron.layout`."""
+    for number, chunk in enumerate(chunks):
+        prefix = f"model{number}." if len(chunks) > 1 else ""
+        for name, parameter in chunk.module.named_parameters():
+            yield prefix + name, parameter
+
+
+def tensors(chunks: list[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    """Their live values, by the same names."""
+    return {name: parameter.data for name, parameter in named_parameters(chunks)}
+
+
 def _chunk(
-    transformer: TransformerConfig, sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture, stage: int
-) -> Policy:
-    chunk = Policy(
+    kind: type[GPTModel],
+    transformer: TransformerConfig,
+    sizes: MegatronSizes,
+    hf: PretrainedConfig,
+    held: Architecture,
+    stage: int,
+) -> GPTModel:
+    chunk = kind(
         transformer,
         block_spec(transformer, sizes, stage),
         vocab_size=sizes.padded_vocabulary(held.dimensions.vocabulary),

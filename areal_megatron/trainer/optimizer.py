@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from areal_megatron.config import Config
+from areal_megatron.config import Optimizer as Settings
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
 
@@ -25,12 +25,12 @@ class Own(NamedTuple):
     states: dict[str, torch.Tensor]
 
 
-class PolicyOptimizer:
+class ModelOptimizer:
     """Optimizer states are float32 and divided over the ranks that hold the same parameters; biases and norms
-    do not decay."""
+    do not decay. `steps`: of the whole run."""
 
-    def __init__(self, config: Config, chunks: Chunks):
-        settings, dtype = config.optimizer, chunks[0].config.params_dtype
+    def __init__(self, settings: Settings, chunks: Chunks, steps: int):
+        dtype = chunks[0].config.params_dtype
         beta1, beta2, eps = settings.adam
         with cpu_passes_for_cuda():
             self.megatron = get_megatron_optimizer(
@@ -52,7 +52,7 @@ class PolicyOptimizer:
                 use_gloo_process_groups=False,
             )
         self._clip_grad = settings.clip_grad
-        self._schedule = schedule(config, self.megatron)
+        self._schedule = schedule(settings, steps, self.megatron)
         self._chunks = chunks
 
     @property
@@ -163,21 +163,20 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
     DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, parameter, tensors | kept)
 
 
-def schedule(config: Config, optimizer) -> OptimizerParamScheduler:
+def schedule(settings: Settings, steps: int, optimizer) -> OptimizerParamScheduler:
     """Step k of n (k from 1) gets lr · k/warmup at first, then the schedule, which would reach 0 at step n + 1.
 
     `optimizer` needs param_groups only.
     """
-    settings = config.optimizer
-    steps = config.updates * (config.ppo.minibatches if config.mode == "rl" else 1)
+    [(shape, warmup)] = settings.schedule.items()
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=0.0,
-        lr_warmup_steps=math.ceil(settings.warmup_fraction * steps),
+        lr_warmup_steps=math.ceil(warmup * steps),
         lr_decay_steps=steps + 1,
-        lr_decay_style=settings.schedule,
+        lr_decay_style=shape,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,10 +30,12 @@ from areal_megatron.run import Run, drop_torn_line
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import PPOMicroBatch, pack, pack_trajectories
+from areal_megatron.trainer.critic import Critic
+from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.logprobs import Vocabulary
-from areal_megatron.trainer.model import build_model, parallel_sizes
+from areal_megatron.trainer.model import build_model, named_parameters, parallel_sizes, tensors
 from areal_megatron.trainer.objective import Objective
-from areal_megatron.trainer.optimizer import PolicyOptimizer
+from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.tally import Tally
 
@@ -46,20 +47,6 @@ MEANS = ("loss", "clip_share", "capped_share", "masked_share", "ratio_mean", "kl
 """Reported as means over trained tokens."""
 
 
-@dataclass
-class Steps:
-    """The optimizer steps of one batch."""
-
-    before: Callable[[], None] = lambda: None
-    norms: list[float] = field(default_factory=list)
-    """Of the gradients before clipping, for the steps taken."""
-    skipped: int = 0
-
-    def before_first(self) -> None:
-        if not self.norms:
-            self.before()
-
-
 @dataclass(frozen=True)
 class BatchResult:
     """Outcome of a PPO update, the same on all ranks."""
@@ -67,7 +54,8 @@ class BatchResult:
     version: int
     """The version that was trained (i)."""
     applied: bool
-    """False: every step was skipped because its gradient was not finite; the weights are as before."""
+    """False: every step was skipped because its gradient was not finite; the weights are as before. Where the critic warms
+    up, it is the critic's steps that count."""
     metrics: dict[str, float]
     """Means over trained tokens, mean gradient norm and last learning rate of the steps taken, counts.
     `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens
@@ -89,20 +77,22 @@ class Trainer:
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
         self._flops = SequenceFlops.of(self.hf_config)
-        self.chunks = build_model(config, self.sizes, self.device)
-        hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
-        asked = config.mode == "rl" and config.ppo.has_reference  # before a checkpoint brings other weights
-        self._reference = Reference(parameter for _, parameter in self._named_parameters()) if asked else None
-        self.optimizer = PolicyOptimizer(config, self.chunks)
+        chunks, reinforced = build_model(config, self.sizes, self.device), config.mode == "rl"
+        hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
+        asked = reinforced and config.ppo.has_reference  # before a checkpoint brings other weights
+        self._reference = Reference(parameter for _, parameter in named_parameters(chunks)) if asked else None
+        asked = reinforced and config.ppo.critic
+        self.critic = Critic(config, self.sizes, self.parallel, self.timeline) if asked else None
+        self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
             temperature=config.rollout.temperature,
             chunk=max(1, LOGITS_ELEMENTS * self.sizes.tp // self.hf_config["vocab_size"]),
             sequence_parallel=self.sizes.tp > 1,
         )
-        self._objective = Objective(self.chunks[-1].module, vocabulary, config.ppo)
+        self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
-        self._row_multiple = pipeline.row_multiple(self.chunks)
+        self._row_multiple = pipeline.row_multiple(chunks)
         drop_torn_line(run.ledger(self.replica))
 
     def __enter__(self) -> Trainer:
@@ -142,13 +132,19 @@ class Trainer:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters as `reshard.megatron.layout` names them; they change only in optimizer steps."""
-        return {name: parameter.data for name, parameter in self._named_parameters()}
+        return self.policy.parameters()
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for number, chunk in enumerate(self.chunks):
-            prefix = f"model{number}." if len(self.chunks) > 1 else ""
-            for name, parameter in chunk.module.named_parameters():
-                yield prefix + name, parameter
+    @property
+    def learners(self) -> dict[str, Learner]:
+        """By name: `policy` and, where there is one, `critic`."""
+        return {"policy": self.policy, **({"critic": self.critic.learner} if self.critic else {})}
+
+    def _steps(self) -> int:
+        """Of the policy in the whole run."""
+        config = self.config
+        if config.mode != "rl":
+            return config.updates
+        return (config.updates - (self.critic.warmup if self.critic else 0)) * config.ppo.minibatches
 
     def train_batch(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
         """One PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
@@ -156,27 +152,33 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
-        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
-        advantages = self._advantages(part, trained)
-        minibatches = self._microbatches(part, trained, advantages.tolist())
+        minibatches, metrics = self._assessed(part)
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
         tally, steps = Tally(), Steps(before_step)
+        warming_up = self.critic and part.version < self.critic.warmup
         for minibatch in minibatches:
             loss = partial(self._objective.ppo, taken=len(steps.norms), tally=tally)
-            self._step([(e.microbatch, partial(loss, sampled=e)) for e in minibatch], steps)
-        self.optimizer.settle()
-        self._record(part, applied=bool(steps.norms))
+            work = [(e.microbatch, partial(loss, sampled=e)) for e in minibatch]
+            if warming_up:
+                pipeline.forward(self.policy.chunks, work)  # for what is reported
+            else:
+                self._step(work, steps)
+        self.policy.optimizer.settle()
+        applied = bool(steps.norms)
+        if self.critic:
+            learned, of_critic = self.critic.train(minibatches, (lambda: None) if applied else before_step)
+            applied, metrics = learned if warming_up else applied, metrics | of_critic
+        self._record(part, applied)
         means = (*MEANS, "kl_reference") if self._reference else MEANS
         totals = tally.totals(self.parallel, (*COUNTS, *means), MAXIMA)
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
-        metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
-        metrics |= over_tokens(advantages, trained, self.parallel.sum_over_replicas, self.parallel.max_over_ranks)
+        metrics |= {"ratio_max": totals["ratio_max"], "effective_share": share}
         if totals["compared"]:
             metrics["logprob_diff_p99"] = tally.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
-        return BatchResult(part.version, bool(steps.norms), metrics | self._metrics(totals, means, steps, start))
+        return BatchResult(part.version, applied, metrics | self._metrics(totals, means, steps, start))
 
     def sft_step(
         self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
@@ -202,33 +204,36 @@ class Trainer:
             )
             work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, tally=tally)))
         self._step(work, steps)
-        self.optimizer.settle()
+        self.policy.optimizer.settle()
         totals = tally.totals(self.parallel, ("tokens", "loss"))
         return self._metrics(totals, ("loss",), steps, start)
 
     def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
-        self.optimizer.zero_grad()
         with self.timeline.span("train", tokens=sum(microbatch.tokens.numel() for microbatch, _ in work)):
-            pipeline.forward_backward(self.chunks, work)
-            norm = self.optimizer.gradient_norm()
-        if math.isfinite(norm):
-            steps.before_first()
-            self.optimizer.step(norm)
-            steps.norms.append(norm)
-        else:
-            steps.skipped += 1
+            gradient_norm = self.policy.gradient(work)
+        self.policy.step(gradient_norm, steps)
 
     def _metrics(self, totals: dict[str, float], means: Sequence[str], steps: Steps, start: float) -> dict[str, float]:
         seconds = time.monotonic() - start
         return {
             **{name: totals[name] / max(totals["tokens"], 1) for name in means},
             **({"grad_norm": sum(steps.norms) / len(steps.norms)} if steps.norms else {}),
-            "lr": self.optimizer.lr,
+            "lr": self.policy.optimizer.lr,
             "skipped_steps": steps.skipped,
             "trained_tokens": totals["tokens"],
             "step_s": seconds,
             "tokens_per_s": totals["tokens"] / seconds,
         }
+
+    def _assessed(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], dict[str, float]]:
+        """The micro-batches of each mini-batch, their advantages known where they are needed, and what these are like."""
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        if self.critic:
+            minibatches = self._microbatches(part, trained, [0.0] * len(trained))
+            return minibatches, self.critic.assess(part, minibatches)
+        advantages, parallel = self._advantages(part, trained), self.parallel
+        described = over_tokens(advantages, trained, parallel.sum_over_replicas, parallel.max_over_ranks)
+        return self._microbatches(part, trained, advantages.tolist()), described
 
     def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
         found = []
@@ -286,7 +291,7 @@ class Trainer:
             return []
         with self.timeline.span(span, tokens=sum(e.microbatch.tokens.numel() for e in microbatches)):
             work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in microbatches]
-            return [logprobs for logprobs, _ in pipeline.forward(self.chunks, work)]
+            return [logprobs for logprobs, _ in pipeline.forward(self.policy.chunks, work)]
 
     def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
         """What the second moment of the weights of a whole mini-batch does not allow. Collective."""

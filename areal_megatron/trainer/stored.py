@@ -23,7 +23,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from areal_megatron.reshard.layout import Box, Shape, boxes
-from areal_megatron.trainer.optimizer import Own, PolicyOptimizer
+from areal_megatron.trainer.learner import Learner
+from areal_megatron.trainer.optimizer import ModelOptimizer, Own
 from areal_megatron.trainer.step import Trainer
 
 METADATA = {
@@ -51,13 +52,28 @@ def replicas() -> torch.distributed.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def model_state(trainer: Trainer) -> dict[int, Any]:
-    """megatron-core's sharded state of this rank's part of the model, by virtual stage."""
+def prefix(name: str) -> str:
+    """Of the names of a learner's tensors in a checkpoint; the policy's have none, as megatron-core alone would save it."""
+    return "" if name == "policy" else f"{name}."
+
+
+def model_state(name: str, learner: Learner) -> dict[int, Any]:
+    """megatron-core's sharded state of this rank's part of the model of that name, by virtual stage."""
     metadata = METADATA | {"dp_cp_group": replicas()}
-    return {number: chunk.module.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(trainer.chunks)}
+    return {
+        number: chunk.module.sharded_state_dict(prefix=prefix(name), metadata=metadata)
+        for number, chunk in enumerate(learner.chunks)
+    }
 
 
-def stored_tensors(model: dict[int, Any], optimizer: PolicyOptimizer) -> Iterator[Stored]:
+def load_model(name: str, learner: Learner, state: dict[int, Any]) -> None:
+    """`state`: as model_state, with the tensors loaded."""
+    for number, chunk in enumerate(learner.chunks):
+        loaded = {key.removeprefix(prefix(name)): value for key, value in state[number].items()}
+        chunk.module.load_state_dict(loaded, strict=True)
+
+
+def stored_tensors(model: dict[int, Any], optimizer: ModelOptimizer) -> Iterator[Stored]:
     """`model`: its model_state."""
     own = optimizer.own()
     for sharded in nested_values(model):

@@ -33,10 +33,15 @@ class Held(NamedTuple):
         return self.dense + self.experts
 
 
-def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> Held:
-    """Of the first rank of a pipeline stage; those beside it hold as many. Raises ConfigError."""
+def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic: bool = False) -> Held:
+    """Of the first rank of a pipeline stage; those beside it hold as many. A critic has a head with one row in place of the
+    output layer. Raises ConfigError."""
     layout = megatron.layout(hf_config, sizes, stage * sizes.tp * sizes.cp * sizes.dp)
+    if critic:
+        layout = megatron.without_head(layout)
     counts = {name: prod(shape) for name, shape in layout.held.items()}
+    if critic and stage == sizes.pp - 1:
+        counts["head"] = hf_config["hidden_size"]
     experts = sum(count for name, count in counts.items() if ".experts." in name)
     largest = max(prod(shape[name.count("{}") :]) for name, shape in layout.held.items())
     return Held(sum(counts.values()) - experts, experts, largest)
@@ -61,6 +66,7 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
         Part("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
         Part("optimizer", *_optimizer(config, sizes, own)),
         Part("reference", element * own.all if config.mode == "rl" and config.ppo.has_reference else 0, "frozen parameters"),
+        Part("critic", *_critic(config, hf_config, sizes, stage)),
         Part("activations", kept, activations.describe(config, stage)),
         Part("log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"),
         Part("sending weights", _sending(config, own, element), f"two buckets for each of {config.rollout.engines} engines"),
@@ -91,6 +97,15 @@ def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> tuple[int, st
     size = (main + MOMENTS) * (-(-own.dense // config.trainer.dp) + -(-own.experts // _expert_replicas(sizes)))
     apart = f", of experts over {_expert_replicas(sizes)}" if own.experts else ""
     return size, f"float32 {states}, divided over trainer.dp={config.trainer.dp}{apart}"
+
+
+def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> tuple[int, str]:
+    """Its parameters, gradients and optimizer states, as the policy's; the activations of the two take turns."""
+    if config.mode != "rl" or not config.ppo.critic:
+        return 0, ""
+    own, element = held(hf_config, sizes, stage, critic=True), ITEMSIZE[config.model.dtype]
+    size = (element + 4) * own.all + _optimizer(config, sizes, own)[0]
+    return size, f"{own.all / 1e9:,.2f} billion parameters, gradients and optimizer as the policy's"
 
 
 def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:
@@ -125,6 +140,10 @@ def _communication(config: Config, hf_config: Mapping[str, Any], sizes: Megatron
 
 def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     """One checkpoint on disk: the parameters in their dtype and, in the shapes of the parameters, float32 main
-    parameters and two moments (`fully_reshardable`), each once whatever the number of ranks."""
-    elements = sum(map(prod, architecture(hf_config).canonical.values()))
+    parameters and two moments (`fully_reshardable`), each once whatever the number of ranks; of a critic too."""
+    model = architecture(hf_config)
+    elements = sum(map(prod, model.canonical.values()))
+    if config.mode == "rl" and config.ppo.critic:
+        head = 0 if model.tied else model.dimensions.vocabulary * model.dimensions.hidden
+        elements += elements - head + model.dimensions.hidden
     return (ITEMSIZE[config.model.dtype] + MAIN + MOMENTS) * elements

@@ -73,10 +73,10 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
-    """TP2×PP2 trainers and a TP2 engine: every seam of the update path is between several ranks."""
+    """TP2×PP2 trainers with a critic, and a TP2 engine: every seam of the update path is between several ranks."""
     started = local_run("tp2-pp2", *small(world, **{
         "trainer.tp": 2, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
-        "rollout.max_staleness": 1, "held_out": 300,
+        "rollout.max_staleness": 1, "held_out": 300, "ppo.critic": "{lr: 1e-3, lambda: 0.95, warmup: 1}",
     }))  # fmt: skip
     run = Run(started.folder)
     started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
@@ -89,6 +89,8 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     lines = read_metrics(run)
     updates = [line for line in lines if line["kind"] == "update"]
     assert len(updates) == 6
+    assert ["grad_norm" in u for u in updates] == [False] + 5 * [True]  # the critic warms up
+    assert all(u["value_grad_norm"] > 0 and u["explained_variance"] < 1 for u in updates)
     compared = [u["logprob_diff_max"] for u in updates if "logprob_diff_max" in u]
     assert compared and max(compared) < 1e-4  # vLLM and Megatron agree on tokens of the trained version
     (start,) = [line for line in lines if line["kind"] == "start"]

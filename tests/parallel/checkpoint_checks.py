@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from trainer_checks import make_config, make_trajectories, open_trainer
 
+from areal_megatron.config import PPO, Config
 from areal_megatron.data.packing import split
 from areal_megatron.run import RunError
 from areal_megatron.trainer import checkpoint, stored
@@ -18,22 +20,25 @@ from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.step import Trainer
 
 UPDATES = 4
+CRITIC = {"lr": 2e-3, "lambda": 0.9, "clip": 0.5}
+REPORTED = ("loss", "grad_norm", "lr", "ratio_mean", "entropy")
+OF_CRITIC = ("value_loss", "value_grad_norm", "explained_variance")
 
 
-def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: dict[str, dict]) -> None:
+def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: dict[str, dict], critic: bool) -> None:
     """What these ranks have to do in turn: to train without a stop under the layout `saved`, and to go on under others.
 
     resumed: run folder → layout. Starting ranks takes longer than any of it.
     """
+    ppo = PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}, critic=CRITIC if critic else {})
     if saved is not None:
-        check_straight(folder, rank, model, saved)
+        check_straight(folder, rank, make_config(folder, model, saved, ppo=ppo))
     for run, layout in resumed.items():
-        check_resumed(folder, rank, model, layout, run, exact=layout == saved)
+        check_resumed(folder, rank, make_config(folder, model, layout, ppo=ppo), run, exact=layout == saved)
 
 
-def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
+def check_straight(folder: Path, rank: int, config: Config) -> None:
     """Trains UPDATES updates, saving after half of them, and writes down losses and parameters."""
-    config = make_config(folder, model, layout)
     with open_trainer(folder, rank, config, "straight") as subject:
         saver = checkpoint.Saver(subject)
         metrics = update(subject, 0, 1, saver)
@@ -47,6 +52,8 @@ def check_straight(folder: Path, rank: int, model: str, layout: dict) -> None:
         dist.barrier()  # rank 0 has waited for the others
         same_tensors(folder / "checkpoint", folder / "peer")
         check_failure(subject, saver, folder / "failed")
+        if subject.critic:
+            check_without_critic(subject, folder / "checkpoint", make_folder(subject, folder / "plain"))
 
 
 def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None:
@@ -64,12 +71,29 @@ def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None
     assert not (path / ".metadata").exists() and not (path / "metadata.json").exists()
 
 
+def check_without_critic(subject: Trainer, saved: Path, path: Path) -> None:
+    """A checkpoint of a run that had no critic is refused before anything is loaded."""
+    if subject.is_first:
+        common = torch.load(saved / "common.pt", weights_only=False)
+        assert common.pop("critic")["schedule"] == common["schedule"]
+        torch.save(common, path / "common.pt")
+        shutil.copy(saved / "metadata.json", path)
+    dist.barrier()
+    with pytest.raises(
+        RunError, match=f"trainer-{subject.rank}: .*{path}.* has no critic: resume it without ppo.critic"
+    ):
+        checkpoint.load(subject, path)
+
+
 def save_as_megatron_does(subject: Trainer, path: Path) -> None:
     """Model and optimizer by megatron-core alone, which gathers the optimizer's states of all replicas."""
-    model, metadata = stored.model_state(subject), stored.METADATA | {"dp_cp_group": stored.replicas()}
-    with cpu_passes_for_cuda():
-        optimizer = subject.optimizer.megatron.sharded_state_dict(model, False, metadata=metadata)
-    dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(path), content_metadata=stored.METADATA)
+    metadata, states = stored.METADATA | {"dp_cp_group": stored.replicas()}, {}
+    for name, learner in subject.learners.items():
+        model = stored.model_state(name, learner)
+        with cpu_passes_for_cuda():
+            optimizer = learner.optimizer.megatron.sharded_state_dict(model, False, metadata=metadata)
+        states[name] = {"model": model, "optimizer": optimizer}
+    dist_checkpointing.save(states.pop("policy") | states, str(path), content_metadata=stored.METADATA)
 
 
 def same_tensors(found: Path, expected: Path) -> None:
@@ -85,9 +109,8 @@ def same_tensors(found: Path, expected: Path) -> None:
     assert len(expected) > 30
 
 
-def check_resumed(folder: Path, rank: int, model: str, layout: dict, run: str, exact: bool) -> None:
+def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool) -> None:
     """Goes on from there, under the same or another layout: the second half is what it was."""
-    config = make_config(folder, model, layout)
     with open_trainer(folder, rank, config, run) as subject:
         checkpoint.load(subject, folder / "checkpoint")
         metrics = update(subject, UPDATES // 2, UPDATES)
@@ -95,7 +118,7 @@ def check_resumed(folder: Path, rank: int, model: str, layout: dict, run: str, e
         if exact:
             assert metrics == expected, f"{metrics}\n{expected}"
             before = torch.load(folder / "straight" / f"parameters-{rank}.pt", weights_only=True)
-            for name, value in subject.parameters().items():
+            for name, value in held(subject).items():
                 assert torch.equal(value, before[name]), name
             return
         for found, wanted in zip(metrics, expected, strict=True):
@@ -111,8 +134,13 @@ def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | No
                      seed=version, replicas=subject.config.trainer.dp)[subject.replica]  # fmt: skip
         result = subject.train_batch(part, before_step=saver.wait_until_read if saver else lambda: None)
         assert result.applied
-        metrics.append({key: result.metrics[key] for key in ("loss", "grad_norm", "lr", "ratio_mean", "entropy")})
+        metrics.append({key: result.metrics[key] for key in (*REPORTED, *(OF_CRITIC if subject.critic else ()))})
     return metrics
+
+
+def held(subject: Trainer) -> dict[str, torch.Tensor]:
+    return {f"{learner}: {name}": values for learner, of in subject.learners.items()
+            for name, values in of.parameters().items()}  # fmt: skip
 
 
 def make_folder(subject: Trainer, path: Path) -> Path:
@@ -123,6 +151,6 @@ def make_folder(subject: Trainer, path: Path) -> Path:
 
 
 def keep(subject: Trainer, folder: Path, metrics: list[dict[str, float]]) -> None:
-    torch.save(subject.parameters(), folder / f"parameters-{subject.rank}.pt")
+    torch.save(held(subject), folder / f"parameters-{subject.rank}.pt")
     if subject.is_first:
         (folder / "metrics.json").write_text(json.dumps(metrics))

@@ -19,7 +19,7 @@ from areal_megatron.trainer.step import Trainer
 
 def state(trainer: Trainer) -> dict:
     """megatron-core's sharded state of a rank's part of the model, by virtual stage."""
-    return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
+    return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.policy.chunks)}
 
 
 def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) -> None:
@@ -30,7 +30,9 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) 
     from areal_megatron.trainer import checkpoint
 
     for run, (model, trainer, dtype) in cases.items():
-        config = make_config(folder, model, trainer, dtype=dtype, optimizer=Optimizer(lr=0.0, warmup_fraction=0.0))
+        config = make_config(
+            folder, model, trainer, dtype=dtype, optimizer=Optimizer(lr=0.0, schedule={"constant": 0.0})
+        )
         with open_trainer(folder, rank, config, run) as subject:
             parts = split(
                 make_trajectories(12, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0
@@ -59,6 +61,6 @@ def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
             for value in subject.parameters().values():
                 value.zero_()
             loaded = dist_checkpointing.load(state(subject), str(Path(checkpoint) / "trainer"))
-            for number, chunk in enumerate(subject.chunks):
+            for number, chunk in enumerate(subject.policy.chunks):
                 chunk.module.load_state_dict(loaded[f"model{number}"])
             check_logits(subject, plain_logits(load_oracle(folder / model)))

@@ -23,7 +23,7 @@ def check_cuda(folder: Path, rank: int) -> None:
         assert subject.device.type == "cuda"
         batch = pack_trajectories(trajectories, [0.0] * 12, [1.0] * 12, 0, "recompute", 1, subject.device)
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-        [(logprobs, _)] = pipeline.forward(subject.chunks, work)
+        [(logprobs, _)] = pipeline.forward(subject.policy.chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
         assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
         before = {name: value.clone() for name, value in subject.parameters().items()}

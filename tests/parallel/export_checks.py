@@ -21,7 +21,7 @@ def mbridges_export(config: Config, trainer: Trainer) -> dict[str, torch.Tensor]
     output = "model.embed_tokens.weight" if trainer.hf_config.get("tie_word_embeddings", False) else "lm_head.weight"
     # A bridge of a tied model writes this into its class, for the bridges of all models after it.
     bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": output}
-    return dict(bridge.export_weights([chunk.module for chunk in trainer.chunks]))
+    return dict(bridge.export_weights([chunk.module for chunk in trainer.policy.chunks]))
 
 
 def check_mbridge(folder: Path, rank: int, model: str, layout: dict) -> None:

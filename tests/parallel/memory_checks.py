@@ -17,8 +17,8 @@ from areal_megatron.config import Config, Data, Model
 from areal_megatron.config import Trainer as Sizes
 from areal_megatron.trainer import step
 from areal_megatron.trainer.batch import pack
-from areal_megatron.trainer.model import build_model, parallel_sizes
-from areal_megatron.trainer.optimizer import PolicyOptimizer
+from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
+from areal_megatron.trainer.optimizer import ModelOptimizer
 
 TOKENS = 512
 CPU = torch.device("cpu")
@@ -28,19 +28,26 @@ def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]
     """Bytes of buffers, optimizer states and tensors saved in a forward pass."""
     config = Config(name="t", updates=1, mode="sft", model=Model(str(folder), dtype), data=Data(""),
                     trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
-    chunks = build_model(config, parallel_sizes(config, CPU), CPU)
-    for parameter in chunks[0].parameters():
+    found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
+    chunk, parts = found[Policy]
+    for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter.data, std=0.02)
+    return parts | {"critic": sum(found[ValueModel][1].values()), "saved": saved(chunk)}
+
+
+def allocated(config: Config, kind: type) -> tuple[torch.nn.Module, dict[str, int]]:
+    """A model of that kind, and the bytes of its buffers and optimizer states."""
+    chunks = build_model(config, parallel_sizes(config, CPU), CPU, kind)
     buffers = [*chunks[0].buffers, *chunks[0].expert_parallel_buffers]
-    optimizer = PolicyOptimizer(config, chunks)
+    optimizer = ModelOptimizer(config.optimizer, chunks, 1)
     optimizer._allocate()
     moments = [s[name] for s in optimizer._moments() for name in ("exp_avg", "exp_avg_sq")]
-    main = [p for group in optimizer.megatron.param_groups for p in group["params"]] if dtype == "bfloat16" else []
-    return {
+    reduced = config.model.dtype == "bfloat16"
+    main = [p for group in optimizer.megatron.param_groups for p in group["params"]] if reduced else []
+    return chunks[0], {
         "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(tensor.nbytes for tensor in [*moments, *main]),
-        "saved": saved(chunks[0]),
     }
 
 

@@ -93,6 +93,14 @@ def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], li
     return trajectories, oracle.advantages(trajectories, algorithm), proximals, references
 
 
+def critic_minibatch() -> tuple[list[Trajectory], list[torch.Tensor], list[torch.Tensor]]:
+    """Trajectories of a mini-batch, values before the batch and returns of their trained tokens."""
+    trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(5)
+    before, returns = ([torch.from_numpy(random.normal(0, 2, int(t.loss_mask.sum())).astype(np.float32))
+                        for t in trajectories] for _ in range(2))  # fmt: skip
+    return trajectories, before, returns
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -113,10 +121,29 @@ def update_data() -> tuple[list[Trajectory], list[list[int]]]:
 
 def _compute_update(config: Config) -> dict[str, Any]:
     model = load_oracle(Path(config.model.path))
-    exact = copy.deepcopy(model).double()
+    exact, learner, values, results = copy.deepcopy(model).double(), oracle.Learner(model, config), None, {}
     oracle.ppo_loss(exact, *minibatch(config.ppo.algorithm), config).backward()
-    oracle.Learner(model, config).ppo_update(*update_data())
-    return {"gradient": gradients(exact), "parameters": model.state_dict()}
+    if config.ppo.critic:
+        valued = oracle.Valued(copy.deepcopy(model))
+        results, values = _compute_critic(learner, valued, config)
+    if not config.ppo.critic.get("warmup"):
+        learner.ppo_update(*update_data(), values)
+    return {"gradient": gradients(exact), "parameters": model.state_dict(), **results}
+
+
+def _compute_critic(learner: oracle.Learner, valued: oracle.Valued, config: Config) -> tuple[dict[str, Any], list]:
+    """Of the critic what _compute_update has of the policy, and advantages by trajectory."""
+    exact = copy.deepcopy(valued).double()
+    oracle.critic_loss(exact, *critic_minibatch(), config).backward()
+    values, returns, advantages = oracle.assess(valued, update_data()[0], config)
+    learner.critic_update(valued, *update_data())
+    return {
+        "critic_gradient": gradients(exact),
+        "critic_parameters": valued.state_dict(),
+        "values": torch.cat(values).double(),
+        "returns": torch.cat(returns),
+        "advantages": torch.cat(advantages),
+    }, advantages
 
 
 @torch.no_grad()

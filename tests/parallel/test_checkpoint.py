@@ -11,6 +11,7 @@ CASES = {
     "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}]),
 }
 """A model, the layout that saves, and those that go on."""
+WITH_CRITIC = ("dense", "replicas")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -24,7 +25,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
     for world in sorted(set(map(ranks, others)), key=lambda world: world != ranks(saved)):
         resumed = {name: layout for name, layout in runs.items() if ranks(layout) == world}
         on_ranks("checkpoint_checks:check_all", world, model=model, saved=saved if world == ranks(saved) else None,
-                 resumed=resumed)  # fmt: skip
+                 resumed=resumed, critic=case in WITH_CRITIC)  # fmt: skip
 
 
 def ranks(layout):

@@ -1,11 +1,12 @@
 """The memory plan against what Megatron's own modules allocate and save, byte for byte where it says so."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny_models import save_model
 
-from areal_megatron.config import Config, Data, Model, Trainer
+from areal_megatron.config import PPO, Config, Data, Model, Trainer
 from areal_megatron.reshard.architectures import architecture, read_config
 from launch.memory import activations
 from launch.memory.parts import ITEMSIZE
@@ -49,6 +50,9 @@ def test_buffers_and_optimizer_states(world, measured, tp):
         assert plan.of("parameters") <= found["parameters"] <= 1.03 * plan.of("parameters"), (name, case)
         assert 4 * elements <= found["gradients"] <= 1.03 * 4 * elements, (name, case)
         assert plan.of("optimizer") == found["optimizer"], (name, case)
+        asked = replace(config(world, name, *case), mode="rl", ppo=PPO(critic={"lr": 1e-5}))
+        critic = stage_memory(asked, read_config(world / name), 0, on_cuda=False).of("critic")
+        assert critic <= found["critic"] <= 1.03 * critic, (name, case)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

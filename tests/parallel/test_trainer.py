@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import MODELS, save_model
 
-from areal_megatron.config import Config, Data, Model, Optimizer
+from areal_megatron.config import Optimizer
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
@@ -40,8 +40,11 @@ VARIANTS = {
     "run-corrected-sequences": {"algorithm": "gspo", "correction": {"icepop": 1.05, "m2po": 0.03}},
     "run-log-linear": {"objective": "loglinear", "penalty": {"entropy": 0.1, "kl_k1": 1.0}},
     "run-penalties": {"algorithm": "grpo", "penalty": {"entropy": 0.1, "kl_k2": 0.5, "kl_k3": 0.3}},
+    "run-critic": {"critic": {"lr": 2e-3, "gamma": 0.99, "lambda": 0.9, "clip": 0.3}},
+    "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": {"lr": 1e-3, "warmup": 1}},
 }
-"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy; every penalty."""
+"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy; every penalty;
+critics."""
 
 
 @pytest.fixture(scope="session")
@@ -109,17 +112,10 @@ def test_logits_of_all_tokens_are_never_alive(folder, on_ranks):
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 def test_learning_rate_warms_up_and_falls(shape):
-    config = Config(
-        name="test",
-        updates=25,
-        model=Model(path=""),
-        data=Data(train=""),
-        optimizer=Optimizer(lr=0.1, schedule=shape, warmup_fraction=0.1),
-    )
     optimizer = SimpleNamespace(param_groups=[{}])
-    subject = schedule(config, optimizer)
+    subject = schedule(Optimizer(lr=0.1, schedule={shape: 0.1}), 100, optimizer)
     found = []
-    for _ in range(100):  # 25 updates of 4 mini-batches
+    for _ in range(100):
         subject.step(1)
         found.append(optimizer.param_groups[0]["lr"])
     assert found[:10] == pytest.approx([0.01 * k for k in range(1, 11)])

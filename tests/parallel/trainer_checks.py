@@ -16,6 +16,7 @@ import torch
 import training_oracle as oracle
 from comparison import assert_gradient, assert_parameters, gather_sequence, gather_vocabulary
 from plain_results import (
+    critic_minibatch,
     gradients,
     make_trajectories,
     minibatch,
@@ -34,6 +35,7 @@ from areal_megatron.config import Trainer as TrainerSettings
 from areal_megatron.data.packing import partition, split
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.reshard.megatron import is_head
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
@@ -47,7 +49,7 @@ trainer_step.LOGITS_ELEMENTS = 50 * 250
 
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
-    sections = {"optimizer": Optimizer(lr=1e-3, warmup_fraction=0.0, weight_decay=0.1),
+    sections = {"optimizer": Optimizer(lr=1e-3, schedule={"constant": 0.0}, weight_decay=0.1),
                 "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
     return Config(
         name="test",
@@ -95,11 +97,11 @@ def check_logits(subject: Trainer, expected: dict) -> None:
     def logits(hidden):
         return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T, size)
 
-    found = pipeline.forward(subject.chunks, [(batch, logits) for batch in batches])
+    found = pipeline.forward(subject.policy.chunks, [(batch, logits) for batch in batches])
     for ours, theirs in zip(found, expected["rows"], strict=False):
         torch.testing.assert_close(ours[: len(theirs)], theirs, atol=1e-4, rtol=0)
     if subject.config.trainer.pp == 1:
-        [model] = subject.chunks
+        [model] = subject.policy.chunks
         hidden = gather_sequence(model(tokens, None, None), subject.config)
         found = gather_vocabulary(hidden.detach() @ weight.T, size).transpose(0, 1)
         torch.testing.assert_close(found, expected["batch"], atol=1e-4, rtol=0)
@@ -109,7 +111,7 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
     trajectories = make_trajectories(7, version=0)
     batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
     work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-    for logprobs, entropy in pipeline.forward(subject.chunks, work):
+    for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
 
@@ -154,8 +156,8 @@ class MiniBatch:
         if threshold := subject.config.ppo.correction.get("m2po"):
             subject._mask(batches, threshold)
         loss = partial(subject._objective.ppo, taken=1, tally=Tally())
-        subject.optimizer.zero_grad()
-        pipeline.forward_backward(subject.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
+        subject.policy.optimizer.zero_grad()
+        pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 
 
 def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: dict) -> None:
@@ -167,9 +169,53 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
             expected = plain_update(subject)
             MiniBatch(subject, *minibatch(ppo.algorithm)).forward_backward(100)
             assert_gradient(subject, expected["gradient"])
+            if subject.critic:
+                set_head(subject)
+                check_critic_gradient(subject, expected["critic_gradient"])
             parts = split(update_data()[0], version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
-            assert subject.train_batch(parts[subject.replica]).applied
+            called = []
+            result = subject.train_batch(parts[subject.replica], before_step=lambda: called.append(1))  # noqa: B023
+            assert result.applied and called == [1]
             assert_parameters(subject, expected["parameters"], atol=3e-5)
+            if subject.critic:
+                assert_parameters(subject, expected["critic_parameters"], 3e-5, "critic")
+                check_critic_metrics(result.metrics, expected)
+
+
+def set_head(subject: Trainer) -> None:
+    """A critic's head begins as zeros, with which values and all gradients but its own are 0."""
+    head = oracle.Valued(load_oracle(Path(subject.config.model.path))).head.weight.data
+    for name, values in subject.critic.learner.parameters().items():
+        if is_head(name):
+            assert not values.any()
+            values.copy_(head)
+
+
+def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
+    trajectories, before, returns = critic_minibatch()
+    critic = subject.critic
+    for cap in (40, 400):
+        plan, work = MiniBatch(subject, trajectories, [], [], []).microbatches(cap), []
+        for members in plan[subject.replica]:
+            ones = [1.0] * len(members)
+            batch = pack_trajectories([trajectories[i] for i in members], ones, ones, 0, "recompute", subject._row_multiple,
+                                      subject.device)  # fmt: skip
+            batch.values, batch.returns = (
+                torch.cat([torch.zeros(0), *(own[i] for i in members)]) for own in (before, returns)
+            )
+            work.append((batch.microbatch, partial(critic._loss, sampled=batch, tally=Tally())))
+        critic.learner.gradient(work)
+        assert_gradient(subject, expected, "critic")
+
+
+def check_critic_metrics(metrics: dict[str, float], expected: dict[str, torch.Tensor]) -> None:
+    values, returns, advantages = (expected[name] for name in ("values", "returns", "advantages"))
+    explained = 1 - (returns - values).var() / returns.var()
+    assert abs(metrics["explained_variance"] - explained) < 1e-5
+    assert abs(metrics["return_mean"] - returns.mean()) < 1e-5
+    for name, value in {"mean": advantages.mean(), "std": advantages.std(correction=0), "min": advantages.min(),
+                        "max": advantages.max()}.items():  # fmt: skip
+        assert abs(metrics[f"advantage_{name}"] - value) < 1e-5
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
@@ -229,9 +275,9 @@ def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
     trainer_model.BUCKET_ELEMENTS = 3000
     for run, (model, trainer) in cases.items():
         with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
-            buckets = [group for chunk in subject.chunks for group in chunk.bucket_groups]
+            buckets = [group for chunk in subject.policy.chunks for group in chunk.bucket_groups]
             assert len(buckets) > 4 or subject.parallel.pp_rank  # Megatron divides the first stage only
-            changed_by_settling, settle = [], subject.optimizer.settle
+            changed_by_settling, settle = [], subject.policy.optimizer.settle
 
             def spied():
                 before = {name: value.clone() for name, value in subject.parameters().items()}
@@ -239,7 +285,7 @@ def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 after = subject.parameters()
                 changed_by_settling.append(sum(not torch.equal(before[name], after[name]) for name in after))  # noqa: B023
 
-            subject.optimizer.settle = spied
+            subject.policy.optimizer.settle = spied
             check_training(subject, plain_results(subject))
             assert len(changed_by_settling) == 4 and all(changed_by_settling)
 
@@ -304,7 +350,7 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 
 def check_decay(folder: Path, rank: int) -> None:
     """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
-    optimizer = Optimizer(lr=0.1, weight_decay=0.5, warmup_fraction=0.0)
+    optimizer = Optimizer(lr=0.1, weight_decay=0.5, schedule={"constant": 0.0})
     config = make_config(folder, "qwen2", {}, ppo=PPO(minibatches=2), optimizer=optimizer)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}

@@ -56,6 +56,62 @@ def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
     return (over_batch(found, trained) if algorithm == "reinforce++" else found).tolist()
 
 
+class Valued(torch.nn.Module):
+    """A Hugging Face model with a value head on its final hidden states in place of the output layer."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        hidden, random = model.config.hidden_size, torch.Generator().manual_seed(11)
+        self.model = model.model
+        self.head = torch.nn.Linear(hidden, 1, bias=False)
+        self.head.weight.data = 0.3 * torch.randn(1, hidden, generator=random)
+
+    def values(self, trajectory: Trajectory) -> Tensor:
+        """Of the states before the trained tokens."""
+        tokens = torch.from_numpy(np.concatenate((trajectory.prompt, trajectory.response)).astype(np.int64))[None]
+        values = self.head(self.model(tokens).last_hidden_state)[0, :, 0]
+        return values[len(trajectory.prompt) - 1 + np.flatnonzero(trajectory.loss_mask)]
+
+
+def gae(rewards: list[float], values: list[float], gamma: float, lambda_: float) -> list[float]:
+    """Schulman et al., arXiv 1506.02438, Equations 10 and 16, backwards through one episode."""
+    found, later, value = [], 0.0, 0.0
+    for reward, own in zip(reversed(rewards), reversed(values), strict=True):
+        later = reward + gamma * value - own + gamma * lambda_ * later
+        value = own
+        found.insert(0, later)
+    return found
+
+
+@torch.no_grad()
+def assess(valued: Valued, trajectories: list[Trajectory], config: Config) -> tuple[list[Tensor], ...]:
+    """Values, returns and normalised advantages of the trained tokens of each trajectory."""
+    settings, values, returns, raw = config.ppo.critic, [], [], []
+    for t in trajectories:
+        values.append(valued.values(t))
+        rewards = [0.0] * (len(values[-1]) - 1) + [t.reward] * bool(len(values[-1]))
+        raw.append(np.array(gae(rewards, values[-1].tolist(), settings.get("gamma", 1.0), settings.get("lambda", 1.0))))
+        returns.append(torch.from_numpy(raw[-1]) + values[-1])
+    weights = np.concatenate(
+        [np.full(len(own), 1.0 if config.ppo.algorithm == "ppo" else 1 / max(len(own), 1)) for own in raw]
+    )
+    mean = np.average(np.concatenate(raw), weights=weights)
+    deviation = math.sqrt(np.average((np.concatenate(raw) - mean) ** 2, weights=weights))
+    return values, returns, [torch.from_numpy((own - mean) / (deviation + 1e-5)) for own in raw]
+
+
+def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -> Tensor:
+    """Of a mini-batch: the clipped squared error of Schulman's ppo2, the mean over trained tokens."""
+    clip, parts = config.ppo.critic.get("clip"), [torch.zeros(0)]
+    for t, old, target in zip(trajectories, before, returns, strict=True):
+        now = valued.values(t)
+        errors = (now - target) ** 2
+        if clip:
+            errors = torch.max(errors, (old + torch.clamp(now - old, -clip, clip) - target) ** 2)
+        parts.append(errors / 2)
+    return torch.cat(parts).mean()
+
+
 def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
     """Of the trained tokens of one sequence, from the logarithms of the uncorrected ones."""
     ratio, weights = lag.exp(), lag.exp()
@@ -155,16 +211,15 @@ def balance_loss(model: torch.nn.Module, trajectories: list[Trajectory], microba
     return total / sum(int(t.loss_mask.sum()) for t in trajectories)
 
 
-class Learner:
-    """A Hugging Face model trained by the book."""
+class Adam:
+    """A model, or its parameters, under torch's AdamW."""
 
-    def __init__(self, model: torch.nn.Module, config: Config):
-        self.model, self.reference, self.config = model, copy.deepcopy(model), config
-        settings = config.optimizer
+    def __init__(self, model: torch.nn.Module, config: Config, lr: float):
+        self.model, self.config, settings = model, config, config.optimizer
         decay = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, settings.lr, settings.adam[:2], settings.adam[2])
+        self.optimizer = torch.optim.AdamW(groups, lr, settings.adam[:2], settings.adam[2])
 
     def step(self, loss: Tensor) -> float:
         self.optimizer.zero_grad()
@@ -173,10 +228,25 @@ class Learner:
         self.optimizer.step()
         return float(norm)
 
-    def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
-        """`minibatches`: indices of trajectories."""
+
+class Learner(Adam):
+    """A Hugging Face model trained by the book."""
+
+    def __init__(self, model: torch.nn.Module, config: Config):
+        super().__init__(model, config, config.optimizer.lr)
+        self.reference = copy.deepcopy(model)
+
+    def critic_update(self, valued: Valued, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
+        critic = Adam(valued, self.config, self.config.ppo.critic["lr"])
+        before, returns, _ = assess(valued, trajectories, self.config)
+        for members in minibatches:
+            chosen = [[items[i] for i in members] for items in (trajectories, before, returns)]
+            critic.step(critic_loss(valued, *chosen, self.config))
+
+    def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]], values=None) -> None:
+        """`minibatches`: indices of trajectories; `values`: advantages of the trained tokens of each, if not the algorithm's."""
         config, temperature = self.config, self.config.rollout.temperature
-        values = advantages(trajectories, config.ppo.algorithm)
+        values = values or advantages(trajectories, config.ppo.algorithm)
         if config.ppo.objective == "naive":
             proximals = [torch.from_numpy(t.logprobs.copy()) for t in trajectories]
         else:

@@ -49,6 +49,12 @@ def test_numbers_by_name_replace_the_default_ones(tmp_path, text):
     assert load(tmp_path).ppo.correction == {"truncated": 5.0}
 
 
+def test_a_schedule_may_do_without_a_warm_up_and_lambda_may_be_0(tmp_path):
+    config = load(tmp_path, overrides=["optimizer.schedule={cosine: 0}", "ppo.critic={lr: 1e-5, lambda: 0, warmup: 2}"])
+    assert config.optimizer.schedule == {"cosine": 0}
+    assert config.ppo.critic == {"lr": 1e-5, "lambda": 0, "warmup": 2}
+
+
 def test_at_most_sixty_fields():
     assert len(configuration.known_keys()) <= 60
 
@@ -73,6 +79,22 @@ def test_at_most_sixty_fields():
         (MINIMAL, ["ppo.correction={icepop: 0.5}"], ["ppo.correction", "icepop", "above 1"]),
         (MINIMAL, ["ppo.correction={icepop: 2}", "ppo.objective=naive"], ["ppo.correction", "icepop", "naive"]),
         (MINIMAL, ["ppo.correction={m2po: 0.04}", "ppo.objective=loglinear"], ["ppo.correction", "m2po", "decoupled"]),
+        (MINIMAL, ["ppo.critic={gamma: 1}"], ["ppo.critic", "lr"]),
+        (MINIMAL, ["ppo.critic={lr: 1e-5, lamda: 1}"], ["ppo.critic", "'lamda'", "did you mean 'lambda'"]),
+        (MINIMAL, ["ppo.critic={lr: 1e-5, gamma: 1.1}"], ["ppo.critic", "gamma", "1.1"]),
+        (MINIMAL, ["ppo.critic={lr: 1e-5, warmup: 1.5}"], ["ppo.critic", "warmup", "1.5"]),
+        (MINIMAL, ["ppo.critic={lr: 1e-5, warmup: 3}"], ["ppo.critic", "warmup=3", "updates=3"]),
+        (MINIMAL, ["ppo.critic={lr: 1e-5}", "ppo.algorithm=grpo"], ["ppo.critic", "grpo", "ppo or ppo_sequence"]),
+        (MINIMAL, ["ppo.critic={lr: 1e-5}", "mode=sft"], ["ppo.critic", "supervised"]),
+        (MINIMAL, ["optimizer.schedule=linear"], ["optimizer.schedule", "str"]),
+        (MINIMAL, ["optimizer.schedule={linaer: 0.1}"], ["optimizer.schedule", "did you mean 'linear'"]),
+        (
+            MINIMAL,
+            ["optimizer.schedule={linear: 0.1, cosine: 0}"],
+            ["optimizer.schedule", "one of constant, cosine, linear"],
+        ),
+        (MINIMAL, ["optimizer.schedule={linear: 1}"], ["optimizer.schedule", "below 1"]),
+        (MINIMAL, ["optimizer.schedule={linear: -0.1}"], ["optimizer.schedule", "from 0 on"]),
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "above 0"]),
         (MINIMAL, ["name=../x"], ["name"]),

@@ -79,6 +79,17 @@ def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
     assert asked.total - plain.total == asked.of("parameters")
 
 
+@pytest.mark.parametrize("name", HF)
+def test_a_critic_is_another_model_but_for_the_output_layer(built, name):
+    parameters = sum(n for key, n in built[name].items() if "lm_head" not in key) + HF[name]["hidden_size"]
+    plain, asked = (config({"dp": 4}, ppo=PPO(critic=critic)) for critic in ({}, {"lr": 1e-5}))
+    without, found = (stage_memory(each, HF[name], 0, on_cuda=True) for each in (plain, asked))
+    assert not without.of("critic") and found.of("critic") == pytest.approx((2 + 4 + 12 / 4) * parameters, rel=1e-3)
+    assert found.total - without.total == found.of("critic")
+    checkpoints = [plan_memory(each, HF[name]).checkpoint for each in (plain, asked)]
+    assert checkpoints[1] - checkpoints[0] == 14 * parameters
+
+
 def test_experts_are_divided_over_their_own_replicas(built):
     """Of 8 ranks ep=4 share the experts with whole ones each (etp=1): each is held by two ranks."""
     experts = sum(n for name, n in built["Qwen3-30B-A3B"].items() if ".experts." in name)

@@ -1,0 +1,52 @@
+"""A model that is trained: this rank's part of it, with its optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.model import tensors
+from areal_megatron.trainer.optimizer import ModelOptimizer
+
+
+@dataclass
+class Steps:
+    """The optimizer steps of one batch."""
+
+    before: Callable[[], None] = lambda: None
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients before clipping, for the steps taken."""
+    skipped: int = 0
+
+    def before_first(self) -> None:
+        if not self.norms:
+            self.before()
+
+
+@dataclass(frozen=True)
+class Learner:
+    chunks: pipeline.Chunks
+    optimizer: ModelOptimizer
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters as `reshard.megatron.layout` names them; they change only in optimizer steps."""
+        return tensors(self.chunks)
+
+    def gradient(self, work: Sequence[pipeline.Work]) -> float:
+        """Computes the gradient of a mini-batch: its norm, the same on all ranks."""
+        self.optimizer.zero_grad()
+        pipeline.forward_backward(self.chunks, work)
+        return self.optimizer.gradient_norm()
+
+    def step(self, norm: float, steps: Steps) -> None:
+        """An optimizer step with the gradient of that norm, unless that is not finite."""
+        if math.isfinite(norm):
+            steps.before_first()
+            self.optimizer.step(norm)
+            steps.norms.append(norm)
+        else:
+            steps.skipped += 1
