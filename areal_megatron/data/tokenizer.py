@@ -48,9 +48,9 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        """Text without special tokens, or with them."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
     def _as_chat(self, prompt: str | Chat, place: str) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import split
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.rollout.generation import Generation
 from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, PublishAgain, Refused, Stop, Trained
 from areal_megatron.rollout.schedule import Schedule
+
+log = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -42,12 +47,17 @@ class Batches:
     """One batch at a time: asked for, formed, handed to every replica, trained."""
 
     def __init__(
-        self, config: Config, schedule: Schedule, generation: Generation, flops: SequenceFlops, first: int = 0
-    ):
-        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before."""
+        self, config: Config, schedule: Schedule, generation: Generation, flops: SequenceFlops, first: int = 0,
+        dumps: Path | None = None,
+    ):  # fmt: skip
+        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before; `dumps`: folder
+        in which every batch is kept."""
         self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
         self.number = first
         self._parts: list[BatchPart] | None = None
+        self._dumps = dumps
+        self._dump: asyncio.Future | None = None
+        """The writing of the batch that was formed last."""
         self._account: dict[str, Any] = {}
         self._formed = asyncio.Event()
         self._asked = False
@@ -102,6 +112,9 @@ class Batches:
         self._parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + self.number,
                             minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens, flops=self._flops,
                             multiple=config.trainer.microbatch_multiple)  # fmt: skip
+        if self._dumps:
+            dump = Dump(number=self.number, version=version, trajectories=trajectories)
+            self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps))
         self._account = describe(trajectories, version, config.reward.range[1])
         self._formed.set()
 
@@ -129,6 +142,15 @@ class Batches:
         if not self.stopping:
             self._formed = asyncio.Event()
         return account | message.metrics
+
+    async def dumped(self) -> None:
+        """Returns when the batch that was formed last is on disk, or cannot be written, which the run survives."""
+        writing, self._dump = self._dump, None
+        try:
+            if writing:
+                await writing
+        except OSError as e:
+            log.error("batch %d is not kept: %s", self.number, e)
 
     def publish_again(self) -> bool:
         """Has the trainers publish the current version again, unless one of them may be training: whether it has."""

@@ -169,7 +169,7 @@ def schedule(config: Config, optimizer) -> OptimizerParamScheduler:
     `optimizer` needs param_groups only.
     """
     settings = config.optimizer
-    steps = config.updates * (config.ppo.minibatches if config.mode == "rl" else 1)
+    steps = config.updates * (config.ppo.minibatches if config.mode != "sft" else 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -91,7 +91,7 @@ class Trainer:
         self._flops = SequenceFlops.of(self.hf_config)
         self.chunks = build_model(config, self.sizes, self.device)
         hf.load(self.parameters(), layout(self.hf_config, self.sizes, rank), config.model.path)
-        asked = config.mode == "rl" and config.ppo.has_reference  # before a checkpoint brings other weights
+        asked = config.mode != "sft" and config.ppo.has_reference  # before a checkpoint brings other weights
         self._reference = Reference(parameter for _, parameter in self._named_parameters()) if asked else None
         self.optimizer = PolicyOptimizer(config, self.chunks)
         vocabulary = Vocabulary(
@@ -304,6 +304,7 @@ class Trainer:
         line = {
             "incarnation": self.run.incarnation,
             "version": part.version,
+            "max_staleness": self.config.rollout.max_staleness,
             "applied": applied,
             "prompts": [[t.epoch, t.prompt_id] for t in part.trajectories],
             "uids": [t.uid for t in part.trajectories],

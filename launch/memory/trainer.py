@@ -60,7 +60,7 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
         # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
         Part("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
         Part("optimizer", *_optimizer(config, sizes, own)),
-        Part("reference", element * own.all if config.mode == "rl" and config.ppo.has_reference else 0, "frozen parameters"),
+        Part("reference", element * own.all if config.mode != "sft" and config.ppo.has_reference else 0, "frozen parameters"),
         Part("activations", kept, activations.describe(config, stage)),
         Part("log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"),
         Part("sending weights", _sending(config, own, element), f"two buckets for each of {config.rollout.engines} engines"),
