@@ -103,7 +103,7 @@ def test_the_text_is_whole_whatever_its_tokens_are(model):
 
 def test_tokens_are_coloured_by_their_version_and_by_how_likely_they_were(run, capsys):
     tokenizer = Tokenizer(trajectories.config_of(run.folder).model.path)
-    (found,) = [t for t in trajectories.chosen(run.folder, trajectories._options([str(run.folder), "--show", "4"]))]
+    (found,) = trajectories.chosen(run.folder, trajectories._options([str(run.folder), "--show", "4"]))
     text = trajectories.show(found, tokenizer, "version", None)
     answer = len(text.plain) - len("drei<eos>")
     assert text.plain.endswith("drei<eos>") and "version 0: 2 tokens  version 1: 3 tokens" in text.plain
