@@ -124,7 +124,9 @@ def _mixed(share: float, colour: tuple[int, int, int]) -> str:
 def _network(model: Path):
     import torch  # only who asks for ratios waits for them
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         found = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     except (OSError, ValueError) as e:
@@ -189,16 +191,15 @@ def described(trained: Trained, tokenizer: Tokenizer, ratios: np.ndarray | None)
 
 def print_table(found: Iterator[Trained], tokenizer: Tokenizer, width: int) -> None:
     print(COLUMNS.format("uid", "trained", "prompt", "reward", "staleness", "tokens", "cut", "versions", "answer"))
-    count, batches, reward = 0, set(), 0.0
+    count, reward = 0, 0.0
     for trained in found:
         t = trained.trajectory
-        count, batches, reward = count + 1, batches | {trained.batch}, reward + t.reward
+        count, reward = count + 1, reward + t.reward
         versions = f"{min(t.versions)}–{max(t.versions)}" if len(set(t.versions.tolist())) > 1 else f"{t.versions[0]}"
         line = COLUMNS.format(t.uid, trained.version, f"{t.epoch}:{t.prompt_id}", f"{t.reward:g}", trained.staleness,
                               len(t.response), "cut" if t.truncated else "", versions, "")  # fmt: skip
         print(line + " ".join(tokenizer.decode(t.response.tolist()).split())[: max(width - len(line), 10)])
-    mean = f", mean reward {reward / count:.3f}" if count else ""
-    print(f"{count} trajectories of {len(batches)} batches{mean}")
+    print(f"{count} trajectories" + (f", mean reward {reward / count:.3f}" if count else ""))
 
 
 def config_of(place: Path) -> Config:

@@ -70,7 +70,7 @@ def listed(capsys, *arguments):
 def test_filters(run, capsys, filters, uids):
     header, *lines, total = listed(capsys, run.folder, *filters)
     assert header.split()[:2] == ["uid", "trained"] and [int(line.split()[0]) for line in lines] == uids
-    assert total.startswith(f"{len(uids)} trajectories of ")
+    assert total.startswith(f"{len(uids)} trajectories")
     as_json = [json.loads(line) for line in listed(capsys, run.folder, "--json", *filters)]
     assert [line["uid"] for line in as_json] == uids
 
