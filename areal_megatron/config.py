@@ -147,10 +147,12 @@ class Rollout:
     """Requests that one engine decodes at the same time."""
     kv_policy: str = choice("recompute", "keep")
     """Running requests after a weight update: re-prefilled under the new weights, or on with their KV."""
-    kv_cache_gb: float = 1.0
-    """KV cache of a CPU engine; on CUDA it is what is left of the 92% of the memory that vLLM takes."""
-    filter_uniform_groups: bool = False
-    """Drop groups whose answers all have the same reward: they carry no gradient."""
+    pass_rate: list[float] = field(default_factory=list)
+    """Lowest and highest share of correct answers: groups outside, and those whose answers all have the same reward, are
+    filtered, and prompts known to lie outside are not drawn. `[0, 1]` is DAPO's dynamic sampling; the higher one first, as
+    in `[0.9, 0.1]`: each epoch draws the easiest prompts first. Empty: everything is drawn and trained."""
+    dump: bool = False
+    """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
     workflow: dict[str, int] = field(default_factory=lambda: {"single_turn": 1})
     """How a prompt becomes a trajectory, and its turns at most: `multi_turn`, `tool_use`, or the import path
     `package.module:function` of yours. docs/workflows.md has them all."""
@@ -201,7 +203,8 @@ class Config:
     runs_dir: str = "runs"
     resume: str = ""
     """`auto`: from the newest complete checkpoint of the run if it exists; or the path of a checkpoint."""
-    mode: str = choice("rl", "sft")
+    mode: str = choice("rl", "sft", "replay")
+    """`replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
     seed: int = 1
     updates: int = MISSING
     """PPO updates (rl) or optimizer steps (sft)."""
@@ -311,8 +314,7 @@ def check(config: Config, where=lambda key: key) -> None:
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
                 "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
                 "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
-                "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.timeout_s",
-                "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
+                "rollout.max_new_tokens", "rollout.max_running", "reward.timeout_s", "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")
@@ -333,7 +335,10 @@ def check(config: Config, where=lambda key: key) -> None:
     if config.mode == "sft":
         require(not every and not config.resume, "checkpoint.every" if every else "resume",
                 "supervised runs are short and save no checkpoints")  # fmt: skip
-    if config.mode == "rl":
+    bounds = config.rollout.pass_rate
+    require(len(bounds) in (0, 2) and all(0 <= bound <= 1 for bound in bounds), "rollout.pass_rate",
+            f"must be two numbers from 0 to 1, or [], is {bounds}")  # fmt: skip
+    if config.mode != "sft":
         n = config.rollout.group_size
         require(
             config.batch_size % n == 0, "batch_size", f"{config.batch_size} is no multiple of rollout.group_size={n}"

@@ -3,7 +3,7 @@
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · processes.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
-           incarnations.jsonl · checkpoints/ (checkpoint_folder.py) · exports/version-000012/ · stop
+           incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint_folder.py) · exports/version-000012/ · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
 """
@@ -52,6 +52,7 @@ class Run:
         self.hf = self.folder / "hf"
         self.checkpoints = self.folder / "checkpoints"
         self.exports = self.folder / "exports"
+        self.trajectories = self.folder / "trajectories"
         self.incarnations = self.folder / "incarnations.jsonl"
         self.processes = self.folder / "processes.json"
         self.stop = self.folder / "stop"

@@ -93,7 +93,7 @@ Event = Hello | Ended | Cleared | Alive
 
 def start_order(config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = ()) -> Start:
     """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter."""
-    module = _MODULES.get(process.pool) or ("areal_megatron.train" if config.mode == "rl" else "areal_megatron.sft")
+    module = _MODULES.get(process.pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
     command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
     if process.pool != "controller":
         command += ["--index", str(process.index)]

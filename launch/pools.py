@@ -73,7 +73,7 @@ class Placement:
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Disjoint pools for the config's trainers and engines (SFT has no engines and no controller).
+    """Disjoint pools for the config's trainers and engines (SFT has no engines and no controller, a replay no engines).
 
     Both pools share `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
     what was found, what was asked for and what to change: for names that are malformed or come twice, nodes without
@@ -92,7 +92,7 @@ def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node
         own = nodes if pool in shared else rollout_nodes
         places[pool.name] = _place(pool, own, free, shared if pool in shared else [pool])
         _check_alike(pool, own, places[pool.name])
-    processes = [Process("controller", "controller", 0, nodes[0].name, ())] if "rollout" in places else []
+    processes = [Process("controller", "controller", 0, nodes[0].name, ())] if config.mode != "sft" else []
     ranks = [slot for group in places["trainer"] for slot in group]
     processes += [Process(f"trainer-{rank}", "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
     engines = enumerate(places.get("rollout", []))

@@ -14,6 +14,7 @@ from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
 from areal_megatron.checkpoint_folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.dumps import recorded
 from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
@@ -81,16 +82,28 @@ def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] =
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
     check_input(config)
     run = Run(config.run_dir)
-    return Beginning(config, run, outcome, _resumed(config, run))
+    checkpoint = _resumed(config, run)
+    if config.mode == "replay":
+        _check_replay(config, run, checkpoint)
+    return Beginning(config, run, outcome, checkpoint)
 
 
 def check_input(config: Config) -> None:
     """What can be checked without nodes. Raises ConfigError."""
     check_model(config)
-    check_data(config)
+    if config.mode != "replay":
+        check_data(config)
     if config.mode == "rl":
         load_function(config.reward.function, config.reward.timeout_s)
         check_workflow(config)
+
+
+def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> None:
+    """Raises ConfigError for a folder without the batches that are asked for."""
+    folder = Path(config.data.train)
+    if folder.absolute().is_relative_to(run.folder):
+        raise ConfigError(f"name: {config.name} is the run whose batches are replayed; choose another name=…")
+    recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)
 
 
 def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:

@@ -21,7 +21,7 @@ from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.files import records, shares
-from areal_megatron.data.prompts import Cursor
+from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of
 from areal_megatron.rollout import state
 from areal_megatron.rollout.schedule import FILTERED, TRAINED
 from areal_megatron.run import Run, Start
@@ -42,6 +42,8 @@ class Batch:
     """Admission version of each trajectory."""
     prompts: list[Prompt]
     """Of each trajectory."""
+    max_staleness: int
+    """η of the incarnation that trained it."""
 
 
 def audit(run: Run) -> list[str]:
@@ -52,7 +54,7 @@ def audit(run: Run) -> list[str]:
     faults += check_trajectories(config, batches)
     checkpoint, problems = checkpoint_folder.newest(run)
     faults += problems
-    if checkpoint:
+    if checkpoint and config.mode == "rl":
         faults += check_dispositions(config, checkpoint, batches)
     return faults
 
@@ -86,7 +88,8 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
                 key: [x for part in parts for x in part[key]] for key in ("uids", "admission_versions", "prompts")
             }
             batches.append(Batch(number, parts[0]["version"], parts[0]["applied"], merged["uids"],
-                                 merged["admission_versions"], [tuple(prompt) for prompt in merged["prompts"]]))  # fmt: skip
+                                 merged["admission_versions"], [tuple(prompt) for prompt in merged["prompts"]],
+                                 parts[0].get("max_staleness", config.rollout.max_staleness)))  # fmt: skip
         if end is not None and number_after(batches, start) < end:
             faults.append(
                 f"the ledger of incarnation {start.incarnation} ends before batch {end}, from which the run went on"
@@ -123,7 +126,7 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
             if seen.setdefault(prompt, batch.number) != batch.number:
                 faults.append(f"{_name(prompt)} was trained in batch {seen[prompt]} and in batch {batch.number}")
         for uid, admitted in zip(batch.uids, batch.admitted, strict=True):
-            if not 0 <= batch.version - admitted <= config.rollout.max_staleness:
+            if not 0 <= batch.version - admitted <= batch.max_staleness:
                 faults.append(
                     f"trajectory {uid}, admitted at version {admitted}, was trained by version {batch.version}"
                 )
@@ -133,7 +136,7 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
 def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint, batches: list[Batch]) -> list[str]:
     """What the controller says of each prompt that it drew before the checkpoint is what became of it."""
     ids, cursor = drawing(config)
-    saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares)
+    saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
     said: dict[Prompt, str] = {}
     faults = []
     claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
@@ -164,7 +167,8 @@ def drawing(config: Config) -> tuple[list[int], Cursor]:
     """Ids of all prompts, in their order, and the cursor that draws them."""
     prompts = list(records(config.data.train))
     mixture = shares(config.data.train, [prompt.source for prompt in prompts])
-    return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture)
+    ranks = ranks_of(config, map(pass_rate_of, prompts))
+    return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture, ranks=ranks)
 
 
 def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Prompt]:
@@ -199,11 +203,10 @@ def main() -> int:
         print(fault)
     batches, _ = surviving(run, configuration.load(run.config))
     checkpoint, _ = checkpoint_folder.newest(run)
-    kinds = Counter()
-    if checkpoint:
-        config = configuration.load(run.config)
+    kinds, config = Counter(), configuration.load(run.config)
+    if checkpoint and config.mode == "rl":
         ids, cursor = drawing(config)
-        saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares)
+        saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
         kinds = Counter(kind.partition(":")[0] for _, _, kind in saved.schedule.dispositions)
     print(f"{len(faults)} faults in {len(batches)} batches of {len(run.starts())} incarnations; at the newest checkpoint "
           f"{kinds[TRAINED]} prompts trained, {kinds[FILTERED]} filtered, {kinds['skipped']} skipped")  # fmt: skip

@@ -1,7 +1,7 @@
 """How good a model is: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
 
     python tools/evaluate.py MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--max-new-tokens N] [--reward FUNCTION]
-                             [--seed 1] [--device auto] [--tp 1] [--out FOLDER]
+                             [--seed 1] [--device auto] [--tp 1] [--out FOLDER] [--pass-rates FILE.jsonl]
 
 MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/evaluation.md). Starts one vLLM engine, asks
 it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. Killed and
@@ -24,11 +24,13 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
 from evaluation_folder import Folder, Sampled, digest, files_digest
 from figures import new_folder, write_json
 
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError, Data, Machine, Model, Reshard, Reward, Rollout
+from areal_megatron.data.files import records
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.model_check import check_model
@@ -43,7 +45,7 @@ from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.workflows import single_turn
 from areal_megatron.rollout.workflows.single_turn import Sampling
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import Run, RunError, write_atomically
 from launch.engines import slots
 from launch.hosts import Here
 from launch.local import device_of
@@ -180,6 +182,19 @@ def result_of(answers: Sequence[Sampled], ks: Sequence[int]) -> dict[str, object
     }
 
 
+def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
+    """The rows of `data` as JSONL, each with its share of correct answers as `pass_rate`. Raises ConfigError."""
+    given: dict[int, list[bool]] = {}
+    for answer in answers:
+        given.setdefault(answer.item, []).append(answer.correct)
+    rows = (record.row | {"pass_rate": sum(own) / len(own)} for record in records(data) for own in [given[record.id]])
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
+    except OSError as e:
+        raise ConfigError(f"--pass-rates: {file} cannot be written: {e.strerror}") from None
+
+
 def table(result: dict[str, object]) -> str:
     rows = [f"{name:<10}{figure['value']:>8.2%}   95% interval {figure['low']:.2%} – {figure['high']:.2%}"
             for name, figure in result.items() if isinstance(figure, dict) and "value" in figure]  # fmt: skip
@@ -263,6 +278,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
     parser.add_argument("--out", type=Path, help="folder to begin or to go on with; default: runs/evaluation-N")
+    parser.add_argument("--pass-rates", type=Path, metavar="FILE.jsonl",
+                        help="write the rows of DATA here, each with its pass_rate, for rollout.pass_rate")  # fmt: skip
     options = parser.parse_args(arguments)
     options.k = options.k or sorted({1, options.n})
     positive = {"--n": options.n, "--max-new-tokens": options.max_new_tokens, "--workers": options.workers, "--tp": options.tp,
@@ -292,6 +309,8 @@ def main(arguments: list[str] | None = None) -> int:
                 fill(evaluation, folder)
             result = result_of(list(folder.answers.values()), options.k)
             write_json(out / "result.json", {"settings": evaluation.settings} | result)
+            if options.pass_rates:
+                write_pass_rates(options.data, list(folder.answers.values()), options.pass_rates)
     except KeyboardInterrupt:
         _say("interrupted; the same command with the same --out goes on")
         return 128 + signal.SIGINT

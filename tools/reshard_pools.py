@@ -61,7 +61,6 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool) -> tuple[Run, Con
             tp=1 if core_each else 2,
             max_new_tokens=MAX_TOKENS,
             max_running=16,
-            kv_cache_gb=0.25,
         ),
     )
     run = Run(config.run_dir)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class Prompt:
     """Number of its file in a mixture."""
     reward: str = ""
     """Reward that its format is made for; empty: any."""
+    pass_rate: float | None = None
+    """Share of right answers that somebody has measured; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
     """The prompts of data.train or data.eval, as `key` says, those beyond data.max_prompt_tokens among them.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced length}
-    or of another format of data/formats.py. Raises ConfigError that names file and row for an unreadable or empty file,
+    or of another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError that names file and row for an unreadable or empty file,
     a row of no format, a missing field, a wrong type, a prompt that the chat template refuses, a forced length above
     rollout.max_new_tokens, or if no prompt fits.
     """
@@ -56,7 +59,9 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
     if (shortest := min(map(len, tokens))) > limit:
         raise ConfigError(f"{text}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
     return [
-        Prompt(record.id, text_of(item.prompt), item.answer, ids, length, record.source, item.reward)
+        Prompt(
+            record.id, text_of(item.prompt), item.answer, ids, length, record.source, item.reward, pass_rate_of(record)
+        )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]
 
@@ -82,6 +87,7 @@ def check_data(config: Config) -> None:
         _check_reward(config, prompts, f"data.{key}")
         if key == "train":
             cursor(config, prompts)
+            _check_pass_rates(config, prompts)
         elif shares(config.data.eval, [prompt.source for prompt in prompts]):
             raise ConfigError("data.eval: every prompt is asked once; leave the weights out")
 
@@ -93,8 +99,13 @@ class Cursor:
     too few are left for another share. Which ones follows from seed and epoch alone.
     """
 
-    def __init__(self, size: int, seed: int, at: tuple[int, int] = (0, 0), shares: Sequence[tuple[int, int]] = ()):
+    def __init__(self, size: int, seed: int, at: tuple[int, int] = (0, 0), shares: Sequence[tuple[int, int]] = (),
+                 ranks: Sequence[float] = ()):  # fmt: skip
+        """`ranks`: of every position, what an epoch is ordered by, the least first; empty: in a random order."""
         self._size, self._seed, self.shares = size, seed, list(shares)
+        self._ranks = np.array(ranks, np.float64)
+        self.order = zlib.crc32(self._ranks.tobytes())
+        """Stands for `ranks`; 0 if there are none."""
         self._epoch, self._next = at
         self._order = self._shuffled()
 
@@ -114,7 +125,8 @@ class Cursor:
 
     def _shuffled(self) -> np.ndarray:
         members = [np.arange(self._size)] if not self.shares else self._drawn()
-        return np.random.default_rng([self._seed, self._epoch]).permutation(np.concatenate(members))
+        order = np.random.default_rng([self._seed, self._epoch]).permutation(np.concatenate(members))
+        return order[np.argsort(self._ranks[order], kind="stable")] if len(self._ranks) else order
 
     def _drawn(self) -> list[np.ndarray]:
         """The positions of this epoch, of each source."""
@@ -129,7 +141,31 @@ class Cursor:
 
 def cursor(config: Config, members: Sequence[Prompt] | Sequence[Example], at: tuple[int, int] = (0, 0)) -> Cursor:
     """Over all that `read_prompts` or `read_examples` gave of data.train. Raises ConfigError as `shares`."""
-    return Cursor(len(members), config.seed, at, shares(config.data.train, [member.source for member in members]))
+    ranks = ranks_of(config, (member.pass_rate for member in members))
+    return Cursor(
+        len(members), config.seed, at, shares(config.data.train, [member.source for member in members]), ranks
+    )
+
+
+def ranks_of(config: Config, pass_rates: Iterable[float | None]) -> list[float]:
+    """What rows with these pass rates are ordered by where an epoch is to begin with the easiest prompts, else [].
+
+    Those of which nothing is known come last.
+    """
+    return [1.0 if rate is None else -rate for rate in pass_rates] if _is_easiest_first(config) else []
+
+
+def _is_easiest_first(config: Config) -> bool:
+    bounds = config.rollout.pass_rate
+    return config.mode == "rl" and bool(bounds) and bounds[0] > bounds[1]
+
+
+def pass_rate_of(record: Record) -> float | None:
+    """The field `pass_rate` of a row. Raises ConfigError."""
+    rate = record.row.get("pass_rate")
+    if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
+        raise ConfigError(f"{record.where}: pass_rate is {rate!r}, expected a number from 0 to 1")
+    return rate
 
 
 def _forced_length(record: Record, max_new_tokens: int) -> int | None:
@@ -138,6 +174,17 @@ def _forced_length(record: Record, max_new_tokens: int) -> int | None:
         raise ConfigError(f"{record.where}: response_tokens is {length!r}, expected a whole number from 1 to "
                           f"rollout.max_new_tokens={max_new_tokens}")  # fmt: skip
     return length
+
+
+def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError where rollout.pass_rate leaves nothing to draw, or nothing to order by."""
+    bounds = sorted(config.rollout.pass_rate)
+    if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
+        raise ConfigError(f"rollout.pass_rate: no row of {config.data.train} has a pass_rate to order by; "
+                          "tools/evaluate.py --pass-rates writes them")  # fmt: skip
+    fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
+    if bounds and not any(rate is None or bounds[0] <= rate <= bounds[1] for rate in fitting):
+        raise ConfigError(f"rollout.pass_rate: every prompt of {config.data.train} has one outside of {bounds}")
 
 
 def _check_reward(config: Config, prompts: Sequence[Prompt], key: str) -> None:

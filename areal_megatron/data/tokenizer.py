@@ -77,9 +77,9 @@ class Tokenizer:
             return "".join(message["content"] for message in messages)
         return self._as_chat(messages, "messages", tools)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        """Text without special tokens, or with them."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
     def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}

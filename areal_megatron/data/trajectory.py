@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -79,3 +81,14 @@ def encoder() -> msgspec.msgpack.Encoder:
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
     """Decodes and checks the type; raises msgspec.ValidationError. Nothing is ever unpickled."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+def store(value: Any, path: Path) -> None:
+    """Encodes it into a file, which is there whole and synced, or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    with temporary.open("wb") as file:
+        file.write(encoder().encode(value))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -33,7 +33,7 @@ def check(config: Config, require: Require) -> None:
 
 def _check_critic(config: Config, require: Require) -> None:
     algorithm, critic = config.ppo.algorithm, config.ppo.critic
-    require(config.mode == "rl", "ppo.critic", "supervised runs have no critic")
+    require(config.mode != "sft", "ppo.critic", "supervised runs have no critic")
     require("lr" in critic, "ppo.critic", "needs lr, the critic's learning rate: {lr: 1e-5}")
     require(algorithm in OF_CRITIC, "ppo.critic", f"ppo.algorithm={algorithm} has the other answers of the group as its "
             f"baseline; with a critic set it to {' or '.join(OF_CRITIC)}")  # fmt: skip

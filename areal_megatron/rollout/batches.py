@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import split
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.rollout.generation import Generation
 from areal_megatron.rollout.protocol import NextBatch, NotYet, Packed, PublishAgain, Refused, Stop, Trained, packed
 from areal_megatron.rollout.schedule import Schedule
+
+log = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -42,13 +47,18 @@ class Batches:
     """One batch at a time: asked for, formed, handed to every replica, trained."""
 
     def __init__(
-        self, config: Config, schedule: Schedule, generation: Generation, flops: SequenceFlops, first: int = 0
-    ):
-        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before."""
+        self, config: Config, schedule: Schedule, generation: Generation, flops: SequenceFlops, first: int = 0,
+        dumps: Path | None = None,
+    ):  # fmt: skip
+        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before; `dumps`: folder
+        in which every batch is kept."""
         self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
         self.number = first
         self._batch: asyncio.Future[tuple[list[Packed], dict[str, Any]]] | None = None
         """The parts of what is in training, or soon will be, and its numbers."""
+        self._dumps = dumps
+        self._dump: asyncio.Future | None = None
+        """The writing of the batch that was formed last."""
         self._formed = asyncio.Event()
         self._asked = False
         self.stopping = False
@@ -104,6 +114,9 @@ class Batches:
             asyncio.to_thread(self._pack, trajectories, self.number, self._schedule.version)
         )
         self._batch.add_done_callback(lambda _: self._formed.set())
+        if self._dumps:
+            dump = Dump(number=self.number, version=self._schedule.version, trajectories=trajectories)
+            self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps))
 
     def _pack(self, trajectories: list[Trajectory], number: int, version: int) -> tuple[list[Packed], dict[str, Any]]:
         config = self._config
@@ -138,6 +151,15 @@ class Batches:
         if not self.stopping:
             self._formed = asyncio.Event()
         return account | message.metrics
+
+    async def dumped(self) -> None:
+        """Returns when the batch that was formed last is on disk, or cannot be written, which the run survives."""
+        writing, self._dump = self._dump, None
+        try:
+            if writing:
+                await writing
+        except OSError as e:
+            log.error("batch %d is not kept: %s", self.number, e)
 
     def publish_again(self) -> bool:
         """Has the trainers publish the current version again, unless one of them may be training: whether it has."""

@@ -2,7 +2,7 @@
 
 One asyncio process without torch. It samples from the engines under the schedule, scores the answers, serves
 batches to the trainers, drives the weight updates and evaluates. It ends with code 0 after the trainers' Bye and
-the last evaluation, with code 1 and one line that names the process if anything fails, with code 2 for wrong input.
+the last evaluation (a replay: without engines and evaluations, see replay.py), with code 1 and one line that names the process if anything fails, with code 2 for wrong input.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from areal_megatron import checkpoint_folder
 from areal_megatron.address import address
 from areal_megatron.config import Config, ConfigError, load
+from areal_megatron.data.dumps import forget
 from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.prompts import cursor, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ from areal_megatron.rollout.protocol import (
     Trained,
     Written,
 )
+from areal_megatron.rollout.replay import Replay
 from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.service import Service
@@ -84,7 +86,7 @@ class Controller:
                                      self.timeline, on_finished=lambda: self.batches.try_form(),
                                      is_lost=self.members.is_lost, episodes=self.episodes)  # fmt: skip
         self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
-                               self.start.batches)  # fmt: skip
+                               self.start.batches, run.trajectories if config.rollout.dump else None)  # fmt: skip
         self.evaluation = Evaluation(config, self.members.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
                                      self.members.is_lost, self.episodes)  # fmt: skip
         self.service = Service(address(config.machine.host), run.token, self._handle)
@@ -97,9 +99,11 @@ class Controller:
         self._evaluations: set[asyncio.Task] = set()
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of this process's part."""
+        forget(run.trajectories, self.start.batches)
         if self.start.checkpoint:
             written = Path(self.start.checkpoint) / "controller.msgpack"
-            saved = state.read(written, len(prompts), config.seed, cursor(config, prompts).shares)
+            drawn = cursor(config, prompts)
+            saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
             self.generation.restore(saved)
             self.rewards.failures = saved.reward_failures
         if self.start.incarnation:  # of what came before, the versions up to this one count; without a checkpoint none
@@ -148,6 +152,7 @@ class Controller:
                 self.startup.mark("trainers")
                 return await self.batches.next(message)
             case Trained():
+                await self.batches.dumped()  # it had the time of the training; no second one waits in memory
                 return self._trained(message)
             case Publish():
                 self.startup.mark("trainers")
@@ -250,7 +255,7 @@ class Controller:
 
 async def control(config: Config, run: Run) -> None:
     """Lives until the run is over or SIGTERM asks for an end; then raises CancelledError."""
-    controller = Controller(config, run)
+    controller = (Replay if config.mode == "replay" else Controller)(config, run)
     life = asyncio.create_task(controller.live())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
     try:

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from areal_megatron.address import address, socket_settings
 from areal_megatron.config import Config, load
+from areal_megatron.reshard.architectures import read_config
+from areal_megatron.rollout import kv_cache
 from areal_megatron.run import Run, from_command_line
 
 SERVED_MODEL = "policy"
-GIB = 1 << 30
 
 
 def server_command(config: Config, host: str, port: int) -> list[str]:
@@ -42,7 +43,8 @@ def server_command(config: Config, host: str, port: int) -> list[str]:
     if rollout.expert_parallel:
         command += ["--enable-expert-parallel"]
     if runs_on_cpu(config):
-        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(rollout.kv_cache_gb * GIB))]
+        size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
+        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
         # A step that prefills a part of a prompt takes back the draw of its seed, which a CPU generator cannot do.
         command += ["--no-enable-chunked-prefill"]
         if rollout.tp == 1:

@@ -17,6 +17,7 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.rollout.client import Completion, EngineClient, EngineError
 from areal_megatron.rollout.context import Context
+from areal_megatron.rollout.difficulty import Difficulty
 from areal_megatron.rollout.episode import Place
 from areal_megatron.rollout.episodes import Ended, Episodes
 from areal_megatron.rollout.fleet import Engine
@@ -26,9 +27,11 @@ from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
 from areal_megatron.rollout.workflows.single_turn import BROKEN_OFF, Sampling
+from areal_megatron.run import RunError
 
 log = logging.getLogger(__name__)
 _BREAK_OFF_S = 10.0
+_TOO_LONG = "longer than data.max_prompt_tokens"
 IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
 """Whether a request to an engine's client failed because that process is gone; then the engine is taken for lost."""
 
@@ -46,6 +49,7 @@ class Generation:
         self._on_finished, self._is_lost = on_finished, is_lost
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = cursor(config, prompts)
+        self._difficulty = Difficulty(config.rollout.pass_rate)
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
         self._again: deque[tuple[int, int]] = deque()
@@ -71,6 +75,8 @@ class Generation:
             begun={group.number: self._begun[group.number] for group in schedule.begun},
             prompts_too_long=self.prompts_too_long,
             mixture=self._cursor.shares,
+            order=self._cursor.order,
+            pass_rates=dict(self._difficulty.measured),
         )
 
     def restore(self, state: State) -> None:
@@ -91,6 +97,7 @@ class Generation:
         if self._begun:
             log.info("going on with %s", _described(self._begun))
         self._cursor = cursor(self._config, self._prompts, state.cursor)
+        self._difficulty.measured = dict(state.pass_rates)
         self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:
@@ -158,7 +165,8 @@ class Generation:
         return self._schedule.admit(engine.index, epoch, prompt.id)
 
     def _draw(self) -> tuple[int, Prompt]:
-        """Next prompt that fits; those that do not are skipped and counted."""
+        """Next prompt that fits; those that do not are skipped and counted. Raises RunError if none is left that does."""
+        skipped = 0
         while True:
             if self._again:
                 epoch, prompt_id = self._again.popleft()
@@ -166,10 +174,18 @@ class Generation:
             else:
                 epoch, position = self._cursor.next()
                 prompt = self._prompts[position]
-            if len(prompt.tokens) <= self._config.data.max_prompt_tokens:
+            if not (reason := self._reason_to_skip(prompt)):
                 return epoch, prompt
-            self._schedule.skip_prompt(epoch, prompt.id, "longer than data.max_prompt_tokens")
-            self.prompts_too_long += 1
+            self._schedule.skip_prompt(epoch, prompt.id, reason)
+            self.prompts_too_long += reason == _TOO_LONG
+            skipped += 1
+            if skipped % len(self._prompts) == 0 and all(map(self._reason_to_skip, self._prompts)):
+                raise RunError(f"rollout.pass_rate: no prompt is left that is not too easy, too hard or too long for "
+                               f"{sorted(self._config.rollout.pass_rate)}")  # fmt: skip
+
+    def _reason_to_skip(self, prompt: Prompt) -> str:
+        fits = len(prompt.tokens) <= self._config.data.max_prompt_tokens
+        return self._difficulty.reason_to_skip(prompt) if fits else _TOO_LONG
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
         rollout, prompt = self._config.rollout, self._by_id[group.prompt_id]
@@ -203,7 +219,7 @@ class Generation:
                 return
             self.wake()
             sampled = await self._scored(prompt, sampled)
-        if self._is_useless(sampled):
+        if self._is_useless(prompt, sampled):
             self._schedule.filter(group)
         else:
             self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
@@ -218,10 +234,9 @@ class Generation:
         return [Ended(context.with_answer(answer, score.truncated), score)
                 for answer, score in zip(answers, scores, strict=True)]  # fmt: skip
 
-    def _is_useless(self, sampled: list[Ended]) -> bool:
+    def _is_useless(self, prompt: Prompt, sampled: list[Ended]) -> bool:
         trained = any(ended.score.trained and ended.context.answers for ended in sampled)
-        uniform = len({ended.score.reward for ended in sampled}) == 1
-        return not trained or (uniform and self._config.rollout.filter_uniform_groups)
+        return self._difficulty.filters(prompt, [ended.score for ended in sampled]) or not trained
 
 
 def _described(begun: dict[int, list[Completion]]) -> str:

@@ -6,14 +6,13 @@ Those that were running then are generated again, or, where the run was asked to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.trajectory import Trajectory, decoder, encoder
+from areal_megatron.data.trajectory import Trajectory, decoder, store
 from areal_megatron.rollout.client import Completion
 from areal_megatron.rollout.schedule import Saved
 
@@ -34,24 +33,21 @@ class State(msgspec.Struct, kw_only=True):
     reward_failures: int = 0
     mixture: list[tuple[int, int]] = []
     """(rows, rows drawn an epoch) of each file of data.train, where they have weights."""
+    order: int = 0
+    """Of data/prompts.Cursor."""
+    pass_rates: dict[int, float] = {}
+    """By prompt, of its group that finished last."""
 
 
-_encode = encoder().encode
 _decode = decoder(State).decode
 
 
 def write(state: State, path: Path) -> None:
     """Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        file.write(_encode(state))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    store(state, path)
 
 
-def read(path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = ()) -> State:
+def read(path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = (), order: int = 0) -> State:
     """Raises ConfigError if it cannot be read, or belongs to another order of prompts than this data and seed give."""
     try:
         state = _decode(path.read_bytes())
@@ -65,4 +61,7 @@ def read(path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]]
     if state.mixture != list(mixture):
         raise ConfigError("data.train: the checkpoint was made with other weights, which order the prompts: go on with the "
                           "same, or start a new run from the exported model")  # fmt: skip
+    if state.order != order:
+        raise ConfigError("rollout.pass_rate: the checkpoint was made with prompts in another order: go on with the same range "
+                          "and pass rates of rows, or start a new run from the exported model")  # fmt: skip
     return state

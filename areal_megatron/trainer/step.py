@@ -77,7 +77,7 @@ class Trainer:
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
         self._flops = SequenceFlops.of(self.hf_config)
-        chunks, reinforced = build_model(config, self.sizes, self.device), config.mode == "rl"
+        chunks, reinforced = build_model(config, self.sizes, self.device), config.mode != "sft"
         hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
         asked = reinforced and config.ppo.has_reference  # before a checkpoint brings other weights
         self._reference = Reference(parameter for _, parameter in named_parameters(chunks)) if asked else None
@@ -142,7 +142,7 @@ class Trainer:
     def _steps(self) -> int:
         """Of the policy in the whole run."""
         config = self.config
-        if config.mode != "rl":
+        if config.mode == "sft":
             return config.updates
         return (config.updates - (self.critic.warmup if self.critic else 0)) * config.ppo.minibatches
 
@@ -309,6 +309,7 @@ class Trainer:
         line = {
             "incarnation": self.run.incarnation,
             "version": part.version,
+            "max_staleness": self.config.rollout.max_staleness,
             "applied": applied,
             "prompts": [[t.epoch, t.prompt_id] for t in part.trajectories],
             "uids": [t.uid for t in part.trajectories],

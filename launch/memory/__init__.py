@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, Trainer
+from areal_megatron.rollout.kv_cache import longest_answer, machine_bytes
 from launch.memory.activations import microbatch_tokens
-from launch.memory.engine import engine_memory, kv_tokens, longest_answer
+from launch.memory.engine import engine_memory, kv_tokens
 from launch.memory.parts import GIB, Part, RankMemory
 from launch.memory.trainer import checkpoint_bytes, trainer_memory
 
@@ -38,11 +39,12 @@ class MemoryPlan:
         return "\n".join([*lines, disk])
 
 
-def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0) -> MemoryPlan:
+def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0, memory: int = 0) -> MemoryPlan:
     """What a run of `config` (machine.device chosen) takes on slots of `gpu_gib` GiB; 0: not known, nothing checked.
 
     Raises ConfigError, with the figure, the limit and what to change, for trainers that do not fit, and for engines
-    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked.
+    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in bytes
+    that all engines share; 0: that of this machine.
     """
     on_cuda = config.machine.device == "cuda"
     trainer = trainer_memory(config, hf_config, on_cuda)
@@ -50,9 +52,12 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
     engine = None
     if config.mode == "rl":
-        engine = engine_memory(config, hf_config, int(gpu_gib * GIB), on_cuda)
-        if (gpu_gib or not on_cuda) and not _holds_an_answer(config, hf_config, engine, on_cuda):
-            raise ConfigError(_engine_too_small(config, hf_config, engine, gpu_gib, on_cuda))
+        memory = int(gpu_gib * GIB) if on_cuda else memory or machine_bytes()
+        engine = engine_memory(config, hf_config, memory, on_cuda)
+        if on_cuda and gpu_gib and not _holds_an_answer(config, hf_config, engine):
+            raise ConfigError(_engine_too_small(config, hf_config, engine, gpu_gib))
+        if not on_cuda and engine.total * config.rollout.tp > memory:
+            raise ConfigError(_machine_too_small(config, engine, memory))
     checkpoint, settings = checkpoint_bytes(config, hf_config), config.checkpoint
     return MemoryPlan(trainer, engine, checkpoint, settings.keep + 1 if settings.every else 0, gpu_gib)
 
@@ -73,7 +78,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
 
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
     """Other sizes on as many GPUs, those that cost the least speed first."""
-    t, longest = config.trainer, longest_answer(config) if config.mode == "rl" else 1
+    t, longest = config.trainer, longest_answer(config) if config.mode != "sft" else 1
     if microbatch_tokens(config) > longest:
         yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
     for recompute in dict.fromkeys((t.recompute, "full")):
@@ -98,28 +103,28 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
         yield f"trainer.pp={t.pp * factor} {more}", replace(t, recompute="full", pp=t.pp * factor)
 
 
-def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory, on_cuda: bool) -> bool:
+def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory) -> bool:
     """vLLM itself refuses to start otherwise."""
-    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda) >= longest_answer(config)
+    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True) >= longest_answer(config)
 
 
-def _engine_too_small(
-    config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float, on_cuda: bool
-) -> str:
+def _machine_too_small(config: Config, found: RankMemory, memory: int) -> str:
+    return (f"rollout.max_new_tokens: an engine needs {_gib(found.total * config.rollout.tp)} GiB with a KV cache for one answer of "
+            f"{longest_answer(config):,} tokens with its prompt, this machine has {_gib(memory)}: lower it")  # fmt: skip
+
+
+def _engine_too_small(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
     left, longest = found.of("KV cache"), longest_answer(config)
-    tokens = kv_tokens(config, hf_config, left, on_cuda)
-    if not on_cuda:
-        return (f"rollout.kv_cache_gb: {config.rollout.kv_cache_gb:g} holds {tokens:,} tokens, an answer may have {longest:,} "
-                "with its prompt: raise it, or lower rollout.max_new_tokens")  # fmt: skip
+    tokens = kv_tokens(config, hf_config, left, on_cuda=True)
     used = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in found.parts if part.name != "KV cache")
     problem = (f"an engine rank has {_gib(left)} GiB left for its KV cache on a GPU of {gpu_gib:g} ({used}): {tokens:,} "
                f"tokens, an answer may have {longest:,} with its prompt")  # fmt: skip
     for text, changed in _smaller_engines(config):
         try:
-            engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda)
+            engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda=True)
         except ConfigError:
             continue
-        if _holds_an_answer(changed, hf_config, engine, on_cuda):
+        if _holds_an_answer(changed, hf_config, engine):
             return f"{problem}; with {text} it has {_gib(engine.of('KV cache'))}"
     return f"{problem}; raise rollout.tp, or lower rollout.max_new_tokens"
 

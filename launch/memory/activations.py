@@ -109,7 +109,7 @@ class Layer:
 def microbatch_tokens(config: Config) -> int:
     """Of the largest micro-batch: the cap, a longer trajectory, or all of a mini-batch that is smaller."""
     cap, tp = config.trainer.microbatch_tokens, config.trainer.tp
-    if config.mode == "rl":
+    if config.mode != "sft":
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         cap = max(longest, min(cap, config.batch_size // config.ppo.minibatches * longest))
     return -(-cap // tp) * tp
@@ -119,7 +119,7 @@ def in_flight(config: Config, stage: int) -> int:
     """Forward passes of one model chunk that stage `stage` keeps at once under 1F1B (with virtual stages the
     interleaved schedule: megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches, and the one at hand)."""
     t = config.trainer
-    minibatches = config.ppo.minibatches if config.mode == "rl" else 1
+    minibatches = config.ppo.minibatches if config.mode != "sft" else 1
     most = max(config.batch_size // (minibatches * t.dp), 1)
     if t.vpp == 1:
         return min(t.pp - stage, most)

@@ -13,19 +13,21 @@ from areal_megatron.reshard.architectures.table import LAYER_PREFIX
 from areal_megatron.reshard.layout import Layout
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.vllm import EngineSizes
-from launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, ITEMSIZE, LINK, Part, RankMemory
+from areal_megatron.rollout import kv_cache
+from areal_megatron.rollout.kv_cache import longest_answer
+from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, Part, RankMemory
 
 UTILIZATION = 0.92
 """Of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass of an engine on a GPU of 70 GiB and more (vLLM's default; less on smaller ones)."""
-BLOCK_TOKENS = {True: 16, False: 128}
+BLOCK_TOKENS = {True: 16, False: kv_cache.CPU_BLOCK_TOKENS}
 """Tokens of a KV block, on CUDA and on CPU."""
 
 
-def engine_memory(config: Config, hf_config: Mapping[str, Any], gpu_bytes: int, on_cuda: bool) -> RankMemory:
-    """The fullest rank of an engine; its KV cache is what is left of `gpu_bytes` (0: not known; may be negative), on
-    CPU rollout.kv_cache_gb. Raises ConfigError where the sizes do not fit the model."""
+def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool) -> RankMemory:
+    """The fullest rank of an engine; its KV cache is what is left of the `available` bytes of a GPU (0: not known; may be
+    negative), on CPU what requests need on a machine of as many bytes. Raises ConfigError where the sizes do not fit the model."""
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
     layout = max((vllm.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
     weights, staged = _elements(layout), staging_elements(layout, config.reshard.staging == "streamed")
@@ -33,37 +35,26 @@ def engine_memory(config: Config, hf_config: Mapping[str, Any], gpu_bytes: int, 
         Part("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
         Part("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
     ]
-    kv_cache = int(config.rollout.kv_cache_gb * GIB)
     if on_cuda:
         parts.append(Part("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"))
         communicators = COMMUNICATOR * (sizes.ranks > 1) + LINK
         parts.append(Part("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"))
-        kv_cache = int(UTILIZATION * gpu_bytes) - sum(part.bytes for part in parts)
-    if gpu_bytes or not on_cuda:
-        parts.append(Part("KV cache", kv_cache, kv_note(config, hf_config, kv_cache, on_cuda)))
+        size = int(UTILIZATION * available) - sum(part.bytes for part in parts)
+    else:
+        size = kv_cache.cpu_bytes(config, hf_config, available)
+    if available:
+        parts.append(Part("KV cache", size, kv_note(config, hf_config, size, on_cuda)))
     return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
 
 
-def kv_tokens(config: Config, hf_config: Mapping[str, Any], kv_cache: int, on_cuda: bool) -> int:
+def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> int:
     """Tokens whose keys and values an engine holds, in whole blocks."""
     block = BLOCK_TOKENS[on_cuda]
-    return max(kv_cache, 0) // (kv_bytes_per_token(config, hf_config) * block) * block
+    return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
 
 
-def kv_bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Of one rank: keys and values of its heads in every layer; with tp above kv_heads the heads are replicated."""
-    d = architecture(hf_config).dimensions
-    heads = max(d.kv_heads // config.rollout.tp, 1)
-    return 2 * d.layers * heads * d.head_dim * ITEMSIZE[config.model.dtype]
-
-
-def longest_answer(config: Config) -> int:
-    """Tokens of the longest sequence, vLLM's max_model_len."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
-def kv_note(config: Config, hf_config: Mapping[str, Any], kv_cache: int, on_cuda: bool) -> str:
-    tokens, longest = kv_tokens(config, hf_config, kv_cache, on_cuda), longest_answer(config)
+def kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
+    tokens, longest = kv_tokens(config, hf_config, size, on_cuda), longest_answer(config)
     return (f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
             f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}")  # fmt: skip
 

@@ -65,7 +65,7 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
         # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
         Part("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
         Part("optimizer", *_optimizer(config, sizes, own)),
-        Part("reference", element * own.all if config.mode == "rl" and config.ppo.has_reference else 0, "frozen parameters"),
+        Part("reference", element * own.all if config.mode != "sft" and config.ppo.has_reference else 0, "frozen parameters"),
         Part("critic", *_critic(config, hf_config, sizes, stage)),
         Part("activations", kept, activations.describe(config, stage)),
         Part("log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"),
@@ -101,7 +101,7 @@ def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> tuple[int, st
 
 def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> tuple[int, str]:
     """Its parameters, gradients and optimizer states, as the policy's; the activations of the two take turns."""
-    if config.mode != "rl" or not config.ppo.critic:
+    if config.mode == "sft" or not config.ppo.critic:
         return 0, ""
     own, element = held(hf_config, sizes, stage, critic=True), ITEMSIZE[config.model.dtype]
     size = (element + 4) * own.all + _optimizer(config, sizes, own)[0]
@@ -143,7 +143,7 @@ def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     parameters and two moments (`fully_reshardable`), each once whatever the number of ranks; of a critic too."""
     model = architecture(hf_config)
     elements = sum(map(prod, model.canonical.values()))
-    if config.mode == "rl" and config.ppo.critic:
+    if config.mode != "sft" and config.ppo.critic:
         head = 0 if model.tied else model.dimensions.vocabulary * model.dimensions.hidden
         elements += elements - head + model.dimensions.hidden
     return (ITEMSIZE[config.model.dtype] + MAIN + MOMENTS) * elements

@@ -37,7 +37,9 @@ def launch(world, tmp_path, *overrides):
         (["rollout.workflow={no.such:thing: 2}"], ["rollout.workflow", "no.such"]),
         (["rollout.workflow.multi_turn=0"], ["rollout.workflow", "multi_turn must be a number above 0"]),
         (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
-        (["rollout.kv_cache_gb=1e-6"], ["rollout.kv_cache_gb: 1e-06 holds 0 tokens", "56"]),
+        (["rollout.pass_rate=[0.9, 0.1]"], ["rollout.pass_rate", "train.jsonl has a pass_rate to order by"]),
+        (["rollout.pass_rate=[0.1]"], ["rollout.pass_rate", "two numbers from 0 to 1"]),
+        (["mode=replay"], ["train.jsonl", "rollout.dump=true"]),
         (["data.max_prompt_tokens=2"], ["train.jsonl", "data.max_prompt_tokens is 2"]),
     ],
 )

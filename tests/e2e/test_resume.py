@@ -1,17 +1,23 @@
 """Runs that are killed and go on: from the newest whole checkpoint, nothing lost, nothing trained twice."""
 
+import json
 import random
 import re
 import subprocess
 import time
+from collections import Counter
 
 import pytest
 import torch
-from audit_run import audit
+from audit_run import audit, drawing, surviving
 from safetensors.torch import load_file
 
 from areal_megatron.checkpoint_folder import complete, newest
+from areal_megatron.config import load
+from areal_megatron.data.dumps import dumped
+from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.rollout.state import read
 from areal_megatron.run import Run
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
@@ -21,19 +27,28 @@ def trained(run: Run) -> list[int]:
     return [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 
 
-CHANGES = {"held_out": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.filter_uniform_groups": True,
+CHANGES = {"held_out": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.pass_rate": [0, 1],
            "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
+
+
+def rated(world) -> str:
+    """A mixture of prompts of which some are known to be too easy or too hard, and nothing is known of others."""
+    for name in ("train", "heldout"):
+        rows = [json.loads(line) for line in (world / f"{name}.jsonl").read_text().splitlines()[:400]]
+        rows = [row | {"pass_rate": [1.0, 0.5, None, 0.0][number % 4]} for number, row in enumerate(rows)]
+        (world / f"rated-{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"{world / 'rated-train.jsonl'}:0.8,{world / 'rated-heldout.jsonl'}:0.2"
 
 
 def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
     """Of the launcher everything dies with it; a trainer rank and the controller take the run along. Asked to stop, it
-    keeps what was sampled."""
-    mixture = f"{world / 'train.jsonl'}:0.8,{world / 'heldout.jsonl'}:0.2"
-    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10, "data.train": mixture,
+    keeps what was sampled. The bound becomes another one each time, and prompts are drawn from the easiest on."""
+    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10, "data.train": rated(world),
+                         "rollout.pass_rate": [0.9, 0.1], "rollout.dump": True,
                          "rollout.max_running": 4}  # fmt: skip  # one group: something is always running
     settings = small(world, **changes)
-    for incarnation, victim in enumerate(("launcher", "trainer-0", "controller")):
-        started = local_run("killed", *settings)
+    for incarnation, (victim, eta) in enumerate((("launcher", 4), ("trainer-0", 1), ("controller", 0))):
+        started = local_run("killed", *settings, f"rollout.max_staleness={eta}")
         run = Run(started.folder)
         last = f"version-{2 * incarnation + 2:06d}"
         started.wait_for(lambda: [path for path in complete(run) if path.name >= last])  # noqa: B023
@@ -53,6 +68,14 @@ def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
     assert kept == gone_on_with and int(kept[0].split()[0]) > 0
     assert trained(run) == list(range(1, 11))
     assert audit(run) == []
+    config = load(run.config)
+    batches, _ = surviving(run, config)
+    dumps = [read_dump(path) for path in dumped(run.trajectories).values()]
+    assert [sorted(t.uid for t in dump.trajectories) for dump in dumps] == [sorted(batch.uids) for batch in batches]
+    ids, cursor = drawing(config)
+    saved = read(complete(run)[-1] / "controller.msgpack", len(ids), config.seed, cursor.shares, cursor.order)
+    kinds = Counter(kind for *_, kind in saved.schedule.dispositions)
+    assert kinds["trained"] == 80 and kinds["skipped: pass rate 1"] > 100 and kinds["filtered"] > 0
     assert len(complete(run)) == 2 and complete(run)[-1].name == "version-000010"
     whole, exported = (load_file(folder / "model.safetensors") for folder in (run.hf, run.exports / "version-000010"))
     assert whole.keys() == exported.keys()

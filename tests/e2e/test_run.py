@@ -6,6 +6,8 @@ import stat
 from collections import Counter
 
 import pytest
+import torch
+import trajectories
 from reshard_oracle import expected_checksums, held_checksums
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -52,16 +54,19 @@ def ledger(run: Run):
 
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
-def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
-    """The longest one with a workflow of several turns."""
-    turns = {"rollout.workflow": "{tests.e2e.workflows:twice: 2}", "rollout.max_new_tokens": 64} if eta == 4 else {}
-    started = local_run(f"eta-{eta}", *small(world, **turns | {
-        "reshard.staging": "streamed" if eta == 1 else "full", "rollout.max_staleness": eta, "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse",
-    }))  # fmt: skip
+def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta):
+    """The longest one has a workflow of several turns, and keeps its trajectories, which are read and replayed afterwards."""
+    changes = {"rollout.max_staleness": eta, "rollout.pass_rate": [0, 1], "reward.function": "tests.e2e.rewards:coarse",
+               "reshard.staging": "streamed" if eta == 1 else "full"}  # fmt: skip
+    if eta == 4:
+        changes |= {"rollout.dump": True, "trainer.dp": 2, "machine.slots": 3, "rollout.max_new_tokens": 64,
+                    "rollout.workflow": "{tests.e2e.workflows:twice: 2}"}  # fmt: skip
+    started = local_run(f"eta-{eta}", *small(world, **changes))
     assert started.wait() == 0, started.output
     run = Run(started.folder)
     lines = ledger(run)
-    assert [line["version"] for line in lines] == list(range(6))
+    replicas = 2 if eta == 4 else 1
+    assert sorted(line["version"] for line in lines) == sorted([*range(6)] * replicas)
     staleness = [line["version"] - admitted for line in lines for admitted in line["admission_versions"]]
     assert min(staleness) >= 0 and max(staleness) <= eta
     assert Counter(uid for line in lines for uid in line["uids"]).most_common(1)[0][1] == 1
@@ -70,6 +75,31 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
     assert updates[-1]["groups_filtered"] > 0
     several = [u["turns_mean"] for u in updates]
     assert (max(several) > 1) == (eta == 4) and min(several) >= 1 and not updates[-1].get("workflow_failures")
+    if eta == 4:
+        check_ratios(run, world / "model", capsys)
+        recorded = changes | {"mode": "replay", "data.train": run.trajectories}
+        check_replay(run, local_run("replay", *small(world, **recorded)))
+
+
+def check_ratios(run, model, capsys):
+    """What the engine's tokens of version 0 were sampled with is what Hugging Face computes with these weights."""
+    assert trajectories.main([str(run.folder), "--version", "0", "--model", str(model), "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == 32 and all(set(answer["versions"]) == {0} for answer in found)
+    assert max(abs(ratio) for answer in found for ratio in answer["log_ratios"]) < 1e-4
+
+
+def check_replay(run, started):
+    """Without engines the trainers compute what they did, bit for bit."""
+    assert started.wait() == 0, started.output
+    replay = Run(started.folder)
+    before, after = (load_file(folder / "model.safetensors") for folder in (run.hf, replay.hf))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    for replica in range(2):
+        assert replay.ledger(replica).read_text() == run.ledger(replica).read_text()
+    losses = [[line["loss"] for line in read_metrics(one) if line["kind"] == "update"] for one in (run, replay)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert sorted(path.stem for path in (replay.folder / "logs").iterdir()) == ["controller", "trainer-0", "trainer-1"]
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):

@@ -28,7 +28,7 @@ def make_run(folder, world, *, rollout=None, **keys):
         data=Data(train=str(world / "train.jsonl"), max_prompt_tokens=32),
         machine=Machine(device="cpu", timeout_s=60),
     )
-    settings = {"group_size": 4, "max_new_tokens": 24, "max_running": 16, "kv_cache_gb": 0.25, "temperature": 0.7}
+    settings = {"group_size": 4, "max_new_tokens": 24, "max_running": 16, "temperature": 0.7}
     config.rollout = Rollout(**settings | (rollout or {}))
     run = Run(folder)
     run.create()

@@ -11,8 +11,11 @@ import psutil
 import pytest
 
 from areal_megatron.config import save
+from areal_megatron.data.dumps import dumped
+from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.data.trajectory import encoder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import read_spans
 from areal_megatron.rollout.protocol import (
@@ -37,6 +40,7 @@ from areal_megatron.rollout.state import read
 from tests.engine.engines import ask, lengthened, make_run, started_engine
 
 ETA = 1
+msgpack = encoder()
 LONG = 1500
 
 
@@ -124,7 +128,7 @@ def check_parts(parts, config, prompts, tokenizer, version):
 
 
 def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
-    run, config, process = start(updates=5)
+    run, config, process = start(updates=5, rollout={"dump": True})
     client = connect(run)
     tokenizer = Tokenizer(config.model.path)
     prompts = {p.id: p for p in read_prompts(config, "train", tokenizer)}
@@ -146,6 +150,11 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     third = check_parts(take(client, 2, 1), config, prompts, tokenizer, version=1)
     client.request(Trained(2, 1, True, {}))
     assert len({t.uid for t in first + second + third}) == 3 * config.batch_size
+    dumps = [read_dump(path) for path in dumped(run.trajectories).values()]
+    assert [(dump.number, dump.version) for dump in dumps] == [(0, 0), (1, 0), (2, 1)], "on disk once it is trained"
+    for dump, batch in zip(dumps, (first, second, third), strict=True):
+        by_uid = {t.uid: msgpack.encode(t) for t in batch}
+        assert {t.uid: msgpack.encode(t) for t in dump.trajectories} == by_uid
 
     # The engine has never committed version 1: nothing that version 2 may train can be admitted.
     assert isinstance(client.request(NextBatch(0, 3, 2)), NotYet)

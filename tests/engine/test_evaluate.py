@@ -20,7 +20,7 @@ class Started:
     def __init__(self, world, data, out, *more):
         command = [sys.executable, "tools/evaluate.py", str(world / "model"), str(data), "--n", str(N), "--k", "1,2,4",
                    "--max-new-tokens", "40", "--reward", "tests.e2e.rewards:coarse", "--out", str(out), *more]  # fmt: skip
-        self.out = out
+        self.data, self.out = data, out
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, text=True, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)},
                                         preexec_fn=take_interrupts)  # fmt: skip
@@ -105,8 +105,14 @@ def test_a_killed_evaluation_goes_on_and_gives_the_figures_of_its_answers(start)
         assert result["avg@4"]["value"] == pytest.approx(average, abs=1e-12) and 0 < average < 1
         assert result["pass@2"]["value"] == pytest.approx(pair, abs=1e-12)
 
-    others = start("killed", "--k", "3").finish()
+    rated = again.out / "rated.jsonl"
+    others = start("killed", "--k", "3", "--pass-rates", str(rated)).finish()
     assert "pass@3" in others and "starting" not in others, "other k need no engine"
+    rows = [json.loads(line) for line in rated.read_text().splitlines()]
+    assert [row.pop("pass_rate") for row in rows] == [
+        sum(a["correct"] for a in answers if a["item"] == item) / N for item in range(ITEMS)
+    ]
+    assert rows == [json.loads(line) for line in again.data.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

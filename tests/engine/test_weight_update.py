@@ -50,7 +50,7 @@ class Server:
             {"name": "run", "runs_dir": str(folder), "updates": 1, "batch_size": 8,
              "model": {"path": str(self.folders[0]), "dtype": "float32"}, "data": {"train": "none"},
              "machine": {"device": "cpu", "timeout_s": 20}, "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
-             "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": 1000, "max_running": 8, "kv_cache_gb": 0.25}},
+             "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": 1000, "max_running": 8}},
             self.run.config,
         )  # fmt: skip
         self.config = load(self.run.config)

@@ -132,6 +132,14 @@ def test_faults_in_the_ledger_are_found(past, plant, words):
     assert any(words in fault for fault in audit(past.run)), audit(past.run)
 
 
+def test_each_batch_is_held_to_the_bound_of_its_incarnation(past):
+    for replica in range(2):
+        past.edit(replica, 2, admission_versions=[0] * GROUP, max_staleness=2)
+    assert audit(past.run) == []
+    past.edit(0, 2, max_staleness=1)
+    assert "trajectory 8, admitted at version 0, was trained by version 2" in audit(past.run)
+
+
 def without_one(saved):
     saved.schedule.dispositions.pop()
     return saved

@@ -35,6 +35,8 @@ def test_every_slot_belongs_to_at_most_one_process(tp, pp, dp, engines, engine_t
 
 def test_sft_has_trainers_only():
     assert {p.pool for p in allocate(config(engines=3, mode="sft"), slots(1)).processes} == {"trainer"}
+    replay = allocate(config(tp=2, engines=3, mode="replay"), slots(2))
+    assert [p.name for p in replay.processes] == ["controller", "trainer-0", "trainer-1"]
 
 
 def test_pools_that_do_not_fit_say_what_was_asked_and_found():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
-from areal_megatron.data.prompts import Cursor, check_data, cursor, read_examples, read_prompts
+from areal_megatron.data.prompts import Cursor, check_data, cursor, ranks_of, read_examples, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.rollout.state import State
@@ -244,6 +244,42 @@ def test_a_mixture_goes_on_exactly_where_it_was(after):
     assert [whole.next() for _ in range(60)] == [again.next() for _ in range(60)]
 
 
+def test_prompts_are_drawn_easiest_first_and_a_resumed_run_goes_on_exactly():
+    rates = [None, 0.5, 0.9, 0.1, 0.5, None, 1.0, 0.5]
+    ordered = Config(name="x", updates=1, model=Model("m"), data=Data("d"), rollout=Rollout(pass_rate=[1, 0]))
+    ranks = ranks_of(ordered, rates)
+    whole = Cursor(8, seed=3, ranks=ranks)
+    drawn = [whole.next() for _ in range(24)]
+    epochs = [[position for e, position in drawn if e == epoch] for epoch in range(3)]
+    for order in epochs:
+        assert sorted(order) == list(range(8))
+        assert [rates[position] for position in order] == [1.0, 0.9, 0.5, 0.5, 0.5, 0.1, None, None]
+    assert len({tuple(order) for order in epochs}) > 1, "those of one rate in an order of each epoch"
+    for after in (3, 8, 13):
+        first = Cursor(8, 3, ranks=ranks)
+        for _ in range(after):
+            first.next()
+        again = Cursor(8, 3, first.at, ranks=ranks)
+        assert [again.next() for _ in range(24 - after)] == drawn[after:]
+    mixed = Cursor(8, 3, shares=[(4, 4), (4, 2)], ranks=ranks)
+    order = [mixed.next()[1] for _ in range(6)]
+    assert [ranks[position] for position in order] == sorted(ranks[position] for position in order)
+    ordered.rollout.pass_rate = [0, 1]
+    assert ranks_of(ordered, rates) == [] and Cursor(8, 3).order == 0 != whole.order
+    assert whole.order != Cursor(8, 3, ranks=ranks[::-1]).order
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, "0.5", True, [0.5]])
+def test_a_pass_rate_that_is_none_is_named(folder, tmp_path, rate):
+    path = write(tmp_path, GOOD | {"pass_rate": 0.25}, GOOD | {"pass_rate": None}, GOOD | {"pass_rate": rate})
+    with pytest.raises(ConfigError) as error:
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert f"data.jsonl:3: pass_rate is {rate!r}, expected a number from 0 to 1" in str(error.value)
+    write(tmp_path, GOOD | {"pass_rate": 0.25}, GOOD | {"pass_rate": None}, GOOD | {"pass_rate": 1})
+    prompts = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert [prompt.pass_rate for prompt in prompts] == [0.25, None, 1]
+
+
 def test_training_draws_from_several_files_by_weight(folder, tmp_path):
     for name, count in (("a", 4), ("b", 9)):
         rows = [json.dumps({"prompt": f"{name}{number}", "answer": "1"}) + "\n" for number in range(count)]
@@ -264,6 +300,8 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
                   prompts_too_long=0, mixture=MIXTURE)  # fmt: skip
     write_state(saved, tmp_path / "state")
     assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
+    with pytest.raises(ConfigError, match=r"rollout.pass_rate: the checkpoint was made with prompts in another order"):
+        read_state(tmp_path / "state", 40, 3, MIXTURE, order=7)
     for other in ([], [(10, 5), (30, 5)]):
         with pytest.raises(ConfigError, match=r"data.train: the checkpoint was made with other weights"):
             read_state(tmp_path / "state", 40, 3, other)

@@ -20,6 +20,9 @@ class World:
         self.groups_per_batch = rng.choice([1, 2, 4])
         self.batch_size = self.n * self.groups_per_batch
         self.staleness = rng.choice([0, 1, 2, 4, 8])
+        self.resumes = rng.choice([0.005, 0.05])
+        self.raised = self.lowered = 0
+        """How often the bound was changed."""
         self.filter_share = rng.choice([0.0, 0.15, 0.4])
         self.updates = rng.choice([3, 10_000, 10_000])
         self.schedule = Schedule(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness,
@@ -141,7 +144,9 @@ class World:
         broken_off = [group.number for group in self.running if self.rng.random() < 0.4]
         saved = self.schedule.save(broken_off)
         if self.rng.random() < 0.5:
-            self.staleness = self.rng.choice([0, 1, 2, 4, 8])
+            before, self.staleness = self.staleness, self.rng.choice([0, 1, 2, 4, 8])
+            self.raised += self.staleness > before
+            self.lowered += self.staleness < before
         self.schedule = Schedule(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness,
                                  updates=self.updates)  # fmt: skip
         lost = self.schedule.restore(saved)
@@ -172,7 +177,7 @@ class World:
 
     def step(self):
         act = self.rng.random()
-        if self.rng.random() < 0.005:
+        if self.rng.random() < self.resumes:
             self.resume()
         if act < 0.20 and self.schedule.engines and self.begun:
             self.go_on()
@@ -221,7 +226,6 @@ class World:
             self.end((group.epoch, group.prompt_id), "skipped: the run ended")
         self.schedule.end("the run ended")
         self.assert_books_agree()
-        return self.version
 
 
 class Choices(random.Random):
@@ -245,8 +249,14 @@ def test_any_schedule_keeps_the_rules(numbers):
 
 
 def test_long_random_schedules_keep_the_rules():
-    versions = [World(random.Random(seed)).play(steps=400) for seed in range(RANDOM_SCHEDULES)]
-    assert sum(versions) > 10 * RANDOM_SCHEDULES, "the schedules hardly trained anything"
+    worlds = [World(random.Random(seed)) for seed in range(RANDOM_SCHEDULES)]
+    for world in worlds:
+        world.play(steps=400)
+    assert sum(world.version for world in worlds) > 10 * RANDOM_SCHEDULES, "the schedules hardly trained anything"
+    for changes in ("raised", "lowered"):
+        assert sum(getattr(world, changes) > 0 for world in worlds) > RANDOM_SCHEDULES / 3, (
+            "the bound was hardly changed"
+        )
 
 
 @pytest.mark.soak

@@ -1,0 +1,75 @@
+"""Batches on disk: what a run has trained, for people (tools/trajectories.py) and for a replay (rollout/replay.py).
+
+`trajectories/batch-000012.msgpack` in the run folder is the batch that was formed after twelve others had been trained,
+all replicas together. numpy and msgspec only.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data.trajectory import Trajectory, decoder, store
+
+_NAME = re.compile(r"batch-(\d+)\.msgpack")
+
+
+class Dump(msgspec.Struct, kw_only=True):
+    """One batch."""
+
+    number: int
+    """Batches that the run had trained before; above `version` once an update was not applied."""
+    version: int
+    """Policy version that the batch trains."""
+    trajectories: list[Trajectory]
+    """In the order in which the batch was divided into micro-batches."""
+
+
+_decode = decoder(Dump).decode
+
+
+def write(dump: Dump, folder: Path) -> None:
+    """Raises OSError."""
+    store(dump, folder / f"batch-{dump.number:06d}.msgpack")
+
+
+def read(path: Path) -> Dump:
+    """Raises ConfigError."""
+    try:
+        return _decode(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{path}: no dump of a batch: {e}") from None
+
+
+def dumped(folder: Path) -> dict[int, Path]:
+    """Number of each batch → its file, in their order. Raises ConfigError where there is none."""
+    names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else ()
+    found = {int(name[1]): path for path, name in names if name}
+    if not found:
+        raise ConfigError(f"{folder}: no batch-*.msgpack in it; a run with rollout.dump=true writes them into its folder "
+                          "trajectories")  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def recorded(folder: Path, first: int, batch_size: int) -> list[Path]:
+    """Files of the batches from number `first` on. Raises ConfigError where one is missing, or is of another size."""
+    found = {number: path for number, path in dumped(folder).items() if number >= first}
+    for number in range(first, max(found, default=first) + 1):
+        if number not in found:
+            whence = "; begin after it with resume=CHECKPOINT" if found else ""
+            raise ConfigError(f"data.train: {folder} lacks batch {number}{whence}")
+    if (size := len(read(found[first]).trajectories)) != batch_size:
+        raise ConfigError(f"batch_size: {batch_size}, but batches of {folder} have {size} trajectories: set it to that")
+    return list(found.values())
+
+
+def forget(folder: Path, first: int) -> None:
+    """Removes batches from number `first` on: the run has gone back to before them."""
+    for path in folder.glob("batch-*.msgpack"):
+        if (name := _NAME.fullmatch(path.name)) and int(name[1]) >= first:
+            path.unlink()
