@@ -27,6 +27,7 @@ from areal_megatron.run import Run, write_atomically
 
 _NAME = re.compile(r"version-(\d+)")
 _SEAL = "complete.json"
+_REPLACED = "replaced"
 _CRC_BYTES = 64 * 2**20
 """Larger files are checked by their size alone: reading terabytes again would hold up every start."""
 
@@ -84,10 +85,15 @@ def seal(run: Run, version: int, batches: int) -> Checkpoint:
     write_atomically(written / _SEAL, json.dumps(described | {"files": files}))
     _sync(written / _SEAL)
     _sync(written)
-    aside = _set_aside(folder)  # the same version, written before, or of a line of the run that was given up
-    os.rename(written, folder)
+    # The same version, written before, or of a line of the run that was given up
+    before = _set_aside(folder, _REPLACED)
+    try:
+        os.rename(written, folder)
+    except OSError:
+        put_back(run)
+        raise
     _sync(run.checkpoints)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
     return checkpoint
 
 
@@ -131,6 +137,14 @@ def newest(run: Run) -> tuple[Checkpoint | None, list[str]]:
     return None, problems
 
 
+def put_back(run: Run) -> None:
+    """Brings back what `seal` set aside and did not come to replace; while nobody writes."""
+    for path in run.checkpoints.glob(f".version-*.{_REPLACED}"):
+        folder = path.with_name(path.name.removeprefix(".").removesuffix(f".{_REPLACED}"))
+        if not folder.exists():
+            os.rename(path, folder)
+
+
 def remove_unfinished(run: Run) -> None:
     """Removes what an earlier incarnation of the run did not write, or remove, to the end."""
     for path in run.checkpoints.glob(".*"):
@@ -142,12 +156,12 @@ def tidy(run: Run, settings: Settings) -> None:
     for folder in complete(run)[: -settings.keep]:
         version = int(_NAME.fullmatch(folder.name)[1])
         if not settings.keep_every or version % settings.keep_every:
-            shutil.rmtree(_set_aside(folder), ignore_errors=True)
+            shutil.rmtree(_set_aside(folder, "removed"), ignore_errors=True)
 
 
-def _set_aside(folder: Path) -> Path:
+def _set_aside(folder: Path, reason: str) -> Path:
     """Where a folder that may not be there is removed: what is half removed must not look complete."""
-    aside = folder.with_name(f".{folder.name}.removed")
+    aside = folder.with_name(f".{folder.name}.{reason}")
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
         os.rename(folder, aside)

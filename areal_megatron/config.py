@@ -151,6 +151,9 @@ class Rollout:
     """KV cache of a CPU engine; on CUDA it is what is left of the 92% of the memory that vLLM takes."""
     filter_uniform_groups: bool = False
     """Drop groups whose answers all have the same reward: they carry no gradient."""
+    workflow: dict[str, int] = field(default_factory=lambda: {"single_turn": 1})
+    """How a prompt becomes a trajectory, and its turns at most: `multi_turn`, `tool_use`, or the import path
+    `package.module:function` of yours. docs/workflows.md has them all."""
 
 
 @dataclass
@@ -182,7 +185,6 @@ class Reward:
     function: str = "math"
     """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path `package.module:function` of
     `f(prompt, response, answer) -> float`. docs/rewards.md has them all."""
-    workers: int = 1
     timeout_s: float = 10.0
     """A reward that takes longer counts as a wrong answer and is counted."""
     range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
@@ -297,7 +299,7 @@ def check(config: Config, where=lambda key: key) -> None:
 
     for key, dataclass_field, value in _fields(config):
         choices = dataclass_field.metadata.get("choices", ())
-        for chosen in value if isinstance(value, dict) else [value] if choices else []:
+        for chosen in (value if isinstance(value, dict) else [value]) if choices else []:
             near = difflib.get_close_matches(str(chosen), choices, 1)
             hint = f", did you mean {near[0]!r}?" if near else ""
             require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
@@ -309,8 +311,8 @@ def check(config: Config, where=lambda key: key) -> None:
     positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
                 "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
                 "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
-                "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.workers",
-                "reward.timeout_s", "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
+                "rollout.max_new_tokens", "rollout.max_running", "rollout.kv_cache_gb", "reward.timeout_s",
+                "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")

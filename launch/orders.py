@@ -18,6 +18,14 @@ from launch.pools import Process
 from launch.processes import Child, Children
 
 _MODULES = {"controller": "areal_megatron.rollout.controller", "rollout": "areal_megatron.rollout.engine"}
+ON_CPU = {
+    "CUDA_VISIBLE_DEVICES": "",  # torch and vLLM would take a GPU if they saw one
+    "OMP_NUM_THREADS": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: training is a sixth faster, a commit takes half the time
+    # Copies from a mebibyte on bypass the caches: weights put into place take five eighths of the time.
+    "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
+}
+"""Environment of trainer ranks and engines on CPU."""
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 
@@ -96,9 +104,7 @@ def start_order(config: Config, run: Run, process: Process, supervisor: str, pyt
         if process.pool == "trainer":
             settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps tp communication only in this order
     elif process.slots:
-        settings["CUDA_VISIBLE_DEVICES"] = ""  # torch and vLLM would take a GPU if they saw one
-        settings["OMP_NUM_THREADS"] = "1"
-        settings["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages: training is a sixth faster, a commit takes half the time
+        settings |= ON_CPU
         cores = [slot.index for slot in process.slots]
     return Start(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
 

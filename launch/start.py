@@ -17,6 +17,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
+from areal_megatron.rollout.workflows import check_workflow
 from areal_megatron.run import Run
 from launch.plan import Plan, plan
 from launch.pools import Node
@@ -89,6 +90,7 @@ def check_input(config: Config) -> None:
     check_data(config)
     if config.mode == "rl":
         load_function(config.reward.function, config.reward.timeout_s)
+        check_workflow(config)
 
 
 def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:
@@ -105,6 +107,7 @@ def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -
 
 def newest(run: Run) -> Checkpoint | None:
     """The run's newest whole checkpoint; says what is wrong with newer ones. Raises ConfigError where none is whole."""
+    checkpoint_folder.put_back(run)
     checkpoint, problems = checkpoint_folder.newest(run)
     for problem in problems:
         print(f"warning: {problem}; going on from the one before", file=sys.stderr)

@@ -105,7 +105,7 @@ def control(folder: Path) -> None:
         while not life.done() and not (folder / "over").exists():
             await asyncio.sleep(1.0)
             engines = controller.members.engines
-            samples.append({"time": time.monotonic(), "in_flight": sum(e._unfinished for e in engines),
+            samples.append({"time": time.monotonic(), "in_flight": sum(e.running for e in engines),
                             "groups": controller.schedule.version * (BATCH // GROUP) + len(controller.schedule.finished),
                             "rss_gb": process.memory_info().rss / 2**30, "cpu_s": sum(process.cpu_times()[:2]),
                             "late": len(late.seconds)})  # fmt: skip

@@ -33,6 +33,7 @@ from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
 from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.run import Run
+from launch.orders import ON_CPU
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 128
@@ -206,7 +207,7 @@ def _other_cores() -> set[int]:
 
 def _environment() -> dict[str, str]:
     """As the launcher sets it for a rank on CPU."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **ON_CPU, "PYTHONPATH": str(ROOT)}
 
 
 def main() -> None:
@@ -221,7 +222,7 @@ def main() -> None:
     if options.receive:
         receive(options.receive, options.store)
         return
-    if "THP_MEM_ALLOC_ENABLE" not in os.environ:  # torch reads it when it is loaded
+    if "THP_MEM_ALLOC_ENABLE" not in os.environ:  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], _environment())
     torch.set_num_threads(1)
     out = new_folder("bench-sending", options.out)

@@ -35,7 +35,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.observe.estimates import estimate, pass_at_k
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reward.function import load_function
-from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.rollout import fleet
 from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.controller import first_cause
@@ -67,7 +67,7 @@ class Evaluation:
         self.prompts = read_prompts(self.config, "eval", self.tokenizer)
         self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
         check_model(self.config)
-        self.n, self.temperature = options.n, options.temperature
+        self.n, self.temperature, self.workers = options.n, options.temperature, options.workers
         self.rewards = {prompt.id: options.reward or prompt.reward or Reward().function for prompt in self.prompts}
         for name in set(self.rewards.values()):
             load_function(name)
@@ -97,7 +97,8 @@ class Evaluation:
     async def run(self, child: Child, run: Run, folder: Folder) -> None:
         """Until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
         workers = {
-            name: RewardWorkers(replace(self.config.reward, function=name)) for name in set(self.rewards.values())
+            name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path, self.workers)
+            for name in set(self.rewards.values())
         }
         try:
             await asyncio.gather(*(pool.start() for pool in workers.values()))
@@ -107,10 +108,7 @@ class Evaluation:
                     background.append(group.create_task(engine.watch(self.config.machine.timeout_s, lambda: None)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
                     longest = self.config.rollout.max_new_tokens
-                    scorers = {
-                        name: Scorer(self.config.reward, self.tokenizer, pool, longest)
-                        for name, pool in workers.items()
-                    }
+                    scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
                     await self._ask(engine, scorers, folder)
                     for task in background:
                         task.cancel()
@@ -161,9 +159,7 @@ def config_of(options: argparse.Namespace) -> Config:
         machine=Machine(device=options.device),
         rollout=Rollout(tp=options.tp, max_new_tokens=options.max_new_tokens),
         reshard=Reshard(staging="streamed"),  # nothing is to come: no memory for a second copy of the weights
-        reward=Reward(
-            workers=options.workers, timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"
-        ),
+        reward=Reward(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
     )
 
 
@@ -261,7 +257,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=Rollout().temperature, help="0: greedy; default 1")
     parser.add_argument("--max-new-tokens", type=int, default=Rollout().max_new_tokens, help="default: %(default)s")
     parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
-    parser.add_argument("--workers", type=int, default=Reward().workers, help="reward processes; default: %(default)s")
+    parser.add_argument("--workers", type=int, default=default_count(), help="reward processes; default: %(default)s")
     parser.add_argument("--reward-timeout-s", type=float, default=Reward().timeout_s, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of samples, and of the order of choices; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")

@@ -21,6 +21,7 @@ from areal_megatron.config import Config, Data, Machine, Model, Rollout, Trainer
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.rollout.engine import reserve_port, server_command, server_environment
 from areal_megatron.run import Run
+from launch.orders import ON_CPU
 from launch.processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,8 +33,7 @@ SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_he
 ANSWERS, PROMPT_TOKENS, MAX_TOKENS = 8, 64, 4000
 """Of each engine while it generates."""
 START_TIMEOUT_S = 300.0
-ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                            "TOKENIZERS_PARALLELISM": "false", "THP_MEM_ALLOC_ENABLE": "1"}  # fmt: skip
+ENVIRONMENT = os.environ | ON_CPU | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def prepare(out: Path, sizes: dict[str, int], core_each: bool) -> tuple[Run, Config]:

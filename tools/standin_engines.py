@@ -57,12 +57,15 @@ def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
     choices = []
     for index in range(group):
         ids = rng.integers(3, _VOCABULARY, tokens).tolist()
-        logprobs = (-rng.exponential(1.0, tokens)).tolist()
-        content = [{"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-                   for token, logprob in zip(ids, logprobs, strict=True)]  # fmt: skip
-        choices.append({"index": index, "logprobs": {"content": content}, "finish_reason": "stop", "token_ids": ids,
-                        "weight_versions": [{"version": version, "start": 0, "end": tokens}]})  # fmt: skip
-    return msgspec.json.encode({"request_id": "0", "choices": choices, "prompt_logprobs": None})
+        logprobs = (-rng.exponential(1.0, tokens)).astype(np.float32).tolist()
+        sampled = [
+            {"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in zip(ids, logprobs, strict=True)
+        ]
+        content = [token | {"top_logprobs": [token]} for token in sampled]
+        choices.append({"index": index, "finish_reason": "stop", "stop_reason": None, "token_ids": ids, "routed_experts": None,
+                        "sampling_mask": None, "weight_versions": [{"version": version, "start": 0, "end": tokens}],
+                        "logprobs": {"content": content}})  # fmt: skip
+    return msgspec.json.encode({"request_id": "0", "choices": choices})
 
 
 async def nothing(_: web.Request) -> web.Response:

@@ -15,6 +15,9 @@ import tokenizers
 from areal_megatron.config import ConfigError
 from areal_megatron.data.formats import Chat
 
+_ANSWER = "[answer 5f1d80ce]"
+"""Stands for an answer whose tokens are known, where the template is to say what comes after it."""
+
 
 class Tokenizer:
     """Of one Hugging Face model folder. Raises ConfigError if the folder has no usable tokenizer or end token."""
@@ -48,15 +51,41 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
+    def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of messages up to where the model answers. Without a chat template their contents, one after another.
+
+        Raises ConfigError if the template refuses them.
+        """
+        text, plain = self._rendered(messages, tools), self._template is None
+        return self._tokenizer.encode(text, add_special_tokens=plain).ids
+
+    def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of what follows the content of messages[answer], an answer of the model, up to where it answers next.
+
+        They begin with the end token where the template ends an answer with it. Raises ConfigError if the template refuses
+        the messages, or does not show the answer.
+        """
+        replaced = [*messages[:answer], {"role": "assistant", "content": _ANSWER}, *messages[answer + 1 :]]
+        _, *after = self._rendered(replaced, tools).split(_ANSWER)
+        if len(after) != 1:
+            raise ConfigError(f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
+                              "follows it, expected once")  # fmt: skip
+        return self._tokenizer.encode(after[0], add_special_tokens=False).ids
+
+    def _rendered(self, messages: Chat, tools: Sequence[Any] | None) -> str:
+        if self._template is None:
+            return "".join(message["content"] for message in messages)
+        return self._as_chat(messages, "messages", tools)
+
     def decode(self, tokens: list[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _as_chat(self, prompt: str | Chat, place: str) -> str:
+    def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **special)
+            return self._template.render(messages=messages, add_generation_prompt=True, tools=tools, **special)
         except Exception as e:  # the template is the model's: it may fail in any way
             problem = " ".join(str(e).split()) or type(e).__name__
             raise ConfigError(f"{place}: the chat template of {self._folder} refuses the prompt: {problem}") from None

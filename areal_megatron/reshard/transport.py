@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,8 @@ from areal_megatron.reshard.plan import Bucket
 POLL_S = (0.001, 0.005)
 """Between two looks at the store: at first, and at most after a long wait."""
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
 
 GLOO_TRIES = 5
 """Times that gloo waits for a peer that does not connect before it gives up."""
@@ -159,8 +162,8 @@ class Message:
             raise LinkError(f"{self._what}: {_first_line(e)}") from None
 
 
-Copies = tuple[list[Tensor], list[Tensor]]
-"""Views into parameters, and views of the same shapes into a message."""
+Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.ndarray]]
+"""Views into parameters, and views of the same shapes into a message; arrays where the bytes are copied as they are."""
 
 
 def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Copies:
@@ -171,21 +174,35 @@ def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Co
         held += views
         packed += flat[offset : offset + piece.box.size].view(len(views), *views[0].shape).unbind()
         offset += piece.box.size
+    if flat.device.type == "cpu" and all(view.dtype == flat.dtype for view in held):
+        return [_array(view) for view in held], [_array(place) for place in packed]
     return held, packed
 
 
-@torch.no_grad()
 def pack(copies: Copies) -> None:
     """Parameters → message, cast to the message's dtype."""
     held, packed = copies
-    torch._foreach_copy_(packed, held)
+    _copy(packed, held)
 
 
-@torch.no_grad()
 def unpack(copies: Copies) -> None:
     """Message → parameters."""
     held, packed = copies
-    torch._foreach_copy_(held, packed)
+    _copy(held, packed)
+
+
+def _array(view: Tensor) -> np.ndarray:
+    """The same memory, as integers: numpy has no bfloat16."""
+    return view.detach().view(_INTEGERS[view.dtype.itemsize]).numpy()
+
+
+@torch.no_grad()
+def _copy(targets: list, sources: list) -> None:
+    if targets and isinstance(targets[0], np.ndarray):
+        for target, source in zip(targets, sources, strict=True):
+            np.copyto(target, source)  # memcpy: twice as fast as torch's copy on one core
+    else:
+        torch._foreach_copy_(targets, sources)
 
 
 def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float):

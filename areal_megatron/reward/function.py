@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import math
-import sys
 from collections.abc import Callable
 from numbers import Real
-from pathlib import Path
 
 from areal_megatron.config import ConfigError, Reward
+from areal_megatron.user_function import import_function
 
-RewardFunction = Callable[[str, str, str], float]
+RewardFunction = Callable[[str, str, str], float | tuple[float, str]]
 """f(prompt, response, answer) → score: 1 is correct, 0 is wrong, anything finite between and beyond counts
-in proportion: reward = (1 − score) · incorrect + score · correct."""
+in proportion: reward = (1 − score) · incorrect + score · correct. Or (score, what a model that tries again is told)."""
 
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
 _OWN_SHARE = 0.8
@@ -42,26 +40,18 @@ def load_function(name: str, timeout_s: float = Reward.timeout_s) -> RewardFunct
 
 
 def _import(name: str) -> Callable:
-    module_name, colon, function_name = BUILT_IN.get(name, name).partition(":")
-    if not (module_name and colon and function_name):
+    path = BUILT_IN.get(name, name)
+    if not all(path.partition(":")):
         near = difflib.get_close_matches(name, BUILT_IN, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         expected = f"{', '.join(BUILT_IN)}, an http:// or https:// address, or package.module:function"
         raise ConfigError(f"reward.function: {name!r} is no reward, expected {expected}{hint}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as e:  # the module is the user's: whatever its import raises is his to read
-        raise ConfigError(f"reward.function: cannot import {module_name}: {type(e).__name__}: {e}") from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"reward.function: {module_name} has no function {function_name}")
-    return function
+    return import_function(path, "reward.function")
 
 
-def checked(score: object) -> float:
-    """The score as a float. Raises ValueError for what is no finite number."""
+def checked(result: object) -> tuple[float, str]:
+    """Score and feedback, of which there may be none. Raises ValueError for a score that is no finite number."""
+    score, feedback = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
     if not isinstance(score, Real) or not math.isfinite(score):
         raise ValueError(f"the reward function returned {score!r}, expected a finite number")
-    return float(score)
+    return float(score), feedback if isinstance(feedback, str) else ""

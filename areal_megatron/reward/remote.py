@@ -1,4 +1,4 @@
-"""Scores from a service: POST {"prompt", "response", "answer"}, answered by {"score": number}."""
+"""Scores from a service: POST {"prompt", "response", "answer"}, answered by {"score": number} and maybe {"feedback": text}."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def function(url: str, limit_s: float):
     return functools.partial(score, url=url, limit_s=limit_s)
 
 
-def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> object:
-    """What the service gives as score, not checked. Raises ValueError for any other reply, OSError without one."""
+def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
+    """What the service gives as score and as feedback, not checked. Raises ValueError for any other reply, OSError without one."""
     question = {"prompt": prompt, "response": response, "answer": answer}
     return asyncio.run(_ask(url, question, limit_s))
 
 
-async def _ask(url: str, question: dict[str, str], limit_s: float) -> object:
+async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[object, object]:
     timeout = aiohttp.ClientTimeout(total=limit_s)
     body = bytearray()
     try:
@@ -54,6 +54,7 @@ async def _ask(url: str, question: dict[str, str], limit_s: float) -> object:
     except aiohttp.ClientError as e:
         raise OSError(f"{url}: {e}") from None
     try:
-        return json.loads(body)["score"]
+        reply = json.loads(body)
+        return reply["score"], reply.get("feedback")
     except (ValueError, KeyError, TypeError):
         raise ValueError(f'{url} answered {bytes(body[:100])!r}, expected {{"score": number}}') from None

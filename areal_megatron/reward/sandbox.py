@@ -80,15 +80,16 @@ def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
     return guard.outcome()
 
 
-def check_isolation() -> None:
-    """Runs one program that tries the limits. Raises ConfigError where the machine does not offer the isolation."""
+def check_isolation(key: str = "reward.function") -> None:
+    """Runs one program that tries the limits. Raises ConfigError, naming the config's key that wants it, where the machine
+    does not offer the isolation."""
     try:
         outcome = run(_PROBE, limits=Limits(wall_s=30, threads=8))
         problem = "" if outcome.good else outcome.stderr.strip().rpartition("\n")[2] or f"ended by {outcome.ended}"
     except (SandboxError, OSError, AttributeError) as e:
         problem = str(e)
     if problem:
-        raise ConfigError("reward.function: programs cannot be isolated on this machine, so none is run: it needs "
+        raise ConfigError(f"{key}: programs cannot be isolated on this machine, so none is run: it needs "
                           "Linux 5.14 on x86_64 or aarch64 that lets its users make user namespaces "
                           "(docs/rewards.md says which settings forbid it); "
                           f"what failed: {problem}")  # fmt: skip

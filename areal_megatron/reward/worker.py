@@ -1,7 +1,7 @@
 """A reward worker: scores one answer after the other, in a process that can be killed. Started by workers.py.
 
-Frames on stdin and stdout are four bytes of length and msgpack. The first frame out is Ready; then each
-Answer in gets one Scored out. Whatever the reward function prints goes to stderr.
+Frames on stdin and stdout are four bytes of length and msgpack. The first frame out is Ready; then each list
+of Answer in gets a Scored out for each, as soon as it is known. Whatever the reward function prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import sys
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import checked, load_function
 
 HEADER = struct.Struct("<I")
@@ -29,14 +31,17 @@ class Answer(msgspec.Struct):
     prompt: str
     response: str
     answer: str
+    tokens: bytes | None = None
+    """Instead of the response: its token ids as int32. Decoding is the workers' work, not the event loop's."""
 
 
 class Scored(msgspec.Struct):
     score: float
     problem: str = ""
+    feedback: str = ""
 
 
-def serve(function_name: str, timeout_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
+def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO) -> None:
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
         replies.write(HEADER.pack(len(frame)) + frame)
@@ -44,17 +49,24 @@ def serve(function_name: str, timeout_s: float, requests: BinaryIO, replies: Bin
 
     try:
         function = load_function(function_name, timeout_s)
+        tokenizer = Tokenizer(model) if model else None
     except ConfigError as e:
         reply(Ready(str(e)))
         return
     reply(Ready())
-    decode = msgspec.msgpack.Decoder(Answer).decode
+    decode = msgspec.msgpack.Decoder(list[Answer]).decode
     while header := requests.read(HEADER.size):
-        job = decode(requests.read(HEADER.unpack(header)[0]))
-        try:
-            reply(Scored(checked(function(job.prompt, job.response, job.answer))))
-        except Exception as e:  # the function is the user's: any failure is a wrong answer, never the end of the run
-            reply(Scored(0.0, f"{type(e).__name__}: {e}"))
+        for answer in decode(requests.read(HEADER.unpack(header)[0])):
+            try:
+                text = answer.response
+                if answer.tokens is not None:
+                    text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
+                score, feedback = checked(function(answer.prompt, text, answer.answer))
+                reply(Scored(score, feedback=feedback))
+            except (
+                Exception
+            ) as e:  # the function is the user's: any failure is a wrong answer, never the end of the run
+                reply(Scored(0.0, f"{type(e).__name__}: {e}"))
 
 
 def main() -> None:
@@ -62,7 +74,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.argv[1], float(sys.argv[2]), sys.stdin.buffer, replies)
+    function, timeout_s, model = sys.argv[1:]
+    serve(function, float(timeout_s), model, sys.stdin.buffer, replies)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -18,11 +20,18 @@ _decode_ready = msgspec.msgpack.Decoder(Ready).decode
 _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
 
-class RewardWorkers:
-    """`reward.workers` processes. Callers wait for a free one, so no more is queued than there are callers."""
+def default_count() -> int:
+    """Processes of a run: a quarter of the cores that this process may use, from 1 to 32."""
+    return min(32, max(1, len(os.sched_getaffinity(0)) // 4))
 
-    def __init__(self, config: Reward):
-        self._config = config
+
+class RewardWorkers:
+    """Processes that score. Callers wait for a free one, so no more is queued than there are callers."""
+
+    def __init__(self, config: Reward, model: str | Path = "", count: int = 0):
+        """`model`: the folder whose tokenizer decodes answers that are given as token ids; `count`: processes, 0:
+        `default_count`."""
+        self._config, self._model, self._count = config, str(model), count or default_count()
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
@@ -30,27 +39,26 @@ class RewardWorkers:
 
     async def start(self) -> None:
         """Raises ConfigError if the reward function cannot be loaded."""
-        for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._config.workers))):
+        for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._count))):
             self._free.put_nowait(worker)
 
     async def score(self, answers: Sequence[Answer]) -> list[float]:
         """One score for each answer, in order; a failed one is 0.0 (wrong) and counted in `failures`."""
+        return [scored.score for scored in await self.judge(answers)]
+
+    async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
+        """The same with what the reward function says of them."""
         worker = await self._free.get()
-        if worker.dead:
-            worker = await self._replace(worker)
-        scores = []
+        scores: list[Scored] = []
         try:
-            for answer in answers:
-                scored = await self._score_one(worker, answer)
+            while len(scores) < len(answers):
                 if worker.dead:
                     worker = await self._replace(worker)
-                if scored.problem:
-                    self.failures += 1
-                    if self.failures <= 10 or self.failures % 1000 == 0:
-                        log.warning("reward failure %d: %s", self.failures, scored.problem)
-                scores.append(scored.score)
+                worker.ask(answers[len(scores) :])
+                while len(scores) < len(answers) and not worker.dead:
+                    scores.append(await self._next_score(worker))
         except asyncio.CancelledError:
-            await worker.kill()  # it still owes a score that nobody will read
+            await worker.kill()  # it still owes scores that nobody will read
             raise
         finally:
             self._free.put_nowait(worker)
@@ -59,23 +67,29 @@ class RewardWorkers:
     async def close(self) -> None:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def _score_one(self, worker: _Worker, answer: Answer) -> Scored:
+    async def _next_score(self, worker: _Worker) -> Scored:
         limit = self._config.timeout_s
         try:
-            return await asyncio.wait_for(worker.score(answer), limit)
+            async with asyncio.timeout(limit):
+                scored = await worker.answered()
         except TimeoutError:
             await worker.kill()
-            return Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s")
+            scored = Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s")
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
-            return Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+            scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+        if scored.problem:
+            self.failures += 1
+            if self.failures <= 10 or self.failures % 1000 == 0:
+                log.warning("reward failure %d: %s", self.failures, scored.problem)
+        return scored
 
     async def _replace(self, worker: _Worker) -> _Worker:
         self._workers.discard(worker)
         return await self._new_worker()
 
     async def _new_worker(self) -> _Worker:
-        worker = await _Worker.start(self._config.function, self._config.timeout_s)
+        worker = await _Worker.start(self._config.function, self._config.timeout_s, self._model)
         self._workers.add(worker)
         return worker
 
@@ -86,9 +100,9 @@ class _Worker:
         self.dead = False
 
     @classmethod
-    async def start(cls, function: str, timeout_s: float) -> _Worker:
+    async def start(cls, function: str, timeout_s: float, model: str) -> _Worker:
         pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, "-m", "areal_megatron.reward.worker", function, str(timeout_s)]
+        command = [sys.executable, "-m", "areal_megatron.reward.worker", function, str(timeout_s), model]
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         try:
             ready = _decode_ready(await asyncio.wait_for(worker._read(), _START_TIMEOUT_S))
@@ -105,9 +119,12 @@ class _Worker:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
-    async def score(self, answer: Answer) -> Scored:
-        frame = msgspec.msgpack.encode(answer)
+    def ask(self, answers: Sequence[Answer]) -> None:
+        frame = msgspec.msgpack.encode(answers)
         self._process.stdin.write(HEADER.pack(len(frame)) + frame)
+
+    async def answered(self) -> Scored:
+        """Of the next answer that it was asked for."""
         return _decode_scored(await self._read())
 
     async def kill(self) -> None:

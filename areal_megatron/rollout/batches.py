@@ -13,9 +13,9 @@ import numpy as np
 from areal_megatron.config import Config
 from areal_megatron.data.flops import SequenceFlops
 from areal_megatron.data.packing import split
-from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.rollout.generation import Generation
-from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, PublishAgain, Refused, Stop, Trained
+from areal_megatron.rollout.protocol import NextBatch, NotYet, Packed, PublishAgain, Refused, Stop, Trained, packed
 from areal_megatron.rollout.schedule import Schedule
 
 
@@ -47,8 +47,8 @@ class Batches:
         """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before."""
         self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
         self.number = first
-        self._parts: list[BatchPart] | None = None
-        self._account: dict[str, Any] = {}
+        self._batch: asyncio.Future[tuple[list[Packed], dict[str, Any]]] | None = None
+        """The parts of what is in training, or soon will be, and its numbers."""
         self._formed = asyncio.Event()
         self._asked = False
         self.stopping = False
@@ -58,7 +58,7 @@ class Batches:
         self._trainer_waits, self._straggler = Stopwatch(), Stopwatch()
         self._last_trained = time.monotonic()
 
-    async def next(self, request: NextBatch) -> Part | NotYet | Stop | PublishAgain | Refused:
+    async def next(self, request: NextBatch) -> Packed | NotYet | Stop | PublishAgain | Refused:
         """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
         if request.number == self.number + 1:  # this replica is done with a batch that rank 0 has yet to report
             await asyncio.sleep(0.05)
@@ -77,17 +77,18 @@ class Batches:
             await asyncio.wait_for(self._formed.wait(), min(5.0, self._config.machine.timeout_s / 4))
         except TimeoutError:
             return NotYet()
-        if self._parts is None and self._to_publish:
+        if self._batch is None and self._to_publish:
             return NotYet()
-        if self._parts is None and self.stopping:
+        if self._batch is None and self.stopping:
             return Stop()
-        if self._parts is None:
+        if self._batch is None:
             return Refused(f"batch {request.number} was trained before replica {request.replica} had its part")
-        return Part(self._parts[request.replica])
+        parts, _ = await asyncio.shield(self._batch)
+        return parts[request.replica]
 
     def try_form(self) -> None:
         """Forms the batch if trainers wait for it and the schedule allows it."""
-        if self._parts is not None or not self._asked or self.stopping or self._to_publish:
+        if self._batch is not None or not self._asked or self.stopping or self._to_publish:
             return
         self._trainer_waits.start()
         groups = self._schedule.form_batch()
@@ -97,17 +98,24 @@ class Batches:
             return
         self._trainer_waits.stop()
         self._straggler.stop()
-        config, version = self._config, self._schedule.version
         trajectories = [trajectory for group in groups for trajectory in self._generation.take(group)]
-        self._parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + self.number,
-                            minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens, flops=self._flops,
-                            multiple=config.trainer.microbatch_multiple)  # fmt: skip
-        self._account = describe(trajectories, version, config.reward.range[1])
-        self._formed.set()
+        # A thread: thousands of answers take longer than requests should wait for the event loop.
+        self._batch = asyncio.ensure_future(
+            asyncio.to_thread(self._pack, trajectories, self.number, self._schedule.version)
+        )
+        self._batch.add_done_callback(lambda _: self._formed.set())
+
+    def _pack(self, trajectories: list[Trajectory], number: int, version: int) -> tuple[list[Packed], dict[str, Any]]:
+        config = self._config
+        parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + number,
+                      minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens, flops=self._flops,
+                      multiple=config.trainer.microbatch_multiple)  # fmt: skip
+        return [packed(part) for part in parts], describe(trajectories, version, config.reward.range[1])
 
     def trained(self, message: Trained) -> dict[str, Any] | Refused:
         """Moves the schedule on; the numbers of the update, the trainer's own among them."""
-        if self._parts is None or message.number != self.number or message.version != self._schedule.version:
+        in_training = self._batch is not None and self._batch.done()
+        if not in_training or message.number != self.number or message.version != self._schedule.version:
             return Refused(f"batch {message.number} of version {message.version} is not in training: "
                            f"that is batch {self.number} of version {self._schedule.version}")  # fmt: skip
         if message.applied:
@@ -117,22 +125,23 @@ class Batches:
         now = time.monotonic()
         elapsed, self._last_trained = now - self._last_trained, now
         wait = self._trainer_waits.take()
-        account = self._account | {
-            "effective_tokens_per_s": self._account["trained_tokens"] / elapsed if message.applied else 0.0,
+        _, described = self._batch.result()
+        account = described | {
+            "effective_tokens_per_s": described["trained_tokens"] / elapsed if message.applied else 0.0,
             "straggler_wait_s": self._straggler.take(),
             "trainer_wait_s": wait,
             "trainer_idle_share": min(1.0, wait / elapsed),
             "update_s": elapsed,
         }
         self.number += 1
-        self._parts, self._asked = None, False
+        self._batch, self._asked = None, False
         if not self.stopping:
             self._formed = asyncio.Event()
         return account | message.metrics
 
     def publish_again(self) -> bool:
         """Has the trainers publish the current version again, unless one of them may be training: whether it has."""
-        if self._parts is not None or self.stopping or self._to_publish:
+        if self._batch is not None or self.stopping or self._to_publish:
             return False
         self._to_publish = set(range(self._config.trainer.dp))
         return True
@@ -165,5 +174,11 @@ def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "token_staleness_histogram": {str(k): int(n) for k, n in enumerate(np.bincount(version - trained)) if n},
         "versions_per_answer_mean": float(np.mean([len(np.unique(t.versions)) for t in trajectories])),
+        "turns_mean": float(np.mean([_answers(t.loss_mask) for t in trajectories])),
         "trained_tokens": len(trained),
     }
+
+
+def _answers(loss_mask: np.ndarray) -> int:
+    """Runs of trained tokens."""
+    return int(np.count_nonzero(loss_mask[1:] > loss_mask[:-1])) + int(np.count_nonzero(loss_mask[:1]))

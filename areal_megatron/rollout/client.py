@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import aiohttp
@@ -72,6 +73,7 @@ class _Generated(msgspec.Struct, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Generated).decode
+_logprob = attrgetter("logprob")
 _encode = msgspec.json.encode
 
 
@@ -228,7 +230,7 @@ class EngineClient:
 
 def _completion(choice: _Choice) -> Completion:
     tokens = np.array(choice.token_ids, np.int32)
-    logprobs = np.array([token.logprob for token in choice.logprobs.content], np.float32)
+    logprobs = np.fromiter(map(_logprob, choice.logprobs.content), np.float32, len(choice.logprobs.content))
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions]

@@ -30,6 +30,7 @@ from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.rollout import state
 from areal_megatron.rollout.batches import Batches
 from areal_megatron.rollout.client import EngineError
+from areal_megatron.rollout.episodes import episodes_of
 from areal_megatron.rollout.evaluation import Evaluation
 from areal_megatron.rollout.generation import Generation
 from areal_megatron.rollout.members import Members
@@ -74,17 +75,18 @@ class Controller:
                                  updates=config.updates - (self.start.batches - self.start.version))  # fmt: skip
         self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
         self.metrics = MetricsWriter(run)
-        self.rewards = RewardWorkers(config.reward)
-        scorer = Scorer(config.reward, tokenizer, self.rewards, config.rollout.max_new_tokens)
+        self.rewards = RewardWorkers(config.reward, config.model.path)
+        scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
+        self.episodes = episodes_of(config, tokenizer, scorer)
         self.members = Members(config, run, self.hf_config, self.schedule, wake=lambda: self.generation.wake(),
                                on_lost=lambda engine: self.generation.lose(engine), on_committed=self._committed)  # fmt: skip
         self.generation = Generation(config, self.schedule, self.members.engines, prompts, tokenizer.stop_tokens, scorer,
                                      self.timeline, on_finished=lambda: self.batches.try_form(),
-                                     is_lost=self.members.is_lost)  # fmt: skip
+                                     is_lost=self.members.is_lost, episodes=self.episodes)  # fmt: skip
         self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
                                self.start.batches)  # fmt: skip
         self.evaluation = Evaluation(config, self.members.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
-                                     self.members.is_lost)  # fmt: skip
+                                     self.members.is_lost, self.episodes)  # fmt: skip
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
         self.startup = Startup(self.start.time)
@@ -134,6 +136,8 @@ class Controller:
 
     async def close(self) -> None:
         self.service.close()
+        if self.episodes:
+            await self.episodes.close()
         await self.rewards.close()
         await self.members.close()
         self.metrics.close()
@@ -175,6 +179,8 @@ class Controller:
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
         }
+        if self.episodes:
+            account |= self.episodes.account()
         self._last_update = account
         self.metrics.write("update", self.schedule.version, account)
         if self.startup.mark("first_batch"):

@@ -10,6 +10,8 @@ from areal_megatron.config import Config
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.rollout.client import Completion, EngineError
+from areal_megatron.rollout.episode import Place
+from areal_megatron.rollout.episodes import Ended, Episodes
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.generation import IsLost, cache_salt
 from areal_megatron.rollout.scoring import Scorer
@@ -28,7 +30,10 @@ class Evaluation:
     """Of the prompts of data.eval that fit."""
 
     def __init__(self, config: Config, engines: list[Engine], prompts: list[Prompt], stop_tokens: list[int],
-                 scorer: Scorer, timeline: Timeline, is_lost: IsLost):  # fmt: skip
+                 scorer: Scorer, timeline: Timeline, is_lost: IsLost,
+                 episodes: Episodes | None = None):  # fmt: skip
+        """`episodes`: of the config's workflow, None for single_turn."""
+        self._episodes = episodes
         self._prompts = [p for p in prompts if len(p.tokens) <= config.data.max_prompt_tokens]
         self._config, self._engines, self._stop_tokens = config, engines, stop_tokens
         self._scorer, self._timeline, self._is_lost = scorer, timeline, is_lost
@@ -70,12 +75,14 @@ class Evaluation:
 
     async def _answer(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> tuple[bool, int]:
         async with slots:
-            while (completion := await self._sample(prompt, version)) is None:
+            while (sampled := await self._sample(prompt, version)) is None:
                 pass
-        (score,) = await self._scorer.score(prompt, [completion])
-        return score.correct, len(completion.tokens)
+        if isinstance(sampled, Ended):
+            return sampled.score.correct, len(sampled.tokens)
+        (score,) = await self._scorer.score(prompt, [sampled])
+        return score.correct, len(sampled.tokens)
 
-    async def _sample(self, prompt: Prompt, version: int) -> Completion | None:
+    async def _sample(self, prompt: Prompt, version: int) -> Completion | Ended | None:
         """None: the engine was lost meanwhile."""
         engine = min(self._with(version), key=lambda e: e.running)
         client = engine.client
@@ -83,11 +90,16 @@ class Evaluation:
         try:
             rollout, seed = self._config.rollout, sampling_seed(self._config.seed, "eval", prompt.id)
             sampling = Sampling(client, rollout, self._stop_tokens, cache_salt(rollout, engine.version))
-            (completion,) = await single_turn.sample(sampling, prompt, 1, f"eval-{version}-{prompt.id}", seed)
+            request_id = f"eval-{version}-{prompt.id}"
+            if self._episodes is None:
+                (sampled,) = await single_turn.sample(sampling, prompt, 1, request_id, seed)
+            else:
+                place = Place(prompt, engine.version, request_id, seed, "eval")
+                (sampled,) = await self._episodes.sample(sampling, place, 1)
         except EngineError as e:
             if not await self._is_lost(engine, client, e):
                 raise
             return None
         finally:
             engine.release(1)
-        return completion
+        return sampled

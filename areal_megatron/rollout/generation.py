@@ -16,9 +16,12 @@ from areal_megatron.data.prompts import Prompt, cursor
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.rollout.client import Completion, EngineClient, EngineError
+from areal_megatron.rollout.context import Context
+from areal_megatron.rollout.episode import Place
+from areal_megatron.rollout.episodes import Ended, Episodes
 from areal_megatron.rollout.fleet import Engine
 from areal_megatron.rollout.schedule import Group, Schedule
-from areal_megatron.rollout.scoring import Score, Scorer
+from areal_megatron.rollout.scoring import Scorer
 from areal_megatron.rollout.seeds import sampling_seed
 from areal_megatron.rollout.state import State
 from areal_megatron.rollout.workflows import single_turn
@@ -35,7 +38,9 @@ class Generation:
 
     def __init__(self, config: Config, schedule: Schedule, engines: list[Engine], prompts: list[Prompt],
                  stop_tokens: list[int], scorer: Scorer, timeline: Timeline, on_finished: Callable[[], None],
-                 is_lost: IsLost):  # fmt: skip
+                 is_lost: IsLost, episodes: Episodes | None = None):  # fmt: skip
+        """`episodes`: of the config's workflow, None for single_turn."""
+        self._episodes = episodes
         self._config, self._schedule, self._engines = config, schedule, engines
         self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
         self._on_finished, self._is_lost = on_finished, is_lost
@@ -75,7 +80,10 @@ class Generation:
         finished, begun = (
             [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.begun)
         )
-        lost = [group for group in (*saved.finished, *saved.begun) if len(answers[group.number]) != n]
+        if self._episodes:  # only answers of a single turn go on
+            begun = []
+        kept = {group.number for group in (*finished, *begun)}
+        lost = [group for group in (*saved.finished, *saved.begun) if group.number not in kept]
         lost += self._schedule.restore(replace(saved, finished=finished, begun=begun))
         self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
         self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
@@ -171,35 +179,49 @@ class Generation:
         begun = self._begun.pop(group.number, [])
         # Random numbers of their own for what is sampled later
         place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in begun)] if begun else []))
-        seed = sampling_seed(self._config.seed, "train", *place)
+        seed, request_id = sampling_seed(self._config.seed, "train", *place), f"group-{group.number}"
         start = time.time_ns()
         try:
-            completions = await single_turn.sample(sampling, prompt, n, f"group-{group.number}", seed, begun)
+            if self._episodes is None:
+                sampled = await single_turn.sample(sampling, prompt, n, request_id, seed, begun)
+            else:
+                episode = Place(prompt, group.admission_version, request_id, seed, "train")
+                sampled = await self._episodes.sample(sampling, episode, n)
         except EngineError as e:
             if await self._is_lost(engine, client, e):
                 return
             raise
         finally:
             engine.release(n)
-        tokens = sum(len(c.tokens) for c in completions)
-        engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
-        if any(c.finish_reason == BROKEN_OFF for c in completions):
-            self._begun[group.number] = completions
+        if sampled is None:  # broken off: it begins again in the next launch
             return
-        self.wake()
-        with self._timeline.span("reward", prompt=prompt.id):
-            scores = await self._scorer.score(prompt, completions)
-        if self._is_useless(scores):
+        tokens = sum(len(one.tokens) for one in sampled)
+        engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
+        if self._episodes is None:
+            if any(c.finish_reason == BROKEN_OFF for c in sampled):
+                self._begun[group.number] = sampled
+                return
+            self.wake()
+            sampled = await self._scored(prompt, sampled)
+        if self._is_useless(sampled):
             self._schedule.filter(group)
         else:
-            self._trajectories[group.number] = _trajectories(group, prompt, completions, scores)
+            self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
             self._schedule.finish(group)
         self.wake()
         self._on_finished()
 
-    def _is_useless(self, scores: list[Score]) -> bool:
-        uniform = len({score.reward for score in scores}) == 1
-        return not any(s.trained for s in scores) or (uniform and self._config.rollout.filter_uniform_groups)
+    async def _scored(self, prompt: Prompt, answers: list[Completion]) -> list[Ended]:
+        with self._timeline.span("reward", prompt=prompt.id):
+            scores = await self._scorer.score(prompt, answers)
+        context = Context(prompt.tokens, 0)
+        return [Ended(context.with_answer(answer, score.truncated), score)
+                for answer, score in zip(answers, scores, strict=True)]  # fmt: skip
+
+    def _is_useless(self, sampled: list[Ended]) -> bool:
+        trained = any(ended.score.trained and ended.context.answers for ended in sampled)
+        uniform = len({ended.score.reward for ended in sampled}) == 1
+        return not trained or (uniform and self._config.rollout.filter_uniform_groups)
 
 
 def _described(begun: dict[int, list[Completion]]) -> str:
@@ -212,21 +234,19 @@ def cache_salt(rollout: Rollout, version: int) -> str | None:
     return f"v{version}" if rollout.kv_policy == "keep" else None
 
 
-def _trajectories(group: Group, prompt: Prompt, completions: list[Completion], scores: list[Score]) -> list[Trajectory]:
-    n = len(completions)
-    return [
-        Trajectory(
-            uid=group.number * n + k,
-            epoch=group.epoch,
-            prompt_id=group.prompt_id,
-            admission_version=group.admission_version,
-            prompt=np.array(prompt.tokens, np.int32),
-            response=completion.tokens,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            loss_mask=np.full(len(completion.tokens), score.trained, np.uint8),
-            reward=score.reward,
-            truncated=score.truncated,
-        )
-        for k, (completion, score) in enumerate(zip(completions, scores, strict=True))
-    ]
+def _trajectory(group: Group, k: int, n: int, ended: Ended) -> Trajectory:
+    """The k-th of n of the group."""
+    context, score = ended.context, ended.score
+    return Trajectory(
+        uid=group.number * n + k,
+        epoch=group.epoch,
+        prompt_id=group.prompt_id,
+        admission_version=group.admission_version,
+        prompt=np.array(context.prompt, np.int32),
+        response=context.tokens,
+        logprobs=context.logprobs,
+        versions=context.versions,
+        loss_mask=context.loss_mask * np.uint8(score.trained),
+        reward=score.reward,
+        truncated=score.truncated,
+    )

@@ -106,6 +106,12 @@ class Part(msgspec.Struct, tag=True):
     part: BatchPart
 
 
+class Packed(msgspec.Struct, tag="Part"):
+    """A Part as the controller holds it: encoded already."""
+
+    part: msgspec.Raw
+
+
 class NotYet(msgspec.Struct, tag=True):
     """No batch yet, ask again: sent now and then, so that a long wait for answers is no silent controller."""
 
@@ -158,7 +164,11 @@ decode_envelope = decoder(Envelope).decode
 _decode_answer = decoder(Answer).decode
 
 
-def encode_answer(number: int, body: Reply) -> bytes:
+def packed(part: BatchPart) -> Packed:
+    return Packed(msgspec.Raw(_encode(part)))
+
+
+def encode_answer(number: int, body: Reply | Packed) -> bytes:
     return _encode(Answer(number, body))
 
 

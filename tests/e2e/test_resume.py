@@ -1,6 +1,7 @@
 """Runs that are killed and go on: from the newest whole checkpoint, nothing lost, nothing trained twice."""
 
 import random
+import re
 import subprocess
 import time
 
@@ -10,7 +11,7 @@ from audit_run import audit
 from safetensors.torch import load_file
 
 from areal_megatron.checkpoint_folder import complete, newest
-from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
@@ -24,10 +25,12 @@ CHANGES = {"held_out": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout
            "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
 
 
-def test_a_run_that_is_killed_three_times_goes_on(local_run, world):
-    """Of the launcher everything dies with it; a trainer rank and the controller take the run along."""
+def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
+    """Of the launcher everything dies with it; a trainer rank and the controller take the run along. Asked to stop, it
+    keeps what was sampled."""
     mixture = f"{world / 'train.jsonl'}:0.8,{world / 'heldout.jsonl'}:0.2"
-    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10, "data.train": mixture}
+    changes = CHANGES | {"updates": 10, "checkpoint.every": 2, "checkpoint.hf_every": 10, "data.train": mixture,
+                         "rollout.max_running": 4}  # fmt: skip  # one group: something is always running
     settings = small(world, **changes)
     for incarnation, victim in enumerate(("launcher", "trainer-0", "controller")):
         started = local_run("killed", *settings)
@@ -38,9 +41,16 @@ def test_a_run_that_is_killed_three_times_goes_on(local_run, world):
         kill(started, victim)
         assert ("resuming from" in started.output) == bool(incarnation)
 
+    stopped = local_run("killed", *settings)
+    stopped.wait_for(lambda: run.incarnation == 3 and read_status(run).get("running_groups"))
+    run.stop.touch()
+    assert stopped.wait() == 75, stopped.output
     again = local_run("killed", *settings)
     assert again.wait() == 0, again.output
     assert "resuming from" in again.output
+    kept, gone_on_with = (re.findall(rf"{verb} (\d+ tokens of \d+ answers)", run.log("controller").read_text())
+                          for verb in ("kept", "going on with"))  # fmt: skip
+    assert kept == gone_on_with and int(kept[0].split()[0]) > 0
     assert trained(run) == list(range(1, 11))
     assert audit(run) == []
     assert len(complete(run)) == 2 and complete(run)[-1].name == "version-000010"

@@ -53,7 +53,9 @@ def ledger(run: Run):
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
-    started = local_run(f"eta-{eta}", *small(world, **{
+    """The longest one with a workflow of several turns."""
+    turns = {"rollout.workflow": "{tests.e2e.workflows:twice: 2}", "rollout.max_new_tokens": 64} if eta == 4 else {}
+    started = local_run(f"eta-{eta}", *small(world, **turns | {
         "reshard.staging": "streamed" if eta == 1 else "full", "rollout.max_staleness": eta, "rollout.filter_uniform_groups": True, "reward.function": "tests.e2e.rewards:coarse",
     }))  # fmt: skip
     assert started.wait() == 0, started.output
@@ -66,6 +68,8 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, eta):
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert max(u["staleness_max"] for u in updates) == max(staleness)
     assert updates[-1]["groups_filtered"] > 0
+    several = [u["turns_mean"] for u in updates]
+    assert (max(several) > 1) == (eta == 4) and min(several) >= 1 and not updates[-1].get("workflow_failures")
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):

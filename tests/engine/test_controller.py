@@ -179,7 +179,7 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
 
 
 def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, world, tmp_path):
-    """That it goes on with it: tests/launch/test_slurm.py."""
+    """That it goes on with it: tests/e2e/test_resume.py."""
     long = lengthened(world, tmp_path / "world")
     lines = [json.loads(line) for line in (long / "train.jsonl").read_text().splitlines()]
     lines = [json.dumps(line | {"response_tokens": LONG}) for line in lines]

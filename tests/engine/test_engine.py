@@ -1,6 +1,7 @@
 """The engine as it is started in a run: a real vLLM server behind the guard."""
 
 import asyncio
+import json
 import os
 import signal
 
@@ -9,12 +10,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from chat_world import Judge
+from openai import AsyncOpenAI
+from standin_engines import answers
 from transformers import AutoModelForCausalLM
 
-from areal_megatron.config import Rollout
+from areal_megatron.config import Rollout, load
 from areal_megatron.data.prompts import Prompt
+from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.rollout.client import EngineError
-from areal_megatron.rollout.workflows import single_turn
+from areal_megatron.rollout.episode import Place
+from areal_megatron.rollout.episodes import Episodes
+from areal_megatron.rollout.scoring import Scorer
+from areal_megatron.rollout.workflows import Workflow, multi_turn, single_turn, tool_use
 from areal_megatron.rollout.workflows.single_turn import Sampling
 from tests.engine.engines import ask, lengthened, make_run, started_engine
 
@@ -58,12 +66,28 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference,
         assert_sampled_from(reference, completion)
 
 
-def assert_sampled_from(reference, completion):
-    tokens = torch.tensor([PROMPT + completion.tokens.tolist()])
+def test_the_benchmarks_stand_in_answers_as_an_engine_does(run):
+    request = {"request_id": "raw", "token_ids": PROMPT,
+               "sampling_params": {"n": 2, "max_tokens": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True}}  # fmt: skip
+    answered = json.loads(ask(run, lambda client: client._call("POST", "/inference/v1/generate", request)))
+    stood_in = json.loads(answers("default", tokens=7, group=2, variant=0))
+    assert [*map(form, stood_in["choices"])] == [*map(form, answered["choices"])]
+
+
+def form(choice):
+    """Keys in their order, and types; None where a field is not used."""
+    if isinstance(choice, dict):
+        return {key: form(value) for key, value in choice.items()}
+    return [form(value) for value in choice] if isinstance(choice, list) else type(choice)
+
+
+def assert_sampled_from(reference, completion, prompt=PROMPT, sampled=slice(None)):
+    """`completion`: tokens and log-probabilities; `sampled`: which of them the model has sampled."""
+    tokens = torch.tensor([[*prompt, *completion.tokens.tolist()]])
     with torch.no_grad():
-        logits = reference(tokens).logits[0, len(PROMPT) - 1 : -1]
-    expected = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
-    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+        logits = reference(tokens).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits / TEMPERATURE, -1).gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs[sampled], expected.numpy()[sampled], atol=1e-4)
 
 
 def test_answers_end_with_a_stop_token_or_at_their_limit(run):
@@ -198,6 +222,55 @@ def test_answers_that_were_broken_off_go_on(run, reference):
         assert answer.versions.tolist() == [0] * count + [1] * (1000 - count)
         assert_sampled_from(reference, answer)
     assert all(one is other for one, other in zip(whole, again, strict=True))
+
+
+async def talk(episode):
+    """An agent with the real OpenAI client; one of its calls is of another conversation."""
+    async with episode.openai() as api, AsyncOpenAI(base_url=api.url, api_key=api.key) as client:
+        messages = [{"role": "user", "content": episode.prompt.text}]
+        for turn in range(3):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "42"}]
+            if turn == 0:
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "1+1="}])
+    return 1.0
+
+
+@pytest.mark.parametrize("name", ["multi_turn", "tool_use", "openai"])
+def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, isolation, name):
+    """All of a trajectory's tokens at once through the Hugging Face model: what was said between stands in the context."""
+    workflow, between = {
+        "multi_turn": (multi_turn.run, "42"),
+        "tool_use": (lambda episode: tool_use.run(episode, lambda text: "print(6 * 7)"), "\n```output\n42\n```\n"),
+        "openai": (talk, "42"),
+    }[name]
+    config = load(run.config)
+    tokenizer = Tokenizer(config.model.path)
+    scorer = Scorer(config.reward, Judge(lambda *_: (0.5, "42")), config.rollout.max_new_tokens)
+    episodes = Episodes(config, Workflow(workflow, turns=4 if name == "openai" else 3), tokenizer, scorer)
+    prompt = Prompt(id=0, text="12+34=", answer="", tokens=tokenizer.prompts(["12+34="])[0], response_tokens=None)
+
+    async def sampled(client):
+        try:
+            sampling = Sampling(client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
+            return await episodes.sample(sampling, Place(prompt, 0, "group-0", 2**60, "train"), 3)
+        finally:
+            await episodes.close()
+
+    ended = ask(run, sampled)
+    said = tokenizer.responses([between])[0][:-1]
+    assert len({tuple(one.tokens) for one in ended}) == 3
+    for context in (one.context for one in ended):
+        own = context.loss_mask == 1
+        assert context.answers == 3 and context.prompt == prompt.tokens
+        assert context.tokens[~own].tolist() == said * 2 and not context.logprobs[~own].any()
+        assert (
+            np.isin(context.tokens[own], tokenizer.stop_tokens).sum() == 3
+            and context.tokens[-1] in tokenizer.stop_tokens
+        )
+        assert_sampled_from(reference, context, prompt.tokens, own)
+    expected = {"workflow_failures": 0, "untrained_answers": 3 * (name == "openai"), "refused_calls": 0}
+    assert episodes.account() == expected
 
 
 def test_a_paused_engine_answers_after_it_resumes(run):

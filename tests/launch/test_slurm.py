@@ -1,7 +1,6 @@
 """The scripts of slurm/ on a real Slurm cluster of four virtual nodes, with a model that CPU cores can train."""
 
 import os
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -52,7 +51,7 @@ def tiny(world: Path, runs: Path, **changes) -> list[str]:
     keys = {"name": "run", "runs_dir": runs, "machine.device": "cpu", "machine.slots": 1, "machine.host": "127.0.0.1", "model.dtype": "float32",
             "trainer.tp": 1, "trainer.pp": 2, "trainer.dp": 1, "trainer.microbatch_tokens": 2048, "rollout.tp": 1,
             "rollout.engines": 2, "rollout.max_new_tokens": 24, "rollout.kv_cache_gb": 0.25, "data.max_prompt_tokens": 32,
-            "reward.workers": 1, "checkpoint.hf_every": 0, "optimizer.lr": 3e-3, **changes}  # fmt: skip
+            "checkpoint.hf_every": 0, "optimizer.lr": 3e-3, **changes}  # fmt: skip
     return small(world, **keys)
 
 
@@ -110,9 +109,6 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert held_out[-1] > held_out[0]
     assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
     assert run.start.version >= 5, "what was trained before the preemption was trained again"
-    kept, gone_on_with = (re.findall(rf"{verb} (\d+ tokens of [1-9]\d* answers)", run.log("controller").read_text())
-                          for verb in ("kept", "going on with"))  # fmt: skip
-    assert kept == gone_on_with, "answers that were broken off"
     assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
 
 

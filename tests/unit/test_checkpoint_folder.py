@@ -1,10 +1,13 @@
 """Checkpoints on disk: what is whole, what is chosen, what stays."""
 
+import os
+
 import pytest
 
 from areal_megatron import checkpoint_folder
 from areal_megatron.config import Checkpoint, ConfigError
 from areal_megatron.run import Run, Start
+from launch import start
 
 
 @pytest.fixture
@@ -54,6 +57,23 @@ def test_a_damaged_one_is_named_and_the_one_before_is_chosen(run, damage, messag
     assert chosen.version == 2 and len(problems) == 1
     with pytest.raises(ConfigError, match=message):
         checkpoint_folder.read(run.checkpoints / "version-000004")
+
+
+@pytest.mark.parametrize("failure", [OSError("no space"), SystemExit("killed")])
+def test_the_one_before_is_there_when_writing_the_same_version_again_breaks_off(run, monkeypatch, failure):
+    before = save(run, 2)
+    rename = os.rename
+
+    def fails_at_the_second(source, target):
+        if target == before.folder and source == checkpoint_folder.partial(run, 2):
+            raise failure
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails_at_the_second)
+    with pytest.raises(type(failure)):
+        save(run, 2, batches=3)
+    assert start.newest(run) == before
+    assert [path.name for path in run.checkpoints.glob("version-*")] == ["version-000002"]
 
 
 def test_the_last_ones_and_every_nth_stay(run):

@@ -67,13 +67,13 @@ def url():
     server.server_close()
 
 
-def scored(url, answers, timeout_s=20.0):
+def scored(url, answers, timeout_s=20.0, ask=RewardWorkers.score):
     async def scores():
         pool = RewardWorkers(Reward(function=url, timeout_s=timeout_s))
         await pool.start()
         before = {worker._process.pid for worker in pool._workers}
         try:
-            found = await pool.score(answers)
+            found = await ask(pool, answers)
             return found, pool.failures, before == {worker._process.pid for worker in pool._workers}
         finally:
             await pool.close()
@@ -84,6 +84,14 @@ def scored(url, answers, timeout_s=20.0):
 def test_a_service_scores(url):
     answers = [Answer("ab", "∑é", "score"), Answer("", "x" * 100_000, "score"), Answer("", "", '200 {"score": -3}')]
     assert scored(url, answers) == ([3.0, 50_000.0, -3.0], 0, True)
+
+
+def test_a_service_may_say_what_is_wrong(url):
+    answers = [
+        Answer("", "", f'200 {{"score": 0, "feedback": {feedback}}}') for feedback in ('"too long"', "null", "5")
+    ]
+    judged, failures, _ = scored(url, answers, ask=RewardWorkers.judge)
+    assert [(one.score, one.feedback) for one in judged] == [(0, "too long"), (0, ""), (0, "")] and not failures
 
 
 BAD = {

@@ -63,7 +63,7 @@ def by_answer(prompt, response, answer):
     if answer == "raise": raise RuntimeError("boom")
     if answer == "hang": time.sleep(1000)
     if answer == "exit": os._exit(3)
-    return {"nan": float("nan"), "text": "5", "none": None, "complex": 1j, "pid": os.getpid()}.get(answer, len(response))
+    return {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5", "none": None, "complex": 1j, "pid": os.getpid()}.get(answer, len(response))
 """
 
 
@@ -75,12 +75,12 @@ def user_function(tmp_path, monkeypatch):
     return "my_rewards:by_answer"
 
 
-def run(function, answers, workers=1, timeout_s=30.0):
+def run(function, answers, workers=1, timeout_s=30.0, ask=RewardWorkers.score):
     async def scores():
-        pool = RewardWorkers(Reward(function=function, workers=workers, timeout_s=timeout_s))
+        pool = RewardWorkers(Reward(function=function, timeout_s=timeout_s), count=workers)
         await pool.start()
         try:
-            return await asyncio.gather(*(pool.score(group) for group in answers)), pool.failures
+            return await asyncio.gather(*(ask(pool, group) for group in answers)), pool.failures
         finally:
             await pool.close()
 
@@ -96,6 +96,13 @@ def test_what_a_user_function_does_wrong_scores_zero_and_is_counted(user_functio
     (scores,), failures = run(user_function, [[answer(kind) for kind in kinds]])
     assert scores == [3, 0, 0, 0, 0, 0, 0, 3]
     assert failures == 6
+
+
+def test_a_function_may_say_what_is_wrong(user_function):
+    answers = [answer(kind) for kind in ("told", "good", "untold", "triple")]
+    (judged,), failures = run(user_function, [answers], ask=RewardWorkers.judge)
+    assert [(one.score, one.feedback) for one in judged] == [(0.5, "too long"), (3, ""), (0.25, ""), (0, "")]
+    assert failures == 1
 
 
 def test_a_hung_worker_is_killed_and_replaced(user_function):

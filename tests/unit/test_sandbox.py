@@ -210,7 +210,7 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
     good = Answer("", "```python\nprint(int(input()) ** 2)\n```", tests)
 
     async def scores():
-        pool = RewardWorkers(Reward(function="code", workers=2, timeout_s=1.5))
+        pool = RewardWorkers(Reward(function="code", timeout_s=1.5), count=2)
         await pool.start()
         try:
             before = {worker._process.pid for worker in pool._workers}

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_megatron.config import Reward
 from areal_megatron.data.prompts import Prompt
-from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.rollout.client import Completion
 from areal_megatron.rollout.scoring import Score, Scorer
@@ -20,12 +19,12 @@ DIGITS = {"<eos>": 0} | {str(d): d + 1 for d in range(10)}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def model(tmp_path_factory):
     library = Library(models.WordLevel(DIGITS, unk_token="<eos>"))
     library.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     folder = tmp_path_factory.mktemp("model")
     PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<eos>").save_pretrained(folder)
-    return Tokenizer(folder)
+    return folder
 
 
 def completion(text, finish_reason="stop"):
@@ -34,15 +33,15 @@ def completion(text, finish_reason="stop"):
     return Completion(tokens, zeros.astype(np.float32), zeros.astype(np.int32), finish_reason)
 
 
-def scores(tokenizer, rule, completions, answer="7", response_tokens=None):
+def scores(model, rule, completions, answer="7", response_tokens=None):
     config = Reward(truncated=rule, range=[-0.3, 0.7])
     prompt = Prompt(id=0, text="3+4=", answer=answer, tokens=[1], response_tokens=response_tokens)
 
     async def score():
-        workers = RewardWorkers(config)
+        workers = RewardWorkers(config, model)
         await workers.start()
         try:
-            return await Scorer(config, tokenizer, workers, max_new_tokens=LONGEST).score(prompt, completions)
+            return await Scorer(config, workers, max_new_tokens=LONGEST).score(prompt, completions)
         finally:
             await workers.close()
 
@@ -58,23 +57,23 @@ WRONG = Score(reward=-0.3, correct=False, truncated=False, trained=True)
     ("masked", Score(reward=-0.3, correct=False, truncated=True, trained=False)),
     ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True)),
 ])  # fmt: skip
-def test_the_rule_for_truncated_answers(tokenizer, rule, cut):
+def test_the_rule_for_truncated_answers(model, rule, cut):
     answers = [completion("7"), completion("7", "length"), completion("8"), completion("7")]
-    assert scores(tokenizer, rule, answers) == [RIGHT, cut, WRONG, RIGHT]
+    assert scores(model, rule, answers) == [RIGHT, cut, WRONG, RIGHT]
 
 
-def test_an_answer_of_forced_length_is_not_truncated(tokenizer):
-    assert scores(tokenizer, "masked", [completion("7", "length")], response_tokens=1) == [RIGHT]
-    [forced] = scores(tokenizer, "overlong", [completion("7", "length")], response_tokens=1)
+def test_an_answer_of_forced_length_is_not_truncated(model):
+    assert scores(model, "masked", [completion("7", "length")], response_tokens=1) == [RIGHT]
+    [forced] = scores(model, "overlong", [completion("7", "length")], response_tokens=1)
     assert forced == RIGHT
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10])
 @pytest.mark.parametrize("cut", [False, True])
-def test_overlong_answers_lose_up_to_half_the_range_of_rewards(tokenizer, length, cut):
+def test_overlong_answers_lose_up_to_half_the_range_of_rewards(model, length, cut):
     """DAPO, Equation 13, for rewards of −1 and 1; here they span 1 instead of 2."""
     digits, reason = (length, "length") if cut else (length - 1, "stop")
-    found = scores(tokenizer, "overlong", [completion("8" * (digits - 1) + last, reason) for last in "78"])
+    found = scores(model, "overlong", [completion("8" * (digits - 1) + last, reason) for last in "78"])
     cache = 2
     lost = 0 if length <= LONGEST - cache else ((LONGEST - cache) - length) / cache
     assert [score.reward for score in found] == pytest.approx([0.7 + 0.5 * lost, -0.3 + 0.5 * lost])

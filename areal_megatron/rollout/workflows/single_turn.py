@@ -32,6 +32,16 @@ class Sampling:
     """Whether requests are being aborted; else an aborted one has failed."""
 
 
+@dataclass(frozen=True)
+class Question:
+    tokens: list[int]
+    max_tokens: int
+    stops: bool
+    """Whether the model may end its answer."""
+    request_id: str
+    seed: int
+
+
 async def sample(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
                  begun: Sequence[Completion] = ()) -> list[Completion]:  # fmt: skip
     """n answers, from whatever versions the engine holds meanwhile; those that are `begun` go on.
@@ -40,42 +50,47 @@ async def sample(sampling: Sampling, prompt: Prompt, n: int, request_id: str, se
     it has failed _ATTEMPTS times.
     """
     if not begun:
-        return await _ask(sampling, prompt, n, request_id, seed)
+        return await ask(sampling, _question(sampling, prompt, request_id, seed), n)
     going_on = (_go_on(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(begun))
     return await asyncio.gather(*going_on)
+
+
+async def ask(sampling: Sampling, question: Question, n: int = 1) -> list[Completion]:
+    """n answers to the same tokens, seeded with seed + k; see `sample`."""
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return await _ask_once(sampling, question, n, attempt)
+        except EngineError as e:
+            log.warning("attempt %d of %d: %s", attempt, _ATTEMPTS, e)
+            await asyncio.sleep(_RETRY_S)
+    return await _ask_once(sampling, question, n, _ATTEMPTS)
+
+
+def _question(sampling: Sampling, prompt: Prompt, request_id: str, seed: int, begun: Sequence[int] = ()) -> Question:
+    forced = prompt.response_tokens
+    left = max(1, (forced or sampling.rollout.max_new_tokens) - len(begun))
+    return Question([*prompt.tokens, *begun], left, not forced, request_id, seed)
 
 
 async def _go_on(sampling: Sampling, prompt: Prompt, begun: Completion, request_id: str, seed: int) -> Completion:
     if begun.finish_reason != BROKEN_OFF:
         return begun
-    (more,) = await _ask(sampling, prompt, 1, request_id, seed, begun.tokens.tolist())
+    (more,) = await ask(sampling, _question(sampling, prompt, request_id, seed, begun.tokens.tolist()))
     parts = ((getattr(begun, name), getattr(more, name)) for name in ("tokens", "logprobs", "versions"))
     return Completion(*map(np.concatenate, parts), more.finish_reason)
 
 
-async def _ask(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
-               begun: Sequence[int] = ()) -> list[Completion]:  # fmt: skip
-    for attempt in range(1, _ATTEMPTS):
-        try:
-            return await _ask_once(sampling, prompt, n, f"{request_id}-{attempt}", seed, begun)
-        except EngineError as e:
-            log.warning("attempt %d of %d: %s", attempt, _ATTEMPTS, e)
-            await asyncio.sleep(_RETRY_S)
-    return await _ask_once(sampling, prompt, n, f"{request_id}-{_ATTEMPTS}", seed, begun)
-
-
-async def _ask_once(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
-                    begun: Sequence[int]) -> list[Completion]:  # fmt: skip
-    forced, client = prompt.response_tokens, sampling.client
+async def _ask_once(sampling: Sampling, question: Question, n: int, attempt: int) -> list[Completion]:
+    client, request_id = sampling.client, f"{question.request_id}-{attempt}"
     completions = await client.generate(
-        [*prompt.tokens, *begun],
+        question.tokens,
         n=n,
-        max_tokens=max(1, (forced or sampling.rollout.max_new_tokens) - len(begun)),
+        max_tokens=question.max_tokens,
         temperature=sampling.rollout.temperature,
-        stop_tokens=[] if forced else sampling.stop_tokens,
+        stop_tokens=sampling.stop_tokens if question.stops else [],
         request_id=request_id,
         cache_salt=sampling.cache_salt,
-        seed=seed,
+        seed=question.seed,
     )
     ends = ("stop", "length", *([BROKEN_OFF] if sampling.may_break_off() else []))
     for completion in completions:
