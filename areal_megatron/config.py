@@ -307,7 +307,7 @@ def check(config: Config, where=lambda key: key) -> None:
             hint = f", did you mean {near[0]!r}?" if near else ""
             require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
         for name, number in value.items() if isinstance(value, dict) else ():
-            zero = name in dataclass_field.metadata["zero"]
+            zero = name in dataclass_field.metadata.get("zero", ())
             require(0 <= number < math.inf and (number > 0 or zero), key,
                     f"{name} must be a number {'from 0 on' if zero else 'above 0'}, is {number}")  # fmt: skip
 
