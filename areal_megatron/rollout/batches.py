@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ class Stopwatch:
     def take(self) -> float:
         total, self._total = self._total, 0.0
         return total
+
+
+def ask_again_s(config: Config) -> float:
+    """How long a trainer's question waits for its answer before it is told to ask again, well before it gives up."""
+    return min(5.0, config.machine.timeout_s / 4)
 
 
 class Batches:
@@ -74,7 +80,7 @@ class Batches:
         self._asked = True
         self.try_form()
         try:
-            await asyncio.wait_for(self._formed.wait(), min(5.0, self._config.machine.timeout_s / 4))
+            await asyncio.wait_for(self._formed.wait(), ask_again_s(self._config))
         except TimeoutError:
             return NotYet()
         if self._parts is None and self._to_publish:
@@ -84,6 +90,19 @@ class Batches:
         if self._parts is None:
             return Refused(f"batch {request.number} was trained before replica {request.replica} had its part")
         return Part(self._parts[request.replica])
+
+    async def formed(self) -> None:
+        """Returns when the batch that trains next has been formed, or when no further one is."""
+        await self._formed.wait()
+
+    @contextmanager
+    def trainers_waiting(self) -> Iterator[None]:
+        """Meanwhile they wait for something else than a batch."""
+        self._trainer_waits.start()
+        try:
+            yield
+        finally:
+            self._trainer_waits.stop()
 
     def try_form(self) -> None:
         """Forms the batch if trainers wait for it and the schedule allows it."""
