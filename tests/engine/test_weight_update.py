@@ -124,7 +124,11 @@ class Server:
         for process in self.processes:
             process.terminate()
         for process in self.processes:
-            process.wait(30)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 @pytest.fixture(scope="module", params=SERVERS)
