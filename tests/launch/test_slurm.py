@@ -86,7 +86,7 @@ def pid(cluster: Cluster, part: str) -> int:
 
 
 def of_jobs(cluster: Cluster) -> list[psutil.Process]:
-    return [p for p in cluster.processes() if p.name() not in ("munged", "slurmctld", "slurmd")]
+    return [p for p in cluster.processes() if p.name() not in ("munged", "slurmctld", "slurmscriptd", "slurmd")]
 
 
 @pytest.mark.timeout(900)
