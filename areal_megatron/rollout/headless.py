@@ -7,6 +7,7 @@ That looks up the version of a package called `vllm`, which vLLM's CPU build is 
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 
 
@@ -20,7 +21,12 @@ def main() -> None:
     command.subparser_init(parser.add_subparsers())
     options = parser.parse_args([command.name, *sys.argv[1:]])
     command.validate(options)
-    command.cmd(options)
+    try:
+        command.cmd(options)
+    except SystemExit:  # SIGTERM: ranks that wait for the first part do not hear it, and vLLM waits for them
+        for rank in multiprocessing.active_children():
+            rank.kill()
+        raise
 
 
 if __name__ == "__main__":  # its ranks are processes that import this module
