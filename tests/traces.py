@@ -46,7 +46,7 @@ class Traces:
         deadline = time.monotonic() + timeout_s
         while self.left() and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not self.left()
+        assert self.left() == []
         self.temporary.rmdir()
 
     def _lock_files(self) -> Iterator[Path]:

@@ -100,10 +100,6 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
         # The client keeps its connections; a server that closes idle ones would race with its next request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
     }
-    if parts > 1:
-        environment["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = (
-            "1"  # a rank that waits for the first part does not hear it
-        )
     if not runs_on_cpu(config):
         return environment
     environment["TORCHDYNAMO_DISABLE"] = "1"  # the first request with log-probabilities would compile for seconds

@@ -24,6 +24,7 @@ from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
+from launch.processes import end_sessions
 
 SERVERS = {
     "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1),
@@ -59,7 +60,8 @@ class Server:
             subprocess.Popen(
                 [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
-                stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"), stderr=subprocess.STDOUT)
+                stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"), stderr=subprocess.STDOUT,
+                start_new_session=True)
             for part in range(parts)
         ]  # fmt: skip
         self.store = open_store()
@@ -121,14 +123,9 @@ class Server:
         assert await held_checksums(client) == expected
 
     def close(self):
+        end_sessions({process.pid for process in self.processes}, grace_s=30)
         for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+            process.wait(10)
 
 
 @pytest.fixture(scope="module", params=SERVERS)
