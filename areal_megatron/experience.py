@@ -63,11 +63,17 @@ class Experience:
             self._controller.request(Trained(number, result.version, result.applied, result.metrics))
 
     def links(self, version: int, store: str) -> list[tuple[int, int]]:
-        """(engine, epoch) of every engine that is to receive `version`, the same on all ranks."""
-        data = None
-        if self._trainer.is_first:
-            data = _encode(self._controller.request(Publish(version, store)).links)
-        return [(link.engine, link.epoch) for link in _decode_links(self._trainer.share_all(data))]
+        """(engine, epoch) of every engine that is to receive `version`, the same on all ranks.
+
+        Waits as long as the controller says that engines need the version that they have.
+        """
+        while True:
+            data = None
+            if self._trainer.is_first:
+                reply = self._controller.request(Publish(version, store))
+                data = b"" if isinstance(reply, NotYet) else _encode(reply.links)
+            if data := self._trainer.share_all(data):
+                return [(link.engine, link.epoch) for link in _decode_links(data)]
 
     def checkpoint(self, version: int, batches: int) -> None:
         """Returns on the first rank when the controller has set its part of the checkpoint of `version` aside."""

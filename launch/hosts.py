@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Order, Start, carry_out
-from launch.pools import Process
+from launch.pools import Process, whole
 from launch.processes import Child, Children, Log
 
 _POLL_S = 0.05
@@ -158,13 +158,17 @@ class Nodes:
     def _lose(self, node: str) -> None:
         """Goes on without a node that has fallen silent. Raises HostError where the run cannot."""
         silent = f"node {node} has said nothing for {_SILENCE_S:.0f} s"
-        gone = {name for name, process in self.by_name.items() if process.supervisor == node}
+        broken = {whole(name) for name, process in self.by_name.items() if process.supervisor == node}
+        gone = {name for name in self.by_name if whole(name) in broken}
         left = {name for name, process in self.by_name.items() if process.exit_code is None} - gone - self.lost
         if any(not name.startswith("engine-") for name in gone) or not any(name.startswith("engine-") for name in left):
             raise HostError(silent)
         print(f"{silent}: the run goes on without {', '.join(sorted(gone)) or 'it'}", file=sys.stderr, flush=True)
         self.lost |= gone
         del self._heard[node]
+        for process in [self.by_name[name] for name in sorted(gone)]:  # parts of its engines on other nodes
+            if process.supervisor in self._heard and process.exit_code is None:
+                self._channel.send(End(process.supervisor, process.name))
 
     def __enter__(self) -> Nodes:
         return self

@@ -91,13 +91,19 @@ Order = Start | End | EndAll
 Event = Hello | Ended | Cleared | Alive
 
 
-def start_order(config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = ()) -> Start:
-    """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter."""
+def start_order(config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = (),
+                rendezvous: str = "") -> Start:  # fmt: skip
+    """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter.
+
+    `rendezvous`: the name under which the parts of an engine find each other, of this one start.
+    """
     module = _MODULES.get(process.pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
     command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
     if process.pool != "controller":
         command += ["--index", str(process.index)]
     settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if process.of > 1:
+        settings |= {"AREAL_PART": f"{process.part}/{process.of}", "AREAL_RENDEZVOUS": rendezvous}
     cores: list[int] = []
     if config.machine.device == "cuda":
         settings["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.index) for s in process.slots)

@@ -37,8 +37,17 @@ def plan(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = 
     `weights`: whether the model's weights must be there too. Raises ConfigError for whatever cannot work.
     """
     placement = allocate(config, nodes, rollout_nodes)
+    _check_parts(config, placement)
     check_model(config, weights)
     return Plan(placement, plan_memory(config, read_config(config.model.path), gpu_gib))
+
+
+def _check_parts(config: Config, placement: Placement) -> None:
+    for engine in placement.pool("rollout"):
+        if config.machine.device == "cpu" and len(engine.slots) > len(engine.parts) > 1:
+            here = len(engine.slots) // len(engine.parts)
+            raise ConfigError(f"rollout.tp: an engine of {len(engine.slots)} lies on {len(engine.parts)} nodes with {here} "
+                              "cores each: on CPU vLLM wants one rank on each, set machine.slots=1")  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_megatron.config import Config, ConfigError
 
@@ -48,6 +48,26 @@ class Process:
     node: str
     """Where it is started; an engine with slots on several nodes: the first of them."""
     slots: tuple[Slot, ...]
+    part: int = 0
+    """Of an engine on several nodes; the first one serves."""
+    of: int = 1
+
+    @property
+    def parts(self) -> tuple[Process, ...]:
+        """What is started of it: an engine on several nodes has a process on each, `engine-E`, `engine-E.1`, …"""
+        nodes = list(dict.fromkeys(slot.node for slot in self.slots))
+        if len(nodes) < 2:
+            return (self,)
+        return tuple(
+            replace(self, name=f"{self.name}.{part}" if part else self.name, node=node, part=part, of=len(nodes),
+                    slots=tuple(slot for slot in self.slots if slot.node == node))
+            for part, node in enumerate(nodes)
+        )  # fmt: skip
+
+
+def whole(name: str) -> str:
+    """The engine that a process is a part of; any other process is whole."""
+    return name.partition(".")[0]
 
 
 @dataclass(frozen=True)

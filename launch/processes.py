@@ -123,6 +123,7 @@ class Children:
 
     def __exit__(self, *_) -> None:
         self.end()
+        shutil.rmtree(self._temporary, ignore_errors=True)  # now: there may be little time before a SIGKILL for all
         self._guardian.communicate(timeout=60)  # the end of its pipe: it finds no process left and ends
 
 

@@ -51,7 +51,7 @@ class Recorder:
             return
         self._codes, self._written = codes, time.monotonic()
         records = [ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
-                   for p in self._placement.processes]  # fmt: skip
+                   for process in self._placement.processes for p in process.parts]  # fmt: skip
         record = Record(socket.gethostname(), time.time(), restarts_left, outcome, records)
         write_atomically(self._run.processes, msgspec.json.encode(record).decode())
 

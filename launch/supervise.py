@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import secrets
 import signal
 import sys
 import time
@@ -16,11 +17,13 @@ from launch import start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
 from launch.orders import start_order
+from launch.pools import Process, whole
 from launch.processes import Child, Log
 from launch.records import Recorder
 from launch.start import Beginning
 
 _POLL_S = 0.1
+_END_S = 30.0
 
 
 class Outcome(enum.IntEnum):
@@ -55,7 +58,7 @@ def supervise(
                     raise HostError(f"{', '.join(sorted(hosts.lost))} cannot be started again: their node is lost")
                 checkpoint = start.newest(beginning.run)
                 keep = watch.kept() if checkpoint else set()
-                hosts.end(keep)
+                hosts.end(watch.parts(keep))
                 start.begin(beginning.run, checkpoint, keep | watch.added())
     except KeyboardInterrupt:
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
@@ -92,11 +95,12 @@ class _Watch:
         while True:
             self._hosts.refresh()
             processes = self._hosts.by_name
-            if failed := _failure(processes, self._hosts, self._health.drained | self._hosts.lost):
+            if failed := _failure(processes, self._hosts, self.parts(self._health.drained) | self._hosts.lost):
                 said = describe(failed)
                 if not self._is_running(failed.name) or not self.may_restart(said):
                     return said
-                self._start(failed.name)
+                self._end_parts(whole(failed.name))
+                self._start(whole(failed.name))
             if all(c.exit_code == 0 for c in processes.values() if not c.name.startswith("engine-")):
                 return ""
             self.console.refresh()
@@ -111,8 +115,12 @@ class _Watch:
         processes = self._hosts.by_name
         if (processes["controller"].exit_code or 0) > 0:
             return set()
-        living = {name for name, process in processes.items() if process.exit_code is None}
-        return {name for name in living - self._health.given_up if name.startswith("engine-")}
+        engines = {whole(name) for name in processes if name.startswith("engine-")} - self._health.given_up
+        return {name for name in engines if all(processes[part].exit_code is None for part in self.parts({name}))}
+
+    def parts(self, names: Collection[str]) -> set[str]:
+        """The processes of those engines, which are several where an engine lies on several nodes."""
+        return {part.name for name in names if name in self._processes for part in self._processes[name].parts}
 
     def added(self) -> set[str]:
         """Engines that others have started for this run (launch/engines.py)."""
@@ -132,19 +140,40 @@ class _Watch:
 
     def _start(self, name: str) -> None:
         self._health.started(name)
-        process = self._processes[name]
-        supervisor = self._hosts.supervisor(process)
+        process, rendezvous = self._processes[name], f"rendezvous-{name}-{secrets.token_hex(4)}"
         python = self._python.get(process.pool, ())
-        self._hosts.start(start_order(self._beginning.config, self._beginning.run, process, supervisor, python))
+        for part in process.parts:
+            supervisor = self._hosts.supervisor(part)
+            self._hosts.start(
+                start_order(self._beginning.config, self._beginning.run, part, supervisor, python, rendezvous)
+            )
 
     def _end(self, name: str, why: str) -> None:
-        if self._hosts.by_name[name].exit_code is None and name not in self._hosts.lost:
+        if living := self._living(name):
             print(f"{name} {why}: it is ended", file=sys.stderr, flush=True)
-            self._hosts.kill(self._processes[name])
+            for part in living:
+                self._hosts.kill(part)
+
+    def _end_parts(self, name: str) -> None:
+        """Of an engine that has lost one of them. Raises HostError where they do not end."""
+        deadline = time.monotonic() + _END_S
+        for part in self._living(name):
+            self._hosts.kill(part)
+        while living := self._living(name):
+            if time.monotonic() > deadline:
+                raise HostError(f"{', '.join(part.name for part in living)} did not end within {_END_S:.0f} s")
+            time.sleep(_POLL_S)
+            self._hosts.refresh()
+
+    def _living(self, name: str) -> list[Process]:
+        """The parts of an engine that run."""
+        processes, lost = self._hosts.by_name, self._hosts.lost
+        return [part for part in self._processes[name].parts
+                if processes[part.name].exit_code is None and part.name not in lost]  # fmt: skip
 
     def _is_running(self, name: str) -> bool:
         """Whether it is an engine of a run that has begun to generate: then the others can do without it for a while."""
-        return name.startswith("engine-") and _phase(self._beginning) in ("evaluating", "training")
+        return name.startswith("engine-") and _phase(self._beginning) == "training"
 
 
 def _phase(beginning: Beginning) -> str | None:

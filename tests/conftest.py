@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import pytest
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox import check_isolation
 from areal_megatron.run import Run
-from launch.processes import shared_memory
+from tests.traces import Traces
 
 ROOT = Path(__file__).parent.parent
-SHARED = Path("/dev/shm")
 
 
 @pytest.fixture(scope="session")
@@ -55,12 +53,11 @@ class LocalRun:
 
     def __init__(self, folder: Path, *overrides: str):
         self.folder = folder
-        self._temporary = Path(tempfile.mkdtemp())
-        self._shared = set(SHARED.iterdir())
+        self.traces = Traces(folder.parent)
         self._output = folder.with_suffix(".out")
         command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml",
                    f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
-        environment = os.environ | {"TMPDIR": str(self._temporary)}
+        environment = os.environ | {"TMPDIR": str(self.traces.temporary)}
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
                                         stderr=subprocess.STDOUT, preexec_fn=take_interrupts)  # fmt: skip
 
@@ -78,6 +75,8 @@ class LocalRun:
             assert self.process.poll() is None, f"the run ended early:\n{self.output}"
             assert time.monotonic() < deadline, f"nothing within {timeout_s} s:\n{self.output}"
             time.sleep(0.1)
+        if self.process.poll() is None:
+            self.traces.watch(self.members())
         return value
 
     def pid(self, name: str) -> int:
@@ -89,11 +88,6 @@ class LocalRun:
             "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
         }[role]
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))
-
-    def left_files(self) -> list[Path]:
-        """Temporary files, and shared memory that came and that nobody uses any more (other tests run beside this one)."""
-        used = shared_memory(psutil.process_iter())
-        return [*self._temporary.iterdir(), *(path for path in SHARED.iterdir() if path not in self._shared | used)]
 
     def members(self) -> list[psutil.Process]:
         """The launcher and every process below it."""
@@ -115,10 +109,7 @@ def local_run(tmp_path):
         if run.process.poll() is None:
             run.process.terminate()
             run.process.wait(30)
-        deadline = time.monotonic() + 20  # where the launcher was killed, its guardian is at work
-        while run.left_files() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not run.left_files()
+        run.traces.check()
 
 
 def left_over(processes: list[psutil.Process], timeout_s: float = 5) -> list[psutil.Process]:

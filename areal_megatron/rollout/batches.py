@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ class Stopwatch:
     def take(self) -> float:
         total, self._total = self._total, 0.0
         return total
+
+
+def ask_again_s(config: Config) -> float:
+    """How long a trainer's question waits for its answer before it is told to ask again, well before it gives up."""
+    return min(5.0, config.machine.timeout_s / 4)
 
 
 class Batches:
@@ -84,7 +90,7 @@ class Batches:
         self._asked = True
         self.try_form()
         try:
-            await asyncio.wait_for(self._formed.wait(), min(5.0, self._config.machine.timeout_s / 4))
+            await asyncio.wait_for(self._formed.wait(), ask_again_s(self._config))
         except TimeoutError:
             return NotYet()
         if self._batch is None and self._to_publish:
@@ -95,6 +101,19 @@ class Batches:
             return Refused(f"batch {request.number} was trained before replica {request.replica} had its part")
         parts, _ = await asyncio.shield(self._batch)
         return parts[request.replica]
+
+    async def formed(self) -> None:
+        """Returns when the batch that trains next has been formed, or when no further one is."""
+        await self._formed.wait()
+
+    @contextmanager
+    def trainers_waiting(self) -> Iterator[None]:
+        """Meanwhile they wait for something else than a batch."""
+        self._trainer_waits.start()
+        try:
+            yield
+        finally:
+            self._trainer_waits.stop()
 
     def try_form(self) -> None:
         """Forms the batch if trainers wait for it and the schedule allows it."""

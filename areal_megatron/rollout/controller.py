@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.rollout import state
-from areal_megatron.rollout.batches import Batches
+from areal_megatron.rollout.batches import Batches, ask_again_s
 from areal_megatron.rollout.client import EngineError
 from areal_megatron.rollout.episodes import episodes_of
 from areal_megatron.rollout.evaluation import Evaluation
@@ -40,6 +41,7 @@ from areal_megatron.rollout.protocol import (
     Checkpoint,
     Delivered,
     NextBatch,
+    NotYet,
     Ok,
     Publish,
     Refused,
@@ -88,7 +90,7 @@ class Controller:
         self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
                                self.start.batches, run.trajectories if config.rollout.dump else None)  # fmt: skip
         self.evaluation = Evaluation(config, self.members.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
-                                     self.members.is_lost, self.episodes)  # fmt: skip
+                                     self.members.is_lost, self.generation.wake, self.episodes)  # fmt: skip
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
         self.startup = Startup(self.start.time)
@@ -97,6 +99,8 @@ class Controller:
         self._last_update_at = self._started_at = time.monotonic()
         self._tasks: asyncio.TaskGroup | None = None
         self._evaluations: set[asyncio.Task] = set()
+        self._first_evaluation: asyncio.Task | None = None
+        """Of the version that the run begins with; until it is through, no engine gets another."""
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of this process's part."""
         forget(run.trajectories, self.start.batches)
@@ -121,8 +125,7 @@ class Controller:
             self.startup.mark("engines")
             background.append(self._tasks.create_task(self.members.run()))
             if not self.start.version:
-                self.phase = "evaluating"
-                await asyncio.wait([self._begin_evaluation(0), bye], return_when=asyncio.FIRST_COMPLETED)
+                self._first_evaluation = self._begin_evaluation(0, after=self.batches.formed)
             self.phase = "training"
             self.batches.begin()
             generating = self._tasks.create_task(self.generation.run())
@@ -156,6 +159,8 @@ class Controller:
                 return self._trained(message)
             case Publish():
                 self.startup.mark("trainers")
+                if message.version and not await self._first_is_evaluated():
+                    return NotYet()
                 return await self.members.publish(message)
             case Delivered():
                 return self.members.delivered(message)
@@ -221,12 +226,27 @@ class Controller:
         if every and version and version % every == 0 and version < self.schedule.updates:
             self._begin_evaluation(version, _SHARE_OF_CONCURRENT_EVALUATION)
 
-    def _begin_evaluation(self, version: int, share: float = 1.0) -> asyncio.Task:
-        self._evaluations.add(task := self._tasks.create_task(self._evaluate(version, share)))
+    def _begin_evaluation(
+        self, version: int, share: float = 1.0, after: Callable[[], Awaitable[None]] | None = None
+    ) -> asyncio.Task:
+        self._evaluations.add(task := self._tasks.create_task(self._evaluate(version, share, after)))
         task.add_done_callback(self._evaluations.discard)
         return task
 
-    async def _evaluate(self, version: int, share: float) -> None:
+    async def _first_is_evaluated(self) -> bool:
+        """Waits a while for it; a run that is to stop does without."""
+        if self._first_evaluation is None or self._first_evaluation.done():
+            return True
+        if self.batches.stopping:
+            self._first_evaluation.cancel()
+            return True
+        with self.batches.trainers_waiting():
+            await asyncio.wait([self._first_evaluation], timeout=ask_again_s(self.config))
+        return self._first_evaluation.done()
+
+    async def _evaluate(self, version: int, share: float, after: Callable[[], Awaitable[None]] | None) -> None:
+        if after is not None:
+            await after()
         values = await self.evaluation.run(version, share)
         if values is not None:
             self.metrics.write("eval", version, values)

@@ -6,6 +6,10 @@ The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_D
 `engine-E` before vLLM has loaded: whoever talks to it waits for /health. Every route asks for the run's
 secret (rollout/guard.py), so any OpenAI client works that sends it as its API key; the policy is served
 as the model `policy`.
+
+Of an engine that lies on several nodes every node runs a part, by vLLM's own executor for that: the first part
+serves, the others hold ranks only and meet it at the address that it announces as AREAL_RENDEZVOUS. AREAL_PART says
+which of how many this one is, e.g. 1/2.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.address import address, socket_settings
@@ -25,21 +30,54 @@ from areal_megatron.run import Run, from_command_line
 SERVED_MODEL = "policy"
 
 
-def server_command(config: Config, host: str, port: int) -> list[str]:
-    """vLLM's command line for one engine of `config` that listens on an address."""
-    rollout = config.rollout
+@dataclass(frozen=True)
+class Part:
+    """What one node runs of an engine."""
+
+    number: int = 0
+    of: int = 1
+    master: str = ""
+    """host:port on the node of part 0, where they meet; of a whole engine empty."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of vLLM's command line."""
+        if self.of == 1:
+            return []
+        host, _, port = self.master.rpartition(":")
+        arguments = ["--distributed-executor-backend", "mp", "--nnodes", str(self.of), "--node-rank", str(self.number)]
+        return [*arguments, "--master-addr", host, "--master-port", port]
+
+
+def server_command(config: Config, host: str, port: int, part: Part = Part()) -> list[str]:
+    """vLLM's command line for an engine of `config`, or its first part, that listens on an address."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(Path(config.model.path).absolute()), "--served-model-name", SERVED_MODEL]
+    command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "areal_megatron.rollout.guard.Guard"]
-    command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
+    command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    return command + _engine_arguments(config) + part.arguments
+
+
+def headless_command(config: Config, part: Part) -> list[str]:
+    """The same for a part that serves nothing."""
+    command = [sys.executable, "-m", "areal_megatron.rollout.headless", _model(config), "--headless"]
+    return command + _engine_arguments(config) + part.arguments
+
+
+def _model(config: Config) -> str:
+    return str(Path(config.model.path).absolute())
+
+
+def _engine_arguments(config: Config) -> list[str]:
+    rollout = config.rollout
+    command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     command += ["--max-model-len", str(config.data.max_prompt_tokens + rollout.max_new_tokens)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
-    command += ["--weight-transfer-config", json.dumps({"backend": backend}), "--enable-scale-out"]
+    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.Session"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--disable-uvicorn-access-log"]
     if rollout.expert_parallel:
         command += ["--enable-expert-parallel"]
     if runs_on_cpu(config):
@@ -54,8 +92,8 @@ def server_command(config: Config, host: str, port: int) -> list[str]:
     return command
 
 
-def server_environment(config: Config, run: Run, cpus: list[int]) -> dict[str, str]:
-    """What vLLM reads from its environment, in addition to this process's own."""
+def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
+    """What vLLM reads from its environment, in addition to this process's own. `cpus`: of this one of the `parts`."""
     environment = {
         "AREAL_SECRET_FILE": str(run.folder / "secret"),
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of pause, resume and weight transfer
@@ -74,7 +112,8 @@ def server_environment(config: Config, run: Run, cpus: list[int]) -> dict[str, s
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["OMP_NUM_THREADS"] = str(len(cpus))
     else:
-        shares = [cpus[rank * len(cpus) // tp : (rank + 1) * len(cpus) // tp] or cpus for rank in range(tp)]
+        here = tp // parts
+        shares = [cpus[rank * len(cpus) // here : (rank + 1) * len(cpus) // here] or cpus for rank in range(here)]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment
 
@@ -101,10 +140,20 @@ def main() -> None:
     if runs_on_cpu(config):
         os.sched_setaffinity(0, cpus)
     host = address(config.machine.host)
-    port, _reservation = reserve_port(host)
-    command = server_command(config, host, port)
-    run.announce(f"engine-{index}", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus)
+    number, parts = map(int, os.environ.get("AREAL_PART", "0/1").split("/"))
+    if number:
+        part = Part(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.timeout_s))
+        command = headless_command(config, part)
+    else:
+        port, _reservation = reserve_port(host)
+        part = Part()
+        if parts > 1:
+            master_port, _master_reservation = reserve_port(host)
+            part = Part(0, parts, f"{host}:{master_port}")
+            run.announce(os.environ["AREAL_RENDEZVOUS"], part.master)
+        command = server_command(config, host, port, part)
+        run.announce(f"engine-{index}", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from areal_megatron.config import Config
 from areal_megatron.data.prompts import Prompt
@@ -30,13 +31,13 @@ class Evaluation:
     """Of the prompts of data.eval that fit."""
 
     def __init__(self, config: Config, engines: list[Engine], prompts: list[Prompt], stop_tokens: list[int],
-                 scorer: Scorer, timeline: Timeline, is_lost: IsLost,
+                 scorer: Scorer, timeline: Timeline, is_lost: IsLost, on_room: Callable[[], None],
                  episodes: Episodes | None = None):  # fmt: skip
-        """`episodes`: of the config's workflow, None for single_turn."""
+        """`on_room`: an engine may take another request; `episodes`: of the config's workflow, None for single_turn."""
         self._episodes = episodes
         self._prompts = [p for p in prompts if len(p.tokens) <= config.data.max_prompt_tokens]
         self._config, self._engines, self._stop_tokens = config, engines, stop_tokens
-        self._scorer, self._timeline, self._is_lost = scorer, timeline, is_lost
+        self._scorer, self._timeline, self._is_lost, self._on_room = scorer, timeline, is_lost, on_room
 
     async def run(self, version: int, share: float = 1.0) -> dict[str, float] | None:
         """accuracy, items and response_tokens_mean over the engines that have `version` or a later one.
@@ -102,4 +103,5 @@ class Evaluation:
             return None
         finally:
             engine.release(1)
+            self._on_room()
         return sampled

@@ -16,7 +16,7 @@ import zmq
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -49,7 +49,8 @@ class Trained(msgspec.Struct, tag=True):
 
 
 class Publish(msgspec.Struct, tag=True):
-    """From global rank 0: the weights of `version` are about to be sent. Answered with Links to those who lack them."""
+    """From global rank 0: the weights of `version` are about to be sent. Answered with Links to those who lack them, or
+    with NotYet."""
 
     version: int
     store: str
@@ -113,7 +114,8 @@ class Packed(msgspec.Struct, tag="Part"):
 
 
 class NotYet(msgspec.Struct, tag=True):
-    """No batch yet, ask again: sent now and then, so that a long wait for answers is no silent controller."""
+    """No batch yet, or no version to engines yet; ask again: sent now and then, so that a long wait for answers is no
+    silent controller."""
 
 
 class Stop(msgspec.Struct, tag=True):

@@ -24,12 +24,14 @@ from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
+from launch.processes import end_sessions
 
 SERVERS = {
-    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes()),
-    "tp2": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2)),
-    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2)),
+    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1),
+    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2),
+    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1),
 }
+"""The last number: parts of the engine, each as on a node of its own."""
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 900
 TOLERANCE = 1e-4
@@ -38,7 +40,7 @@ TOLERANCE = 1e-4
 class Server:
     """One engine of a run whose trainers live in this process; versions take turns between two checkpoints."""
 
-    def __init__(self, folder: Path, model: str, sizes: MegatronSizes, engine: EngineSizes):
+    def __init__(self, folder: Path, model: str, sizes: MegatronSizes, engine: EngineSizes, parts: int):
         self.sizes, self.engine = sizes, engine
         self.folders = [folder / "a", folder / "b"]
         changes = {"max_position_embeddings": 2048, "initializer_range": 0.1}
@@ -54,11 +56,14 @@ class Server:
             self.run.config,
         )  # fmt: skip
         self.config = load(self.run.config)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=self.run.log("engine-0").open("wb"),
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
+                stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"), stderr=subprocess.STDOUT,
+                start_new_session=True)
+            for part in range(parts)
+        ]  # fmt: skip
         self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
         self.live = [self._shard(0, rank) for rank in range(sizes.ranks)]
@@ -118,8 +123,9 @@ class Server:
         assert await held_checksums(client) == expected
 
     def close(self):
-        self.process.terminate()
-        self.process.wait(30)
+        end_sessions({process.pid for process in self.processes}, grace_s=30)
+        for process in self.processes:
+            process.wait(10)
 
 
 @pytest.fixture(scope="module", params=SERVERS)

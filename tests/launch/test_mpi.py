@@ -19,6 +19,7 @@ from launch.mpi import slots
 from launch.orders import Hello
 from tests.conftest import left_over
 from tests.e2e.test_run import small
+from tests.traces import Traces
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,9 @@ class MpiRun:
         program = debian.openmpi().program("mpirun")
         command = [program, "-n", str(count), sys.executable, "-m", "launch.mpi", "configs/tiny_cpu.yaml",
                    f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
-        self.process = subprocess.Popen(command, cwd=ROOT, env=debian.mpi_environment(os.environ),
+        self.traces = Traces(folder.parent)
+        environment = debian.mpi_environment(os.environ | {"TMPDIR": str(self.traces.temporary)})
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment,
                                         stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
                                         stderr=subprocess.STDOUT)  # fmt: skip
 
@@ -57,6 +60,7 @@ def mpi_run(tmp_path):
         if run.process.poll() is None:
             run.process.terminate()
             run.process.wait(60)
+        run.traces.check()
 
 
 @pytest.mark.timeout(900)
@@ -70,6 +74,7 @@ def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run
         assert started.process.poll() is None and time.monotonic() < deadline, started.output
         time.sleep(0.1)
     members = started.members
+    started.traces.watch(members)
     victim = next(p for p in members if "areal_megatron.train" in p.cmdline() and p.cmdline()[-1] == "1")
     assert not [name for name in victim.environ() if name.startswith(("OMPI_", "PMIX_"))]
     engine = next(p for p in members if "--max-num-seqs" in p.cmdline())

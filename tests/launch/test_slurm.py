@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from audit_run import audit
 from cluster import ENDED, Cluster
@@ -19,6 +20,7 @@ from launch.network import check_network
 from launch.orders import Hello
 from launch.records import read_record
 from tests.e2e.test_run import small
+from tests.traces import Traces
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,13 +32,20 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture
-def submit(cluster, monkeypatch):
+def traces(tmp_path):
+    """Of the nodes, which are all this machine."""
+    return Traces(tmp_path)
+
+
+@pytest.fixture
+def submit(cluster, monkeypatch, traces):
     """sbatch of the real script from the repository's folder, on four nodes."""
     monkeypatch.chdir(ROOT)
     jobs = []
 
     def submit(*arguments: str, options: Sequence[str] = ("--nodes=4",)) -> str:
-        jobs.append(cluster.submit(Path("slurm/train_32b.sh"), *options, "--time=60", arguments=arguments))
+        environment = f"--export=ALL,TMPDIR={traces.temporary}"
+        jobs.append(cluster.submit(Path("slurm/train_32b.sh"), environment, *options, "--time=60", arguments=arguments))
         return jobs[-1]
 
     yield submit
@@ -75,8 +84,12 @@ def pid(cluster: Cluster, part: str) -> int:
     return next(p.pid for p in cluster.processes() if part in p.cmdline())
 
 
+def of_jobs(cluster: Cluster) -> list[psutil.Process]:
+    return [p for p in cluster.processes() if p.name() not in ("munged", "slurmctld", "slurmscriptd", "slurmd")]
+
+
 @pytest.mark.timeout(900)
-def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, world, tmp_path, capsys):
+def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, traces, world, tmp_path, capsys):
     """A trainer rank dies: the run begins again. A more important job comes: this one saves, is queued and goes on."""
     run, updates = Run(tmp_path / "run"), 16
     changes = {"rollout.max_staleness": 2, "reward.function": "tests.e2e.rewards:brief"}
@@ -89,6 +102,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     )
     os.kill(pid(cluster, "areal_megatron.train"), signal.SIGKILL)
     eventually(lambda: run.incarnation == 1 and trained(run) >= 5, 300, lambda: cluster.output(job))
+    traces.watch(of_jobs(cluster))
 
     script = tmp_path / "important.sh"
     script.write_text("#!/bin/sh\nsleep 2\n")
@@ -110,6 +124,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
     assert run.start.version >= 5, "what was trained before the preemption was trained again"
     assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
+    traces.check()
 
 
 @pytest.mark.timeout(600)
@@ -151,23 +166,33 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     cluster.restore("node2")
 
 
-def test_a_heterogeneous_job_that_is_cancelled_leaves_no_process(cluster, submit, world, tmp_path):
-    """The trainers have nodes of their own, and so have the engines."""
+@pytest.mark.timeout(600)
+def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, traces, world, tmp_path):
+    """The trainers have nodes of their own, and so has the engine, which lies on two and loses one of its parts."""
     run = Run(tmp_path / "run")
     options = ["--nodes=2", "--time=60", ":", "--nodes=2"]
-    job = submit(*tiny(world, tmp_path, updates=100000, held_out=1), options=options)
-    eventually(lambda: trained(run) >= 1, 200, lambda: cluster.output(job))
+    changes = {"rollout.tp": 2, "rollout.engines": 1, "rollout.max_staleness": 1}
+    job = submit("--restarts", "1", *tiny(world, tmp_path, updates=100000, held_out=1, **changes), options=options)
+    eventually(lambda: trained(run) >= 2, 200, lambda: cluster.output(job))
     nodes = {process.name: process.node for process in read_record(run).processes}
     assert nodes == {
         "controller": "node0",
         "trainer-0": "node0",
         "trainer-1": "node1",
         "engine-0": "node2",
-        "engine-1": "node3",
+        "engine-0.1": "node3",
     }
+    part, reached = psutil.Process(pid(cluster, "--headless")), trained(run)
+    assert part.environ()["SLURMD_NODENAME"] == "node3"
+    part.kill()
+    eventually(lambda: engines(run)[0]["losses"] == 1, 60, lambda: cluster.output(job))
+    eventually(lambda: trained(run) >= reached + 4, 200, lambda: cluster.output(job))
+    assert "engine-0.1 was killed by SIGKILL" in cluster.output(job) and run.incarnation == 0
+    traces.watch(of_jobs(cluster))
     cluster.run("scancel", job)
     assert cluster.wait(job) == "CANCELLED"
-    eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in p.cmdline()], 20)
+    eventually(lambda: not of_jobs(cluster), 20, lambda: str(of_jobs(cluster)))
+    traces.check()
 
 
 @pytest.mark.parametrize(

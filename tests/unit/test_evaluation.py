@@ -52,7 +52,7 @@ def evaluate(tmp_path, monkeypatch):
                 engine.leave("lost")
             return True
 
-        evaluation = Evaluation(config, engines, PROMPTS, [0], Right(), timeline, is_lost)
+        evaluation = Evaluation(config, engines, PROMPTS, [0], Right(), timeline, is_lost, lambda: None)
         return asyncio.run(evaluation.run(version)), engines
 
     return run

@@ -10,7 +10,7 @@ import pytest
 
 from launch import hosts
 from launch.hosts import HostError, Nodes
-from launch.orders import Alive, Hello, Start
+from launch.orders import Alive, End, Hello, Start
 from launch.pools import Process
 from launch.slurm import Srun
 
@@ -97,9 +97,10 @@ class Fixed:
 
     def __init__(self, *events):
         self.events = list(events)
+        self.sent = []
 
     def send(self, order):
-        pass
+        self.sent.append(order)
 
     def receive(self):
         taken, self.events = self.events, []
@@ -114,22 +115,34 @@ def test_nodes_that_do_not_answer_are_named():
 
 @pytest.mark.parametrize(
     ("second", "goes_on"),
-    [(["engine-1"], True), ([], True), (["engine-1", "trainer-0"], False), (["engine-0", "engine-1"], False)],
+    [
+        (["engine-1"], True),
+        ([], True),
+        (["engine-1.1"], True),
+        (["engine-1", "trainer-0"], False),
+        (["engine-0", "engine-1"], False),
+        (["engine-0", "engine-1.1"], False),
+    ],
 )
 def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second, goes_on):
-    """The run goes on without it if only engines were on it, and others are left."""
+    """The run goes on without it if only engines were on it, and others are left. Engine 1 may have a part on each node."""
     monkeypatch.setattr(hosts, "_SILENCE_S", 0.3)
     channel = Fixed(Hello("n1", [], 0, 1, "m"), Hello("n2", [], 0, 1, "m"))
     nodes = Nodes(channel)
     nodes.gather(["n1", "n2"], 5)
-    for name in ("controller", "trainer-0", "engine-0", "engine-1"):
+    for name in ("controller", "trainer-0", "engine-0", "engine-1", "engine-1.1"):
+        if name == "engine-1.1" and name not in second:
+            continue
         start(nodes, tmp_path, "", name, node="n2" if name in second else "n1")
     time.sleep(0.4)
     channel.events = [Alive("n1")]
     if goes_on:
         nodes.refresh()
         nodes.refresh()
-        assert nodes.lost == set(second) and capsys.readouterr().err.count("node n2 has said nothing") == 1
+        assert nodes.lost == {*second, *(["engine-1"] if "engine-1.1" in second else [])}
+        assert capsys.readouterr().err.count("node n2 has said nothing") == 1
+        left = [order.name for order in channel.sent if isinstance(order, End)]
+        assert left == ["engine-1"] * ("engine-1.1" in second), "what is left of an engine is ended"
     else:
         with pytest.raises(HostError, match="node n2 has said nothing"):
             nodes.refresh()

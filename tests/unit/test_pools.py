@@ -6,7 +6,7 @@ import pytest
 
 from areal_megatron.config import Config, ConfigError, Data, Model, Rollout, Trainer
 from areal_megatron.reshard.megatron import MegatronSizes
-from launch.pools import Node, Slot, allocate
+from launch.pools import Node, Slot, allocate, whole
 
 
 def config(tp=1, pp=1, dp=1, engines=1, engine_tp=1, mode="rl"):
@@ -125,6 +125,12 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes():
         {"n01": 8, "n02": 8},
         {"n03": 8, "n04": 8},
     ]
+    head, other = placement.pool("rollout")[1].parts
+    assert (head.name, head.node, head.part, head.of) == ("engine-1", "n03", 0, 2)
+    assert (other.name, other.node, other.part, other.of) == ("engine-1.1", "n04", 1, 2)
+    assert head.slots + other.slots == placement.pool("rollout")[1].slots and whole(other.name) == "engine-1"
+    (alone,) = placement.pool("trainer")[0].parts
+    assert alone is placement.pool("trainer")[0] and whole(alone.name) == alone.name
 
 
 def test_nodes_asked_for_are_enough():
