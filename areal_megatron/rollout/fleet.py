@@ -12,6 +12,8 @@ from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
 
 _POLL_S = 2.0
+_ARRIVES_S = 0.2
+"""Within which a request has come from here to the engine's counters: until then it would look ended."""
 LOST = "lost"
 """State of an engine that has died, or answers no more, and was not yet started again."""
 DRAINED = "drained"
@@ -101,6 +103,7 @@ class Engine:
         tokens, seen, progress = None, time.monotonic(), time.monotonic()
         while not self.gone:
             started = self._started
+            await asyncio.sleep(_ARRIVES_S)
             load = await self.client.load(min(timeout_s, _SILENCE_S))
             now = time.monotonic()
             self._ended = started - (load.running + load.waiting)
@@ -113,7 +116,7 @@ class Engine:
                 raise EngineError(f"{self.name} holds {load.running + load.waiting} requests but has sampled "
                                   f"nothing for {timeout_s:.0f} s")  # fmt: skip
             tokens, seen = load.generated_tokens, now
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_POLL_S - _ARRIVES_S)
 
 
 def connect(config: Config, run: Run, index: int) -> Engine:

@@ -8,9 +8,9 @@ import pytest
 
 from areal_megatron.config import PPO, Config, ConfigError, Data, Model, Reward, Rollout
 from areal_megatron.data.dumps import Dump, dumped, forget, read, recorded, write
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder
 from areal_megatron.rollout.batches import Batches
-from areal_megatron.rollout.protocol import NextBatch, NotYet, Part, Stop, Trained
+from areal_megatron.rollout.protocol import NextBatch, NotYet, Packed, Stop, Trained
 from areal_megatron.rollout.replay import Recording
 from areal_megatron.run import RunError
 
@@ -84,10 +84,10 @@ def batches(recording, first=0, dumps=None):
 async def trained(subject, number, version, applied=True):
     while isinstance(reply := await subject.next(NextBatch(0, number, version)), NotYet):
         pass
-    assert isinstance(reply, Part)
+    assert isinstance(reply, Packed)
     await subject.dumped()
     assert isinstance(subject.trained(Trained(number, version, applied, {})), dict)
-    return reply.part
+    return decoder(BatchPart).decode(reply.part)
 
 
 def test_a_recording_gives_the_batches_in_their_order_and_they_are_dumped_again(folder, tmp_path):

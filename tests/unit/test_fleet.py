@@ -26,7 +26,7 @@ def poll(engine, counters):
 
     async def once():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engine.watch(60, lambda: room.append(engine.running)), 0.05)
+            await asyncio.wait_for(engine.watch(60, lambda: room.append(engine.running)), 0.5)
 
     asyncio.run(once())
     assert room, "room was not announced"

@@ -181,5 +181,5 @@ def test_every_evaluation_asks_with_the_same_seeds(tmp_path):
     config, engines, timeline = setting(tmp_path, client)
     for version in (0, 3):
         engines[0].version = version
-        asyncio.run(Evaluation(config, engines, PROMPTS, [0], Right(), timeline, never).run(version))
+        asyncio.run(Evaluation(config, engines, PROMPTS, [0], Right(), timeline, never, lambda: None).run(version))
     assert sorted(client.seeds) == sorted([(p.id, sampling_seed(11, "eval", p.id)) for p in PROMPTS] * 2)
