@@ -20,7 +20,7 @@ from areal_megatron.observe.estimates import Estimate, estimate
 OBJECTIVES = ("naive", "decoupled")
 ETAS = (0, 1, 2, 4, 8, 16)
 SEEDS = (1, 2, 3)
-RATES = ["1e-4", "2e-4", "4e-4", "8e-4"]
+RATES = ["2.5e-5", "5e-5", "1e-4", "2e-4"]
 GRID_SEEDS = (11, 12, 13)
 """None of SEEDS: a rate that was lucky with one of them would flatter η = 0."""
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]

@@ -44,7 +44,7 @@ def test_students_quantiles_cut_off_two_and_a_half_percent():
         x = np.linspace(0, quantile, 20001)
         density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
         density *= math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
-        assert np.trapezoid(density, x) == pytest.approx(0.475, abs=1e-5)
+        assert np.trapezoid(density, x) == pytest.approx(0.475, abs=2e-5)  # of three decimals
 
 
 def test_the_interval_of_a_run_is_that_of_its_items():
@@ -55,9 +55,9 @@ def test_the_interval_of_a_run_is_that_of_its_items():
 
 
 def test_the_rate_is_the_best_of_the_whole_grid_and_of_nothing_else():
-    cells = grid({"1e-4": 0.8, "2e-4": 0.93, "4e-4": 0.95, "8e-4": 0.9})
+    cells = grid({"2.5e-5": 0.8, "5e-5": 0.93, "1e-4": 0.95, "2e-4": 0.9})
     results = {**WITHOUT_GRID, "cells": cells | {"naive-eta16-seed1": run_of(0.99)}}
-    assert table.chosen_rate(results) == "4e-4"
+    assert table.chosen_rate(results) == "1e-4"
     del cells["grid-lr1e-4-seed12"]
     assert table.chosen_rate({**WITHOUT_GRID, "cells": cells}) is None
     failed = {**WITHOUT_GRID, "cells": cells | {"grid-lr1e-4-seed12": {"failed": "exit code 1"}}}
