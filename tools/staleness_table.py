@@ -20,7 +20,7 @@ from areal_megatron.observe.estimates import Estimate, estimate
 OBJECTIVES = ("naive", "decoupled")
 ETAS = (0, 1, 2, 4, 8, 16)
 SEEDS = (1, 2, 3)
-RATES = ["2.5e-5", "5e-5", "1e-4", "2e-4"]
+RATES = ("1e-5", "2.5e-5", "5e-5", "1e-4")
 GRID_SEEDS = (11, 12, 13)
 """None of SEEDS: a rate that was lucky with one of them would flatter η = 0."""
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
@@ -28,7 +28,7 @@ STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 COLORS = {"naive": "#ea580c", "decoupled": "#2563eb"}
 
 Results = dict[str, Any]
-"""`settings`, and `cells`: name → figures of its run, or `failed`."""
+"""`overrides` of every run, and `cells`: name → figures of its run, or `failed`."""
 
 
 def mean_over_seeds(values: Sequence[float]) -> Estimate:
@@ -54,17 +54,19 @@ def binomial(result: dict[str, Any]) -> Estimate:
     return estimate([1.0] * correct + [0.0] * (result["items"] - correct))
 
 
-def ended(results: Results, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The figures of those of the cells that have ended well."""
-    return [results["cells"][name] for name in names if "accuracy" in results["cells"].get(name, {})]
-
-
 def of_rate(results: Results, rate: str) -> list[dict[str, Any]]:
-    return ended(results, [f"grid-lr{rate}-seed{seed}" for seed in GRID_SEEDS])
+    """Figures of the runs of the grid that have ended well."""
+    return _ended(results, [f"grid-lr{rate}-seed{seed}" for seed in GRID_SEEDS], rate)
 
 
 def of(results: Results, objective: str, eta: int) -> list[dict[str, Any]]:
-    return ended(results, [f"{objective}-eta{eta}-seed{seed}" for seed in SEEDS])
+    """Figures of the runs at the chosen rate that have ended well."""
+    return _ended(results, [f"{objective}-eta{eta}-seed{seed}" for seed in SEEDS], chosen_rate(results))
+
+
+def _ended(results: Results, names: Sequence[str], rate: str | None) -> list[dict[str, Any]]:
+    runs = [results["cells"].get(name, {}) for name in names]
+    return [run for run in runs if run.get("rate") == rate and "accuracy" in run]
 
 
 def accuracies(runs: Sequence[dict[str, Any]]) -> list[float]:
@@ -87,7 +89,7 @@ def tables(results: Results) -> str:
              _table(["objective", "η", "runs, with their binomial interval", "difference from η = 0", "staleness mean, max",
                      "clipped", "capped"],
                     [_details(results, objective, eta) for objective in OBJECTIVES for eta in ETAS]),
-             f"Commits: {', '.join(commits)}. Settings: `{' '.join(results['settings']['overrides'])}`."]  # fmt: skip
+             f"Commits: {', '.join(commits)}. Settings: `{' '.join(results['overrides'])}`."]  # fmt: skip
     return "\n\n".join(lines) + "\n"
 
 

@@ -84,8 +84,9 @@ def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
 
 
 def missing(cells: list[Cell], results: Results) -> list[Cell]:
-    """Those without a result, and those that failed."""
-    return [cell for cell in cells if "accuracy" not in results["cells"].get(cell.name, {})]
+    """Those without a result, those that failed, and those of another rate than a grid with further rates chooses."""
+    rate = chosen_rate(results)
+    return [cell for cell in cells if results["cells"].get(cell.name, {}).get("rate", "") != (cell.rate or rate)]
 
 
 class Sweep:
@@ -94,13 +95,12 @@ class Sweep:
     def __init__(self, out: Path, overrides: list[str]):
         self.out, self.results_file, self.base = out.absolute(), out / "results.json", out.absolute() / "base"
         configuration.load(ROOT / "configs" / "tiny_cpu.yaml", [*SETTINGS, *overrides])  # before anything is made
-        settings = {"overrides": [*SETTINGS, *overrides], "rates": RATES, "grid_seeds": list(GRID_SEEDS)}
-        self.results: Results = {"settings": settings, "cells": {}}
+        self.results: Results = {"overrides": [*SETTINGS, *overrides], "cells": {}}
         if self.results_file.exists():
-            self.results = json.loads(self.results_file.read_text())
-        for key, value in settings.items():
-            if (there := self.results["settings"][key]) != value:
-                raise ConfigError(f"{self.results_file}: has {key}={there}, not {value}; choose another --out")
+            there = json.loads(self.results_file.read_text())
+            if there["overrides"] != self.results["overrides"]:
+                raise ConfigError(f"{self.results_file} is of {' '.join(there['overrides'])}: choose another --out")
+            self.results = there
 
     def __enter__(self) -> Sweep:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class Sweep:
         shutil.rmtree(folder, ignore_errors=True)
         self._run(cell.name, "-m", "launch.local", "configs/tiny_cpu.yaml", f"runs_dir={folder.parent}",
                   f"name={cell.name}", f"model.path={self.base / 'sft' / 'hf'}", f"data.train={world / 'train.jsonl'}",
-                  f"data.eval={world / 'heldout.jsonl'}", *self.results["settings"]["overrides"],
+                  f"data.eval={world / 'heldout.jsonl'}", *self.results["overrides"],
                   *cell.overrides)  # fmt: skip
         figures = measure(folder) | {"rate": cell.rate, "commit": commit(), "seconds": time.monotonic() - started}
         shutil.rmtree(folder / "hf", ignore_errors=True)
@@ -213,6 +213,8 @@ def carry_out(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
     """Runs them one after the other; yields a line for each. Raises ConfigError where the learning rate is not chosen yet."""
     sweep.make_base()
     for number, cell in enumerate(cells, 1):
+        if not missing([cell], sweep.results):
+            continue  # it is of the rate that the grid has just chosen
         if not cell.rate and not chosen_rate(sweep.results):
             raise ConfigError("the learning rate is not chosen yet: first run the rest of --cells 'grid-*'")
         try:

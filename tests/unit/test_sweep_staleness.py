@@ -17,16 +17,16 @@ from areal_megatron.config import ConfigError
 from areal_megatron.run import Run
 from tests.conftest import ROOT
 
-WITHOUT_GRID = {"settings": {"overrides": ["updates=3"]}, "cells": {}}
+EMPTY = {"overrides": ["updates=3"], "cells": {}}
 
 
-def run_of(accuracy: float) -> dict:
-    return {"accuracy": accuracy, "items": 1000, "commit": "abc", "staleness_mean": 3.25, "staleness_max": 8,
+def run_of(accuracy: float, rate: str = "5e-5") -> dict:
+    return {"accuracy": accuracy, "rate": rate, "items": 1000, "commit": "abc", "staleness_mean": 3.25, "staleness_max": 8,
             "clip_share": 0.125, "capped_share": 0.0}  # fmt: skip
 
 
 def grid(means: dict[str, float]) -> dict[str, dict]:
-    return {f"grid-lr{rate}-seed{seed}": run_of(value + 0.001 * offset) for rate, value in means.items()
+    return {f"grid-lr{rate}-seed{seed}": run_of(value + 0.001 * offset, rate) for rate, value in means.items()
             for seed, offset in zip(table.GRID_SEEDS, (-1, 0, 1), strict=True)}  # fmt: skip
 
 
@@ -55,12 +55,12 @@ def test_the_interval_of_a_run_is_that_of_its_items():
 
 
 def test_the_rate_is_the_best_of_the_whole_grid_and_of_nothing_else():
-    cells = grid({"2.5e-5": 0.8, "5e-5": 0.93, "1e-4": 0.95, "2e-4": 0.9})
-    results = {**WITHOUT_GRID, "cells": cells | {"naive-eta16-seed1": run_of(0.99)}}
-    assert table.chosen_rate(results) == "1e-4"
-    del cells["grid-lr1e-4-seed12"]
-    assert table.chosen_rate({**WITHOUT_GRID, "cells": cells}) is None
-    failed = {**WITHOUT_GRID, "cells": cells | {"grid-lr1e-4-seed12": {"failed": "exit code 1"}}}
+    cells = grid({"1e-5": 0.8, "2.5e-5": 0.93, "5e-5": 0.95, "1e-4": 0.9})
+    results = {**EMPTY, "cells": cells | {"naive-eta16-seed1": run_of(0.99)}}
+    assert table.chosen_rate(results) == "5e-5"
+    del cells["grid-lr1e-5-seed12"]
+    assert table.chosen_rate({**EMPTY, "cells": cells}) is None
+    failed = {**EMPTY, "cells": cells | {"grid-lr1e-5-seed12": {"failed": "exit code 1"}}}
     assert table.chosen_rate(failed) is None
 
 
@@ -87,11 +87,17 @@ def test_cells_are_the_grid_and_then_whole_seeds():
 def test_what_failed_or_is_not_there_is_missing():
     cells = sweep.selected(sweep.all_cells(), ["*-eta4-*", "naive-eta16-seed1"])
     assert len(cells) == 7
-    results = {"cells": {"naive-eta4-seed1": run_of(0.9), "naive-eta4-seed2": {"failed": "exit code 1: out of memory"}}}
+    chosen = grid({"1e-5": 0.8, "2.5e-5": 0.93, "5e-5": 0.95, "1e-4": 0.9})
+    results = {
+        "cells": chosen
+        | {"naive-eta4-seed1": run_of(0.9), "naive-eta4-seed2": {"failed": "exit code 1: out of memory"}}
+    }
     assert [cell.name for cell in sweep.missing(cells, results)] == [
         "decoupled-eta4-seed1", "naive-eta16-seed1", "naive-eta4-seed2", "decoupled-eta4-seed2", "naive-eta4-seed3",
         "decoupled-eta4-seed3",
     ]  # fmt: skip
+    other = {"cells": results["cells"] | grid({"2.5e-5": 0.97})}
+    assert "naive-eta4-seed1" in [cell.name for cell in sweep.missing(cells, other)]
     assert "naive-eta4-seed2            exit code 1: out of memory" in sweep.listing(cells, results)
     assert "1 of 7 cells are there" in sweep.listing(cells, results)
     with pytest.raises(ConfigError, match="'naive-eta3' matches no cell"):
@@ -100,12 +106,12 @@ def test_what_failed_or_is_not_there_is_missing():
 
 def test_tables_say_what_is_there_and_what_is_not():
     values = {("naive", 0): [0.95, 0.96, 0.97], ("naive", 16): [0.80, 0.82, 0.84], ("decoupled", 4): [0.94]}
-    cells = grid(dict.fromkeys(table.RATES, 0.9)) | {
+    cells = grid(dict.fromkeys(table.RATES, 0.9) | {"5e-5": 0.91}) | {
         f"{objective}-eta{eta}-seed{seed}": run_of(value)
         for (objective, eta), accuracies in values.items()
         for seed, value in enumerate(accuracies, 1)
     }
-    text = table.tables({**WITHOUT_GRID, "cells": cells})
+    text = table.tables({**EMPTY, "cells": cells})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     paper = {
         row[0]: row[1:] for row in rows if len(row) == 7 and row[0] in table.OBJECTIVES and row[1] not in "0124816"
@@ -125,7 +131,7 @@ def test_the_plot_is_a_picture_of_any_part_of_the_results():
         {"naive-eta0-seed1": run_of(0.95)},
         {f"naive-eta8-seed{seed}": run_of(0.9) for seed in (1, 2, 3)},
     ):
-        assert ElementTree.fromstring(table.plot({**WITHOUT_GRID, "cells": cells})).tag.endswith("svg")
+        assert ElementTree.fromstring(table.plot({**EMPTY, "cells": cells})).tag.endswith("svg")
 
 
 def update(version: int, staleness: dict[str, int], tokens: dict[str, int]) -> dict:
