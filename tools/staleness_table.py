@@ -86,7 +86,7 @@ def tables(results: Results) -> str:
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
     lines = [_rates(results), _table(["held-out accuracy", *(f"η = {eta}" for eta in ETAS)],
              [[objective, *(_over_seeds(results, objective, eta) for eta in ETAS)] for objective in OBJECTIVES]),
-             _table(["objective", "η", "runs, with their binomial interval", "difference from η = 0", "staleness mean, max",
+             _table(["objective", "η", "runs, with their binomial interval", "difference from η = 0", "staleness mean, max; of tokens",
                      "clipped", "capped"],
                     [_details(results, objective, eta) for objective in OBJECTIVES for eta in ETAS]),
              f"Commits: {', '.join(commits)}. Settings: `{' '.join(results['overrides'])}`."]  # fmt: skip
@@ -120,7 +120,8 @@ def _details(results: Results, objective: str, eta: int) -> list[str]:
         gap = difference(accuracies(runs), accuracies(base))
         apart = f"{100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     shares = [f"{100 * mean(run[key] for run in runs):.1f}%" for key in ("clip_share", "capped_share")]
-    stale = f"{mean(run['staleness_mean'] for run in runs):.1f}, {max(run['staleness_max'] for run in runs)}"
+    stale, of_tokens = (mean(run[key] for run in runs) for key in ("staleness_mean", "token_staleness_mean"))
+    stale = f"{stale:.1f}, {max(run['staleness_max'] for run in runs)}; {of_tokens:.1f}"
     return [objective, str(eta), ", ".join(_percent(binomial(run)) for run in runs), apart, stale, *shares]
 
 

@@ -21,7 +21,7 @@ EMPTY = {"overrides": ["updates=3"], "cells": {}}
 
 
 def run_of(accuracy: float, rate: str = "5e-5") -> dict:
-    return {"accuracy": accuracy, "rate": rate, "items": 1000, "commit": "abc", "staleness_mean": 3.25, "staleness_max": 8,
+    return {"accuracy": accuracy, "rate": rate, "items": 1000, "commit": "abc", "staleness_mean": 3.25, "staleness_max": 8, "token_staleness_mean": 2.5,
             "clip_share": 0.125, "capped_share": 0.0}  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_tables_say_what_is_there_and_what_is_not():
     assert paper["naive"] == ["96.0 (93.5 – 98.5)", "–", "–", "–", "–", "82.0 (77.0 – 87.0)"]
     assert paper["decoupled"] == ["–", "–", "–", "94.0", "–", "–"]
     detail = {(row[0], row[1]): row[2:] for row in rows if row[1] in ("0", "16", "4")}
-    assert detail["naive", "16"][1:] == ["-14.0 (-17.6 to -10.4)", "3.2, 8", "12.5%", "0.0%"]
+    assert detail["naive", "16"][1:] == ["-14.0 (-17.6 to -10.4)", "3.2, 8; 2.5", "12.5%", "0.0%"]
     assert detail["naive", "16"][0].startswith("80.0 (77.") and detail["naive", "0"][1] == "–"
     assert detail["decoupled", "4"][1] == "–"  # one run has no spread
     assert "Commits: abc" in text and "`updates=3`" in text
