@@ -234,10 +234,14 @@ def listing(cells: list[Cell], results: Results) -> str:
     return "\n".join([*lines, f"{len(cells) - len(left)} of {len(cells)} cells are there"])
 
 
-def write_outcome(out: Path, results: Results) -> None:
-    if any("accuracy" in result for result in results["cells"].values()):
-        write_atomically(out / "staleness.md", staleness_table.tables(results))
-        write_atomically(out / "staleness.svg", staleness_table.plot(results))
+def write_outcome(out: Path, results: Results) -> str:
+    """Writes table and plot; the table, empty as long as no cell has ended well."""
+    if not any("accuracy" in result for result in results["cells"].values()):
+        return ""
+    tables = staleness_table.tables(results)
+    write_atomically(out / "staleness.md", tables)
+    write_atomically(out / "staleness.svg", staleness_table.plot(results))
+    return tables
 
 
 def main() -> int:
@@ -261,13 +265,12 @@ def main() -> int:
             for line in carry_out(sweep, missing(cells, sweep.results)):
                 print(line, flush=True)
                 write_outcome(sweep.out, sweep.results)
-            write_outcome(sweep.out, sweep.results)
+            print(write_outcome(sweep.out, sweep.results))
     except (ConfigError, RunFailed) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    print(staleness_table.tables(sweep.results))
     left = missing(cells, sweep.results)
     if left:
         print(
