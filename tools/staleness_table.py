@@ -143,7 +143,7 @@ def plot(results: Results) -> str:
         stale = [mean(run["staleness_mean"] for run in runs) for _, runs in there]
         right.plot([x + shift for x, _ in there], stale, "o-", color=COLORS[objective], label=objective)
     right.plot(range(len(ETAS)), ETAS, "_", color="#94a3b8", markersize=16, label="bound η")
-    left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    left.yaxis.set_major_formatter(PercentFormatter(1))
     for axes, title in (
         (left, "Held-out accuracy after the last update"),
         (right, "Mean staleness of trained answers"),
@@ -153,7 +153,7 @@ def plot(results: Results) -> str:
         axes.set_xlabel("η")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="best")
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close(figure)
