@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = [
     "updates=64",
     "batch_size=128",
-    "optimizer.schedule=constant",
+    "optimizer.schedule={constant: 0}",
     "rollout.max_running=512",
 ]
 """What differs from configs/tiny_cpu.yaml in every cell. Small batches and many running answers, so that the trainer is what
