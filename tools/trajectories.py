@@ -221,7 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
             none, ratios = False, None
             if options.model and (options.colour == "ratio" or options.json):
                 under = logprobs_under(options.model, trained.trajectory, config.rollout.temperature)
-                ratios = under - trained.trajectory.logprobs
+                t = trained.trajectory
+                ratios = np.where(t.loss_mask, under - t.logprobs, 0)  # nobody sampled what the environment says
             if options.json:
                 print(json.dumps(described(trained, tokenizer, ratios)))
             else:

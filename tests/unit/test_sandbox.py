@@ -182,6 +182,8 @@ def test_hostile_programs_reach_nothing_and_end_in_time(outside):
 
     with ThreadPoolExecutor(4) as pool:
         results = dict(zip(PROGRAMS, pool.map(attack, PROGRAMS), strict=True))
+    for name in [name for name, (_, late_s) in results.items() if late_s > 1]:
+        results[name] = attack(name)  # alone: it was the machine that was late, or it is late again
     for name, (outcome, late_s) in results.items():
         text = outcome.stdout + outcome.stderr
         assert outcome.stdout.startswith("began"), f"{name} never ran: {outcome}"
