@@ -169,8 +169,7 @@ class Controller:
             case Written():
                 return await self._written(message)
             case Saved():
-                self.metrics.write("checkpoint", message.version, {"stall_s": message.stall_s, "seconds": message.seconds,
-                                                                   "failed": int(bool(message.error))})  # fmt: skip
+                self.metrics.write("checkpoint", message.version, message.figures)
                 return Ok()
             case Bye():
                 self._bye.set()

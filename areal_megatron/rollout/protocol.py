@@ -94,6 +94,10 @@ class Saved(msgspec.Struct, tag=True):
     """From its begin to its completion."""
     error: str = ""
 
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"stall_s": self.stall_s, "seconds": self.seconds, "failed": int(bool(self.error))}
+
 
 class Bye(msgspec.Struct, tag=True):
     """From global rank 0: every update is trained and delivered, or a checkpoint is saved after Stop."""

@@ -116,8 +116,7 @@ class Replay:
             case Checkpoint() | Written():  # the trainers' part is all there is
                 return Ok()
             case Saved():
-                self._metrics.write("checkpoint", message.version, {"stall_s": message.stall_s, "seconds": message.seconds,
-                                                                    "failed": int(bool(message.error))})  # fmt: skip
+                self._metrics.write("checkpoint", message.version, message.figures)
                 return Ok()
             case Bye():
                 self._bye.set()
