@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
@@ -74,6 +75,8 @@ class _Generated(msgspec.Struct, gc=False):
 
 _decode = msgspec.json.Decoder(_Generated).decode
 _logprob = attrgetter("logprob")
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+"""Answers that arrive together are read one in each turn of the event loop: a group of them takes milliseconds."""
 _encode = msgspec.json.encode
 
 
@@ -128,9 +131,13 @@ class EngineClient:
             raw = await self._call("POST", "/inference/v1/generate", body, timeout=unlimited, keep_alive=True)
         finally:
             self._generating.discard(request_id)
+        async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            await asyncio.sleep(0)
+            return self._completions(raw, request_id)
+
+    def _completions(self, raw: bytes, request_id: str) -> list[Completion]:
         try:
-            choices = _decode(raw).choices
-            return [_completion(choice) for choice in choices]
+            return [_completion(choice) for choice in _decode(raw).choices]
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
