@@ -75,7 +75,10 @@ def main() -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function, timeout_s, model = sys.argv[1:]
-    serve(function, float(timeout_s), model, sys.stdin.buffer, replies)
+    try:
+        serve(function, float(timeout_s), model, sys.stdin.buffer, replies)
+    except BrokenPipeError:  # nobody waits for the score any more
+        os._exit(1)
 
 
 if __name__ == "__main__":
