@@ -22,7 +22,7 @@ ON_CPU = {
     "CUDA_VISIBLE_DEVICES": "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
     "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: training is a sixth faster, a commit takes half the time
-    # Copies from a mebibyte on bypass the caches: weights put into place take five eighths of the time.
+    # Copies from a mebibyte on bypass the caches: a commit stands still for two thirds of the time (docs/measurements.md).
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
 }
 """Environment of trainer ranks and engines on CPU."""

@@ -200,7 +200,7 @@ def _array(view: Tensor) -> np.ndarray:
 def _copy(targets: list, sources: list) -> None:
     if targets and isinstance(targets[0], np.ndarray):
         for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source)  # memcpy: twice as fast as torch's copy on one core
+            np.copyto(target, source)  # memcpy, which may go past the caches (launch/orders.py); torch's copy does not
     else:
         torch._foreach_copy_(targets, sources)
 

@@ -63,9 +63,7 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
                     text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
                 score, feedback = checked(function(answer.prompt, text, answer.answer))
                 reply(Scored(score, feedback=feedback))
-            except (
-                Exception
-            ) as e:  # the function is the user's: any failure is a wrong answer, never the end of the run
+            except Exception as e:  # the user's function failed: a wrong answer, never the end of the run
                 reply(Scored(0.0, f"{type(e).__name__}: {e}"))
 
 
