@@ -8,11 +8,13 @@ import signal
 import sys
 
 from launch.processes import end_sessions
+from launch.shared_memory import SharedMemory
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its owner, not before
-    end_sessions({int(line) for line in sys.stdin})
+    shared = SharedMemory()
+    end_sessions({int(line) for line in sys.stdin}, shared)
     shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 

@@ -62,7 +62,7 @@ class Here:
         self._children.kill(process.name)
 
     def refresh(self) -> None:
-        self._children.rotate_logs()
+        self._children.look_after()
 
     def end(self, keep: Collection[str] = ()) -> None:
         self._children.end(keep)

@@ -56,7 +56,7 @@ class Supervisor:
                     self._children.forget(order.keep)
                     yield Cleared(self._name)
         yield from self._ended()
-        self._children.rotate_logs()
+        self._children.look_after()
         if time.monotonic() - self._said > ALIVE_S:
             self._said = time.monotonic()
             yield Alive(self._name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -10,15 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
 
+from launch.shared_memory import SharedMemory
+
 LOG_BYTES = 64 * 2**20
 """Of a log, after which it is moved aside: a process has at most twice as much."""
 _ROTATE_S = 60.0
-_SHARED = "/dev/shm/"
+_NOTE_S = 5.0
+_OTHERS_END_S = 1.0
 _LONGEST_BASE = 48
 
 
@@ -71,13 +73,14 @@ class Child(Log):
 class Children:
     """The processes that this one owns. A context manager: leaving it ends them and all their descendants.
 
-    Their temporary files go too: they share a folder, and shared memory that they have mapped is removed. If this process
-    is killed, a guardian process does all that in its place: it notices the end of a pipe.
+    Their temporary files go too, which share a folder, and their shared memory. If this process is killed, a guardian
+    process does all that in its place: it notices the end of a pipe.
     """
 
     def __init__(self):
         self.by_name: dict[str, Child] = {}
-        self._rotated = time.monotonic()
+        self._rotated = self._noted = time.monotonic()
+        self._shared = SharedMemory()
         base = tempfile.gettempdir()  # paths of sockets in it have 107 characters at most
         self._temporary = tempfile.mkdtemp(prefix="areal-", dir=base if len(base) < _LONGEST_BASE else "/tmp")
         command = [sys.executable, "-m", "launch.guardian", self._temporary]
@@ -94,20 +97,27 @@ class Children:
 
     def kill(self, name: str) -> None:
         """Ends one of them, which has little time for it, and its descendants."""
-        end_sessions({self.by_name[name].pid}, grace_s=1.0)
+        end_sessions({self.by_name[name].pid}, self._shared, grace_s=1.0)
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Ends all but those, with all their descendants."""
         ended = [child for name, child in self.by_name.items() if name not in keep]
-        end_sessions({child.pid for child in ended})
+        end_sessions({child.pid for child in ended}, self._shared)
         for child in ended:
             _ = child.exit_code  # reaps it
 
-    def rotate_logs(self) -> None:
-        """Moves what is in a long log aside, in place of what was moved there before; to be called often."""
-        if time.monotonic() - self._rotated < _ROTATE_S:
-            return
-        self._rotated = time.monotonic()
+    def look_after(self) -> None:
+        """To be called often: long logs are moved aside, and shared memory is noted, since children may end by themselves."""
+        now = time.monotonic()
+        if now - self._noted >= _NOTE_S:
+            self._noted = now
+            self._shared.note(_members({child.pid for child in self.by_name.values()}))
+        if now - self._rotated >= _ROTATE_S:
+            self._rotated = now
+            self._rotate_logs()
+
+    def _rotate_logs(self) -> None:
+        """What is in a long log takes the place of what was moved aside before."""
         for child in self.by_name.values():
             if child.log.exists() and child.log.stat().st_size > LOG_BYTES:
                 shutil.copyfile(child.log, child.log.with_name(f"{child.log.name}.1"))
@@ -123,16 +133,17 @@ class Children:
 
     def __exit__(self, *_) -> None:
         self.end()
+        self._shared.remove(_OTHERS_END_S)
         shutil.rmtree(self._temporary, ignore_errors=True)  # now: there may be little time before a SIGKILL for all
         self._guardian.communicate(timeout=60)  # the end of its pipe: it finds no process left and ends
 
 
-def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
+def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> None:
     """Ends every process of the sessions: SIGTERM to their leaders, SIGKILL for whoever is left.
 
-    A leader has grace_s to end by itself, its descendants a second more. What they have left in shared memory is removed.
+    A leader has grace_s to end by itself, its descendants a second more. What they have `shared` is removed.
     """
-    shared = shared_memory(_members(sessions))
+    shared.note(_members(sessions))
     for process in _members(sessions):
         if process.pid in sessions:
             _signal(process, signal.SIGTERM)
@@ -141,22 +152,7 @@ def end_sessions(sessions: set[int], grace_s: float = 10.0) -> None:
     for process in _members(sessions):
         _signal(process, signal.SIGKILL)
     _wait(lambda: not _members(sessions), 5.0)
-    for path in shared - shared_memory(psutil.process_iter()) if shared else ():
-        path.unlink(missing_ok=True)
-
-
-def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
-    """What they have mapped of it; who is killed does not remove what he has made."""
-    paths = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            paths |= {
-                Path(line[line.index(_SHARED) :])
-                for line in maps.splitlines()
-                if _SHARED in line and "(deleted)" not in line
-            }
-    return paths
+    shared.remove()
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -59,7 +59,7 @@ ReturnToService=2
 JobRequeue=1
 SlurmctldTimeout=10
 SlurmdTimeout=10
-KillWait=5
+KillWait=15
 MinJobAge=3600
 PropagateResourceLimits=NONE
 {gres}

@@ -105,7 +105,8 @@ class _Worker:
         command = [sys.executable, "-m", "areal_megatron.reward.worker", function, str(timeout_s), model]
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         try:
-            ready = _decode_ready(await asyncio.wait_for(worker._read(), _START_TIMEOUT_S))
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                ready = _decode_ready(await worker._read())
         except (TimeoutError, asyncio.IncompleteReadError):
             await worker.kill()
             raise ConfigError(f"reward.function: {function} did not load within {_START_TIMEOUT_S} s; "

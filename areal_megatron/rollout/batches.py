@@ -90,7 +90,8 @@ class Batches:
         self._asked = True
         self.try_form()
         try:
-            await asyncio.wait_for(self._formed.wait(), ask_again_s(self._config))
+            async with asyncio.timeout(ask_again_s(self._config)):
+                await self._formed.wait()
         except TimeoutError:
             return NotYet()
         if self._batch is None and self._to_publish:

@@ -7,6 +7,7 @@ That looks up the version of a package called `vllm`, which vLLM's CPU build is 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 
@@ -26,6 +27,7 @@ def main() -> None:
     except SystemExit:  # SIGTERM: ranks that wait for the first part do not hear it, and vLLM waits for them
         for rank in multiprocessing.active_children():
             rank.kill()
+        gc.freeze()  # the interpreter's last collections would look at all of vLLM for 2 s
         raise
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,8 @@ class EngineLink:
         await client.start_update()
         try:
             # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
-            delivered = await asyncio.wait_for(update.delivered, 2 * config.reshard.timeout_s)
+            async with asyncio.timeout(2 * config.reshard.timeout_s):
+                delivered = await update.delivered
         except TimeoutError:
             raise EngineError(f"the trainers did not report the delivery of version {update.version} to "
                               f"{self._engine.name} within {2 * config.reshard.timeout_s:.0f} s") from None  # fmt: skip
@@ -134,18 +135,17 @@ class EngineLink:
         return start
 
     async def _commit(self, version: int) -> None:
-        client, whole = self._engine.client, self._config.reshard.staging == "full"
-        try:
-            await client.finish_update(version)
-            whole = True
-        except EngineError:
-            await client.abandon_update()
-            raise
-        finally:
-            if whole:
-                await client.resume()
-                if not self._engine.gone:
-                    self._engine.state = "ready"
+        """Without `finally`: an error in it would hide that this task is cancelled, which would then go on for ever."""
+        client = self._engine.client
+        failure = await _failure_of(client.finish_update(version))
+        if failure is not None:
+            failure = await _failure_of(client.abandon_update()) or failure
+        if failure is None or self._config.reshard.staging == "full":  # it has whole weights, old ones or new
+            await client.resume()
+            if not self._engine.gone:
+                self._engine.state = "ready"
+        if failure is not None:
+            raise failure
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1
@@ -156,3 +156,11 @@ class EngineLink:
             self._usable = False
         log.error("%s stays at version %d: version %d did not arrive in epoch %d: %s", self._engine.name,
                   self._engine.version, update.version, update.epoch, reason)  # fmt: skip
+
+
+async def _failure_of(call: Awaitable[None]) -> EngineError | None:
+    try:
+        await call
+    except EngineError as e:
+        return e
+    return None

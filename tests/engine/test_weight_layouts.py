@@ -16,6 +16,7 @@ from areal_megatron.reshard.convert import from_hf, to_hf
 from areal_megatron.reshard.hf_folder import INDEX
 from areal_megatron.reshard.megatron import MegatronSizes
 from launch.processes import end_sessions
+from launch.shared_memory import SharedMemory
 
 WRITTEN = ["llama-converted", "qwen2-converted", "qwen3-tied-converted", "qwen3-moe-converted",
            "qwen2-tied-exported", "qwen3-moe-exported"]  # fmt: skip
@@ -66,7 +67,9 @@ def loaded(tmp_path_factory):
     try:
         code = ranks.wait(300)
     finally:
-        end_sessions({ranks.pid}, grace_s=1)
+        end_sessions({ranks.pid}, SharedMemory(), grace_s=1)
+        for left in Path("/dev/shm").glob(f"layouts-{port}-*"):  # vLLM's communicator on CPU does not remove it
+            left.unlink()
     assert code == 0, (folder / "out").read_text()[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

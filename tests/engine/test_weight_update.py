@@ -25,6 +25,7 @@ from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.run import Run
 from launch.processes import end_sessions
+from launch.shared_memory import SharedMemory
 
 SERVERS = {
     "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1),
@@ -64,6 +65,7 @@ class Server:
                 start_new_session=True)
             for part in range(parts)
         ]  # fmt: skip
+        self.shared = SharedMemory()
         self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
         self.live = [self._shard(0, rank) for rank in range(sizes.ranks)]
@@ -123,7 +125,7 @@ class Server:
         assert await held_checksums(client) == expected
 
     def close(self):
-        end_sessions({process.pid for process in self.processes}, grace_s=30)
+        end_sessions({process.pid for process in self.processes}, self.shared, grace_s=30)
         for process in self.processes:
             process.wait(10)
 

@@ -100,6 +100,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert (
         all(f"node{n}" in shown for n in range(4)) and "running, training" in shown and "1 restarts are left" in shown
     )
+    traces.watch(of_jobs(cluster))
     os.kill(pid(cluster, "areal_megatron.train"), signal.SIGKILL)
     eventually(lambda: run.incarnation == 1 and trained(run) >= 5, 300, lambda: cluster.output(job))
     traces.watch(of_jobs(cluster))
@@ -182,6 +183,7 @@ def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, t
         "engine-0": "node2",
         "engine-0.1": "node3",
     }
+    traces.watch(of_jobs(cluster))
     part, reached = psutil.Process(pid(cluster, "--headless")), trained(run)
     assert part.environ()["SLURMD_NODENAME"] == "node3"
     part.kill()

@@ -24,16 +24,21 @@ class Scene:
         self._folder = folder
         self.config = Config(name="t", updates=10, batch_size=4, model=Model("m"), data=Data("d"),
                              rollout=Rollout(group_size=GROUP), reshard=Reshard(staging=staging, timeout_s=5))  # fmt: skip
-        self.calls, self.committed = [], []
+        self.calls, self.committed, self.dead = [], [], asyncio.Event()
+        self.dies_in = ""
+        """A route that is never answered; the engine is dead then."""
 
     async def __aenter__(self):
         async def record(request):
             self.calls.append(request.path)
-            return web.json_response({})
+            if request.path == self.dies_in:
+                self.dead.set()
+                await asyncio.Event().wait()
+            return web.json_response({}, status=500 if self.dead.is_set() else 200)
 
         app = web.Application()
         app.router.add_route("*", "/{route:.*}", record)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -44,11 +49,11 @@ class Scene:
         self.link = EngineLink(
             self.config, {}, self.engine, lambda engine, version: self.committed.append(version), lambda: None
         )
-        self._running = asyncio.create_task(self.link.run())
+        self.running = asyncio.create_task(self.link.run())
         return self
 
     async def __aexit__(self, *_):
-        self._running.cancel()
+        self.running.cancel()
         await self.engine.client.close()
         await self._runner.cleanup()
 
@@ -125,5 +130,22 @@ def test_a_lost_engine_lacks_nothing_until_it_is_back_and_then_opens_another_epo
             assert scene.link.lacks(2)
             assert await scene.update(2) == ("ready", first.epoch + 1)
             assert scene.committed == [1, 2] and not scene.link.lacks(2)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+@pytest.mark.parametrize("route", ["/finish_weight_update", "/pause", "/resume"])
+def test_a_link_that_is_cancelled_ends_though_its_engine_dies_in_that_moment(tmp_path, route):
+    """As where one signal ends the whole job: it is cancelled in a call, and every later one fails."""
+
+    async def play():
+        async with Scene(tmp_path, "full") as scene:
+            scene.dies_in = route
+            update = asyncio.create_task(scene.update(1))
+            await scene.dead.wait()
+            scene.running.cancel()
+            await asyncio.wait([scene.running], timeout=5)
+            assert scene.running.cancelled()
+            update.cancel()
 
     asyncio.run(asyncio.wait_for(play(), 30))

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from launch import processes
 from launch.processes import Children, end_sessions
+from launch.shared_memory import SharedMemory
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
 STUBBORN = (
@@ -61,13 +63,41 @@ def test_temporary_files_and_shared_memory_go_along(tmp_path, killed):
     assert not shared.exists() and not Path(file).parent.exists()
 
 
+def test_shared_memory_of_children_that_ended_by_themselves_goes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_NOTE_S", 0)
+    with Children() as children:
+        child = start(children, tmp_path, SHARES)
+        shared = Path("/dev/shm", eventually(lambda: child.last_lines().split())[0])
+        children.look_after()
+        for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
+            process.kill()
+        assert eventually(lambda: child.exit_code) and shared.exists()
+    assert not shared.exists()
+
+
+def test_what_others_have_put_into_shared_memory_stays(tmp_path):
+    """A model, say: it is older than the run or lies in a folder."""
+    maps = "import mmap, sys, time; f = [open(p, 'r+b') for p in sys.argv[1:]]; m = [mmap.mmap(i.fileno(), 0) for i in f]; print('mapped', flush=True); time.sleep(60)"
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        newer = Path(folder, "model")
+        for path in (Path(file.name), newer):
+            path.write_bytes(b"weights")
+        time.sleep(1.5)
+        with Children() as children:
+            newer.chmod(0o600)
+            command = [sys.executable, "-c", maps, file.name, str(newer)]
+            child = children.start("child", command, dict(os.environ), tmp_path / "child.log", set())
+            assert eventually(child.last_lines) == "mapped"
+        assert newer.exists() and Path(file.name).exists()
+
+
 def test_long_logs_are_moved_aside_while_they_are_written(children, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "LOG_BYTES", 1000)
     monkeypatch.setattr(processes, "_ROTATE_S", 0)
     code = "import time\nfor n in range(100): print(n, '-' * 100, flush=True); time.sleep(0.02)"
     child = start(children, tmp_path, code)
     aside = tmp_path / "child.log.1"
-    eventually(lambda: children.rotate_logs() or child.exit_code is not None)
+    eventually(lambda: children.look_after() or child.exit_code is not None)
     lines = aside.read_text().splitlines() + child.log.read_text().splitlines()
     numbers = [int(line.split()[0]) for line in lines]
     assert numbers == sorted(set(numbers)) and numbers[-1] == 99 and numbers[0] > 50
@@ -87,14 +117,14 @@ def test_descendants_of_a_dead_child_are_ended(tmp_path, children):
     grandchild = int(eventually(child.last_lines))
     os.kill(child.pid, signal.SIGKILL)
     assert eventually(lambda: child.exit_code) == -signal.SIGKILL
-    end_sessions({child.pid}, grace_s=0.5)
+    end_sessions({child.pid}, SharedMemory(), grace_s=0.5)
     assert not alive(grandchild)
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path, children):
     child = start(children, tmp_path, STUBBORN)
     assert eventually(child.last_lines) == "ready"
-    end_sessions({child.pid}, grace_s=0.2)
+    end_sessions({child.pid}, SharedMemory(), grace_s=0.2)
     assert child.exit_code == -signal.SIGKILL
 
 
