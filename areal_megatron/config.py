@@ -135,8 +135,9 @@ class PPO:
 class Rollout:
     engines: int = 1
     tp: int = 1
-    expert_parallel: bool = False
-    """The ranks of an engine hold whole experts instead of a part of each."""
+    experts: list[str] = field(default_factory=list, metadata={"choices": ("parallel", "replay")})
+    """Of a model with experts, with engines on GPUs: `parallel`: an engine's ranks hold whole experts instead of a part of
+    each; `replay`: tokens are trained through the experts that their engine chose (docs/algorithms.md)."""
     group_size: int = 16
     """Answers sampled per prompt (n)."""
     max_staleness: int = 8
@@ -302,7 +303,7 @@ def check(config: Config, where=lambda key: key) -> None:
 
     for key, dataclass_field, value in _fields(config):
         choices = dataclass_field.metadata.get("choices", ())
-        for chosen in (value if isinstance(value, dict) else [value]) if choices else []:
+        for chosen in (value if isinstance(value, dict | list) else [value]) if choices else []:
             near = difflib.get_close_matches(str(chosen), choices, 1)
             hint = f", did you mean {near[0]!r}?" if near else ""
             require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")

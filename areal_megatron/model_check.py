@@ -35,8 +35,13 @@ def check_model(config: Config, weights: bool = True) -> None:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
     megatron.layout(hf, megatron.MegatronSizes.of(config.trainer), rank=0)
     if config.mode == "rl":
-        if config.rollout.expert_parallel and runs_on_cpu(config):
-            raise ConfigError("rollout.expert_parallel: vLLM's CPU kernels fail with it; set it to false")
+        if config.rollout.experts and not model.dimensions.experts:
+            raise ConfigError(
+                f"rollout.experts: {config.rollout.experts}, but the model of {path} has none; set it to []"
+            )
+        if config.rollout.experts and runs_on_cpu(config):
+            raise ConfigError("rollout.experts: on CPU vLLM's kernels fail with parallel experts and return no routes to "
+                              "replay; set it to []")  # fmt: skip
         vllm.layout(hf, vllm.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf)
     if weights and not list(Path(path).glob("*.safetensors")):

@@ -32,6 +32,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reward: float
     truncated: bool
     """Cut at rollout.max_new_tokens."""
+    routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
+    """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose, with rollout.experts=[replay]. Of
+    all tokens but the last, which the engine never computed with; else of none."""
 
     @property
     def length(self) -> int:
@@ -55,7 +58,7 @@ class BatchPart(msgspec.Struct, kw_only=True):
     """Number, from 0, of each trajectory's group in the batch; its other answers may be in other parts."""
 
 
-_DTYPES = {"<i4", "<f4", "|u1"}
+_DTYPES = {"<i4", "<f4", "|u1", "<u2"}
 
 
 def _encode_array(value: Any) -> Any:
@@ -74,7 +77,7 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 
 def encoder() -> msgspec.msgpack.Encoder:
-    """Encodes structs that hold one-dimensional int32, float32 and uint8 arrays, as raw little-endian bytes."""
+    """Encodes structs that hold one-dimensional int32, float32, uint8 and uint16 arrays, as raw little-endian bytes."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 

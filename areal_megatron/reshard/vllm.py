@@ -28,7 +28,7 @@ class EngineSizes:
 
     @classmethod
     def of(cls, rollout: Rollout) -> EngineSizes:
-        return cls(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
+        return cls(tp=rollout.tp, expert_parallel="parallel" in rollout.experts)
 
     @property
     def ranks(self) -> int:
@@ -40,11 +40,11 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
     model = architecture(hf_config)
     dimensions, whole = model.dimensions, not sizes.expert_parallel
     if sizes.expert_parallel and dimensions.experts < sizes.ranks:
-        raise ConfigError(f"rollout.expert_parallel: {dimensions.experts} experts for {sizes.ranks} ranks of an engine")
+        raise ConfigError(f"rollout.experts: [parallel] has {sizes.ranks} ranks of an engine share {dimensions.experts} experts")
     shard = ShardBuilder(
         dimensions,
         tensor=Share(rank % sizes.tp, sizes.tp, "rollout.tp"),
-        expert_tensor=Share(rank, sizes.ranks, "rollout.tp") if whole else Share(0, 1, "rollout.expert_parallel"),
+        expert_tensor=Share(rank, sizes.ranks, "rollout.tp") if whole else Share(0, 1, "rollout.experts"),
         experts=range(dimensions.experts) if whole else _own_experts(dimensions.experts, sizes.ranks, rank),
         vocabulary=-(-dimensions.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         fuse_heads=_stacked_heads,

@@ -6,7 +6,9 @@ Answers are not streamed: a decoded token then costs the controller about a micr
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import base64
+import io
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +21,7 @@ from areal_megatron.reshard import session
 
 _JSON = {"Content-Type": "application/json"}
 _FIRST_LABEL = "default"  # vLLM's name of the weights it has loaded itself
+NO_ROUTES = np.zeros(0, np.uint8)
 
 
 class EngineError(RuntimeError):
@@ -37,6 +40,8 @@ class Completion:
     """int32 [R], the engine's policy version at each token"""
     finish_reason: str
     """`stop`, `length` (cut at max_tokens) or `abort`."""
+    routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
+    """uint8 or uint16 [tokens, layers, k], flat: the experts of the tokens that were asked for, up to the last but one."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class _Choice(msgspec.Struct, gc=False):
     logprobs: _Logprobs
     weight_versions: list[_Span]
     finish_reason: str
+    routed_experts: str | None = None
 
 
 class _Generated(msgspec.Struct, gc=False):
@@ -112,16 +118,19 @@ class EngineClient:
 
     async def generate(self, prompt: list[int], *, n: int, max_tokens: int, temperature: float,
                        stop_tokens: list[int], request_id: str, cache_salt: str | None = None,
-                       seed: int | None = None) -> list[Completion]:  # fmt: skip
+                       seed: int | None = None, routes_from: int | None = None) -> list[Completion]:  # fmt: skip
         """n independent answers to one prompt, as one request: half the engine's cost of n requests.
 
         Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has. With a
-        `seed` (rollout/seeds.py) the k-th answer is a function of weights, prompt and seed + k. Raises EngineError.
+        `seed` (rollout/seeds.py) the k-th answer is a function of weights, prompt and seed + k. With `routes_from` the
+        experts of all tokens from that place on come along. Raises EngineError.
         """
         sampling = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False,
                     "ignore_eos": True, "stop_token_ids": stop_tokens}  # fmt: skip
         if seed is not None:
             sampling["seed"] = seed
+        if routes_from is not None:
+            sampling["routed_experts_prompt_start"] = routes_from
         body = {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
@@ -133,11 +142,12 @@ class EngineClient:
             self._generating.discard(request_id)
         async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             await asyncio.sleep(0)
-            return self._completions(raw, request_id)
+            return self._completions(raw, request_id, None if routes_from is None else len(prompt) - routes_from)
 
-    def _completions(self, raw: bytes, request_id: str) -> list[Completion]:
+    def _completions(self, raw: bytes, request_id: str, routed: int | None) -> list[Completion]:
+        """`routed`: how many tokens of the prompt are to have routes, with those of the answers; None: no token."""
         try:
-            return [_completion(choice) for choice in _decode(raw).choices]
+            return [_completion(choice, routed) for choice in _decode(raw).choices]
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
@@ -235,10 +245,23 @@ class EngineClient:
         return content
 
 
-def _completion(choice: _Choice) -> Completion:
+def _completion(choice: _Choice, routed: int | None) -> Completion:
     tokens = np.array(choice.token_ids, np.int32)
     logprobs = np.fromiter(map(_logprob, choice.logprobs.content), np.float32, len(choice.logprobs.content))
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions]
-    return Completion(tokens, logprobs, versions_of_tokens(spans, len(tokens)), choice.finish_reason)
+    routes = NO_ROUTES if routed is None else _routes(choice.routed_experts, len(tokens), routed)
+    return Completion(tokens, logprobs, versions_of_tokens(spans, len(tokens)), choice.finish_reason, routes)
+
+
+def _routes(encoded: str | None, answered: int, routed: int) -> np.ndarray:
+    """Flat. `encoded`: base64 of a file of numpy; nothing where no token was answered."""
+    if not answered:
+        return NO_ROUTES
+    if encoded is None:
+        raise ValueError("no routed_experts, although rollout.experts asks for replay")
+    routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    if routes.ndim != 3 or len(routes) != routed + answered - 1 or routes.dtype not in (np.uint8, np.uint16):
+        raise ValueError(f"routed_experts {routes.dtype} {list(routes.shape)} of {routed} and {answered} tokens")
+    return routes.reshape(-1)

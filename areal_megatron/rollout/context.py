@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from areal_megatron.rollout.client import Completion
+from areal_megatron.rollout.client import NO_ROUTES, Completion
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class _Part:
     logprobs: np.ndarray
     versions: np.ndarray
     sampled: bool
+    routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
+    """Of all tokens without a route until then, but its own last one."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,18 @@ class Context:
         return _joined([np.full(len(part.tokens), part.sampled, np.uint8) for part in self.parts], np.uint8)
 
     @property
+    def routes(self) -> np.ndarray:
+        """Flat, of all tokens but the last; of none where the engine returns none."""
+        found = [part.routes for part in self.parts if len(part.routes)]
+        return _joined(found, found[0].dtype if found else np.uint8)
+
+    @property
+    def routed(self) -> int:
+        """Of how many tokens."""
+        ends = itertools.accumulate((len(part.tokens) for part in self.parts), initial=len(self.prompt))
+        return max((end - 1 for end, part in zip([*ends][1:], self.parts, strict=True) if len(part.routes)), default=0)
+
+    @property
     def answers(self) -> int:
         return sum(part.sampled for part in self.parts)
 
@@ -74,7 +89,7 @@ class Context:
         return next(sampled, np.zeros(0, np.int32)).tolist()
 
     def with_answer(self, completion: Completion, cut: bool) -> Context:
-        part = _Part(completion.tokens, completion.logprobs, completion.versions, sampled=True)
+        part = _Part(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
         return replace(self, parts=(*self.parts, part), ended=completion.finish_reason == "stop", cut=cut)
 
     def told(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Context:

@@ -78,8 +78,10 @@ def _engine_arguments(config: Config) -> list[str]:
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.Session"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    if rollout.expert_parallel:
+    if "parallel" in rollout.experts:
         command += ["--enable-expert-parallel"]
+    if "replay" in rollout.experts:
+        command += ["--enable-return-routed-experts"]
     if runs_on_cpu(config):
         size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
@@ -102,6 +104,8 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
         # The client keeps its connections; a server that closes idle ones would race with its next request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
     }
+    if "replay" in config.rollout.experts:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
     if not runs_on_cpu(config):
         return environment
     environment["TORCHDYNAMO_DISABLE"] = "1"  # the first request with log-probabilities would compile for seconds

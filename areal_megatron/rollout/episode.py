@@ -130,7 +130,7 @@ class Episode:
         turn, self._asked = self._asked, self._asked + 1
         limit = min(left, max_tokens or left)
         question = Question([*context.prompt, *context.tokens.tolist()], limit, not self.prompt.response_tokens,
-                            f"{self._place.request_id}-{turn}", self._seed(turn))  # fmt: skip
+                            f"{self._place.request_id}-{turn}", self._seed(turn), context.routed)  # fmt: skip
         try:
             with self.busy():
                 (completion,) = await ask(self._sampling, question)

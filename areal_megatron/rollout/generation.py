@@ -264,4 +264,5 @@ def _trajectory(group: Group, k: int, n: int, ended: Ended) -> Trajectory:
         loss_mask=context.loss_mask * np.uint8(score.trained),
         reward=score.reward,
         truncated=score.truncated,
+        routes=context.routes,
     )

@@ -16,7 +16,7 @@ import zmq
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -27,6 +27,8 @@ class Packed(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
+    routes: torch.Tensor | None = None
+    """int16 [layers, T, k]: the experts that tokens go to (trainer/routing.py), or −1; None: no token's are given."""
 
     @cached_property
     def positions(self) -> torch.Tensor:

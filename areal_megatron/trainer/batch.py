@@ -11,6 +11,7 @@ from torch import Tensor
 
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.trainer.attention import Packed
+from areal_megatron.trainer.routing import Routing
 
 
 @dataclass
@@ -94,8 +95,12 @@ def pack_trajectories(
     kv_policy: str,
     multiple: int,
     device: torch.device,
+    routing: Routing | None = None,
 ) -> PPOMicroBatch:
-    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is kept."""
+    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is kept.
+
+    Routes are replayed if `routing` says what the model's are like.
+    """
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     own = [_by_version(t, version, kv_policy) for t in trajectories]
 
@@ -106,13 +111,16 @@ def pack_trajectories(
     def alike(values: Sequence[float]) -> list[np.ndarray]:
         return [np.full(len(t.response), value) for t, value in zip(trajectories, values, strict=True)]
 
+    microbatch = pack(
+        [np.concatenate((t.prompt, t.response)) for t in trajectories],
+        [len(t.prompt) + np.flatnonzero(mask) for t, mask in zip(trajectories, masks, strict=True)],
+        multiple,
+        device,
+    )
+    if routing:
+        microbatch.packed.routes = routing.pack(trajectories, microbatch.tokens.numel())
     return PPOMicroBatch(
-        microbatch=pack(
-            [np.concatenate((t.prompt, t.response)) for t in trajectories],
-            [len(t.prompt) + np.flatnonzero(mask) for t, mask in zip(trajectories, masks, strict=True)],
-            multiple,
-            device,
-        ),
+        microbatch=microbatch,
         behaviour=trained([t.logprobs for t in trajectories], np.float32),
         advantages=trained(alike(advantages), np.float32),
         sequences=trained(alike(range(len(trajectories))), np.int64),

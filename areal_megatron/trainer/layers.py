@@ -29,6 +29,7 @@ from torch import Tensor
 
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.trainer.attention import CoreAttention
+from areal_megatron.trainer.routing import Replay
 
 
 class RMSNorm(torch.nn.Module):
@@ -49,8 +50,12 @@ class Router(TopKRouter):
     """Megatron's router with a load-balancing loss of the trained tokens only.
 
     Megatron's own loss is too small by 1/tp under sequence parallelism, and not a number in a micro-batch
-    without a trained token.
+    without a trained token. Its experts may be chosen for it (trainer/routing.py).
     """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.router_replay = Replay()
 
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
         """Attaches coefficient · N · E · Σ_e f_e · P_e (Switch Transformer, Equation 4) to the probabilities.

@@ -22,6 +22,7 @@ from areal_megatron.reshard.architectures import Architecture, architecture, rea
 from areal_megatron.reshard.megatron import MegatronSizes
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.layers import block_spec
+from areal_megatron.trainer.routing import replay_routes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE = {
@@ -130,6 +131,8 @@ def build_model(
         with device, cpu_passes_for_cuda():
             chunk = _chunk(kind, transformer, sizes, hf, held, stage)
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
+        if kind is Policy:  # the critic's experts are none that an engine chose
+            replay_routes(chunk)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
     if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
         transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if sizes.vpp > 1 else chunks[0].no_sync

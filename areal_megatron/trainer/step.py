@@ -37,6 +37,7 @@ from areal_megatron.trainer.model import build_model, named_parameters, parallel
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.reference import Reference
+from areal_megatron.trainer.routing import Routing
 from areal_megatron.trainer.tally import Tally
 
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
@@ -92,7 +93,7 @@ class Trainer:
         )
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
-        self._row_multiple = pipeline.row_multiple(chunks)
+        self._row_multiple, self._routing = pipeline.row_multiple(chunks), Routing.of(chunks[0].config)
         drop_torn_line(run.ledger(self.replica))
 
     def __enter__(self) -> Trainer:
@@ -243,7 +244,7 @@ class Trainer:
             for members in minibatch:
                 content = ([values[i] for i in members] for values in (part.trajectories, advantages, weights))
                 found[-1].append(pack_trajectories(*content, part.version, self.config.rollout.kv_policy, self._row_multiple,
-                                                   self.device))  # fmt: skip
+                                                   self.device, self._routing))  # fmt: skip
         return found
 
     def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:

@@ -79,6 +79,25 @@ def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
     on_ranks("check_algorithms", 8 if layout else 1, cases=cases, layout=layout)
 
 
+REPLAYED = {
+    1: [{}, {"recompute": "full"}],
+    2: [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
+    4: [{"tp": 2, "pp": 2, "recompute": "full"}, {"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"}, {"tp": 2, "dp": 2, "ep": 2}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", REPLAYED)
+def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, ranks):
+    cases = {f"run-{number}": layout for number, layout in enumerate(REPLAYED[ranks])}
+    for name in cases:
+        Run(folder / name).create()
+    on_ranks("routing_checks:check_replay", ranks, cases=cases)
+
+
+def test_routes_of_another_model_are_an_error(folder, on_ranks):
+    on_ranks("routing_checks:check_other_model", 1)
+
+
 def test_exports_are_those_of_mbridge(folder, on_ranks):
     """Of a dense model: mbridge knows no experts outside TransformerEngine's grouped ones."""
     on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={"tp": 2, "pp": 2})

@@ -147,7 +147,7 @@ class MiniBatch:
         for members in self.microbatches(cap)[subject.replica]:
             chosen = [self.trajectories[i] for i in members]
             batch = pack_trajectories(chosen, [self.advantages[i] for i in members], [weights[i] for i in members],
-                                      0, "recompute", subject._row_multiple, subject.device)  # fmt: skip
+                                      0, "recompute", subject._row_multiple, subject.device, subject._routing)  # fmt: skip
             batch.proximal, batch.reference = (
                 torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])
                 for values in (self.proximals, self.references)

@@ -11,7 +11,7 @@ from areal_megatron.rollout.client import _completion, _decode
 def test_answers_are_read_as_an_engines():
     for version in ("default", "7"):
         completions = [
-            _completion(choice) for choice in _decode(answers(version, tokens=40, group=3, variant=1)).choices
+            _completion(choice, None) for choice in _decode(answers(version, tokens=40, group=3, variant=1)).choices
         ]
         assert [len(c.tokens) for c in completions] == [40, 40, 40] and len({tuple(c.tokens) for c in completions}) == 3
         assert all((c.versions == (7 if version == "7" else 0)).all() and (c.logprobs < 0).all() for c in completions)

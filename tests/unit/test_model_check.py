@@ -72,12 +72,17 @@ def test_what_does_not_fit_is_named(tmp_path, hf, trainer, message):
         check_model(config(tmp_path, GOOD | hf, **trainer))
 
 
-def test_expert_parallel_engines_need_experts_and_cuda(tmp_path):
+@pytest.mark.parametrize("asked", ["parallel", "replay"])
+def test_what_engines_do_with_experts_needs_some_and_cuda(tmp_path, asked):
     subject = config(tmp_path, GOOD | EXPERTS)
-    subject.rollout.expert_parallel, subject.machine.device = True, "cuda"
+    subject.rollout.experts, subject.machine.device = [asked], "cuda"
     check_model(subject)
     subject.machine.device = "cpu"
-    with pytest.raises(ConfigError, match=r"rollout.expert_parallel: vLLM's CPU kernels fail with it"):
+    with pytest.raises(ConfigError, match=r"rollout.experts: on CPU vLLM's kernels fail .* set it to \[\]"):
+        check_model(subject)
+    subject = config(tmp_path, GOOD)
+    subject.rollout.experts, subject.machine.device = [asked], "cuda"
+    with pytest.raises(ConfigError, match=r"rollout.experts: \['.*'\], but the model of .* has none"):
         check_model(subject)
 
 

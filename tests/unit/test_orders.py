@@ -43,6 +43,15 @@ def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
     assert "--nnodes" not in server_command(config("cuda", 2), "10.0.0.1", 80)
 
 
+def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path):
+    asked = config("cuda", 2)
+    before = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+    asked.rollout.experts = ["replay"]
+    command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+    assert [part for part in command if part not in before[0]] == ["--enable-return-routed-experts"]
+    assert environment == before[1] | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
 def test_parts_agree_on_all_but_their_number(tmp_path):
     asked = config("cuda", 16)
     head = values(server_command(asked, "10.0.0.1", 8000, Part(0, 2, "10.0.0.1:9000")))

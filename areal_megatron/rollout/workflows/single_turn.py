@@ -40,6 +40,8 @@ class Question:
     """Whether the model may end its answer."""
     request_id: str
     seed: int
+    routed: int = 0
+    """Tokens from the first on whose routes are known."""
 
 
 async def sample(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
@@ -66,18 +68,22 @@ async def ask(sampling: Sampling, question: Question, n: int = 1) -> list[Comple
     return await _ask_once(sampling, question, n, _ATTEMPTS)
 
 
-def _question(sampling: Sampling, prompt: Prompt, request_id: str, seed: int, begun: Sequence[int] = ()) -> Question:
+def _question(sampling: Sampling, prompt: Prompt, request_id: str, seed: int, begun: Sequence[int] = (),
+              routed: int = 0) -> Question:  # fmt: skip
     forced = prompt.response_tokens
     left = max(1, (forced or sampling.rollout.max_new_tokens) - len(begun))
-    return Question([*prompt.tokens, *begun], left, not forced, request_id, seed)
+    return Question([*prompt.tokens, *begun], left, not forced, request_id, seed, routed)
 
 
 async def _go_on(sampling: Sampling, prompt: Prompt, begun: Completion, request_id: str, seed: int) -> Completion:
     if begun.finish_reason != BROKEN_OFF:
         return begun
-    (more,) = await ask(sampling, _question(sampling, prompt, request_id, seed, begun.tokens.tolist()))
-    parts = ((getattr(begun, name), getattr(more, name)) for name in ("tokens", "logprobs", "versions"))
-    return Completion(*map(np.concatenate, parts), more.finish_reason)
+    tokens = begun.tokens.tolist()
+    routed = len(prompt.tokens) + len(tokens) - 1 if len(begun.routes) else 0
+    (more,) = await ask(sampling, _question(sampling, prompt, request_id, seed, tokens, routed))
+    joined = {name: np.concatenate((getattr(begun, name), getattr(more, name)))
+              for name in ("tokens", "logprobs", "versions", "routes")}  # fmt: skip
+    return Completion(**joined, finish_reason=more.finish_reason)
 
 
 async def _ask_once(sampling: Sampling, question: Question, n: int, attempt: int) -> list[Completion]:
@@ -91,6 +97,7 @@ async def _ask_once(sampling: Sampling, question: Question, n: int, attempt: int
         request_id=request_id,
         cache_salt=sampling.cache_salt,
         seed=question.seed,
+        routes_from=question.routed if "replay" in sampling.rollout.experts else None,
     )
     ends = ("stop", "length", *([BROKEN_OFF] if sampling.may_break_off() else []))
     for completion in completions:
