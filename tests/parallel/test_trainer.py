@@ -81,9 +81,9 @@ def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
 
 REPLAYED = {
     1: [{}, {"recompute": "full"}],
-    2: [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}],
-    4: [{"tp": 2, "pp": 2, "recompute": "full"}, {"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"}, {"tp": 2, "dp": 2, "ep": 2}],
-}  # fmt: skip
+    2: [{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "ep": 2}],
+    4: [{"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"}, {"tp": 2, "dp": 2, "ep": 2}],
+}
 
 
 @pytest.mark.parametrize("ranks", REPLAYED)
