@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, stdev, variance
 from typing import Any
 
@@ -73,6 +73,12 @@ def accuracies(runs: Sequence[dict[str, Any]]) -> list[float]:
     return [run["accuracy"] for run in runs]
 
 
+def in_second_quarter(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Share of right answers among those trained then: how far each run has come while it learns."""
+    trained = [run["training_accuracy"] for run in runs]
+    return [mean(shares[len(shares) // 4 : len(shares) // 2]) for shares in trained]
+
+
 def chosen_rate(results: Results) -> str | None:
     """The rate with the best mean of the grid; None until the whole grid is there."""
     runs = {rate: accuracies(of_rate(results, rate)) for rate in RATES}
@@ -84,8 +90,8 @@ def chosen_rate(results: Results) -> str | None:
 def tables(results: Results) -> str:
     """Markdown: the grid, the table as the paper has it, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
-    lines = [_rates(results), _table(["held-out accuracy", *(f"η = {eta}" for eta in ETAS)],
-             [[objective, *(_over_seeds(results, objective, eta) for eta in ETAS)] for objective in OBJECTIVES]),
+    lines = [_rates(results), _over_seeds(results, "held-out accuracy", accuracies),
+             _over_seeds(results, "accuracy of trained answers, second quarter of the updates", in_second_quarter),
              _table(["objective", "η", "runs, with their binomial interval", "difference from η = 0", "staleness mean, max; of tokens",
                      "clipped", "capped"],
                     [_details(results, objective, eta) for objective in OBJECTIVES for eta in ETAS]),
@@ -106,9 +112,13 @@ def _rates(results: Results) -> str:
     return _table(["learning rate, η = 0", "held-out accuracy", "runs"], rows)
 
 
-def _over_seeds(results: Results, objective: str, eta: int) -> str:
-    runs = of(results, objective, eta)
-    return _percent(mean_over_seeds(accuracies(runs)), len(runs) > 1) if runs else "–"
+def _over_seeds(results: Results, name: str, shares: Callable[[Sequence[dict[str, Any]]], list[float]]) -> str:
+    def cell(objective: str, eta: int) -> str:
+        values = shares(of(results, objective, eta))
+        return _percent(mean_over_seeds(values), len(values) > 1) if values else "–"
+
+    rows = [[objective, *(cell(objective, eta) for eta in ETAS)] for objective in OBJECTIVES]
+    return _table([name, *(f"η = {eta}" for eta in ETAS)], rows)
 
 
 def _details(results: Results, objective: str, eta: int) -> list[str]:

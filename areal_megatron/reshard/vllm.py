@@ -40,7 +40,9 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
     model = architecture(hf_config)
     dimensions, whole = model.dimensions, not sizes.expert_parallel
     if sizes.expert_parallel and dimensions.experts < sizes.ranks:
-        raise ConfigError(f"rollout.experts: [parallel] has {sizes.ranks} ranks of an engine share {dimensions.experts} experts")
+        raise ConfigError(
+            f"rollout.experts: [parallel] has {sizes.ranks} ranks of an engine share {dimensions.experts} experts"
+        )
     shard = ShardBuilder(
         dimensions,
         tensor=Share(rank % sizes.tp, sizes.tp, "rollout.tp"),

@@ -22,7 +22,7 @@ EMPTY = {"overrides": ["updates=3"], "cells": {}}
 
 def run_of(accuracy: float, rate: str = "5e-5") -> dict:
     return {"accuracy": accuracy, "rate": rate, "items": 1000, "commit": "abc", "staleness_mean": 3.25, "staleness_max": 8, "token_staleness_mean": 2.5,
-            "clip_share": 0.125, "capped_share": 0.0}  # fmt: skip
+            "clip_share": 0.125, "capped_share": 0.0, "training_accuracy": [0.1, 0.2, 0.3, accuracy - 0.5, 0.4, 0.5, 0.6, 0.7]}  # fmt: skip
 
 
 def grid(means: dict[str, float]) -> dict[str, dict]:
@@ -113,11 +113,12 @@ def test_tables_say_what_is_there_and_what_is_not():
     }
     text = table.tables({**EMPTY, "cells": cells})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    paper = {
-        row[0]: row[1:] for row in rows if len(row) == 7 and row[0] in table.OBJECTIVES and row[1] not in "0124816"
-    }
+    whole = [row for row in rows if len(row) == 7 and row[0] in table.OBJECTIVES and row[1] not in "0124816"]
+    paper, learning = ({row[0]: row[1:] for row in part} for part in (whole[:2], whole[2:]))
     assert paper["naive"] == ["96.0 (93.5 – 98.5)", "–", "–", "–", "–", "82.0 (77.0 – 87.0)"]
     assert paper["decoupled"] == ["–", "–", "–", "94.0", "–", "–"]
+    # of eight updates the third and the fourth
+    assert learning["naive"][5].startswith("31.0 (28.5") and learning["decoupled"] == ["–", "–", "–", "37.0", "–", "–"]
     detail = {(row[0], row[1]): row[2:] for row in rows if row[1] in ("0", "16", "4")}
     assert detail["naive", "16"][1:] == ["-14.0 (-17.6 to -10.4)", "3.2, 8; 2.5", "12.5%", "0.0%"]
     assert detail["naive", "16"][0].startswith("80.0 (77.") and detail["naive", "0"][1] == "–"
