@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_megatron.rollout.schedule import Schedule, ScheduleError
 
-RANDOM_SCHEDULES = 1500
+RANDOM_SCHEDULES = 10_000
 
 
 class World:
@@ -261,7 +261,7 @@ def test_long_random_schedules_keep_the_rules():
 
 @pytest.mark.soak
 def test_many_more_random_schedules_keep_the_rules():
-    for seed in range(RANDOM_SCHEDULES, 40 * RANDOM_SCHEDULES):
+    for seed in range(RANDOM_SCHEDULES, 6 * RANDOM_SCHEDULES):
         World(random.Random(seed)).play(steps=1000)
 
 
