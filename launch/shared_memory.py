@@ -54,5 +54,6 @@ def mapped(processes: Iterable[psutil.Process]) -> set[Path]:
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                 if _FOLDER in line and not line.endswith(" (deleted)"):
                     path = Path(line[line.index(_FOLDER) :])
-                    paths |= {path} if str(path.parent) == _FOLDER else set()
+                    if str(path.parent) == _FOLDER:
+                        paths.add(path)
     return paths

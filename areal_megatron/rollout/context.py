@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -70,8 +69,11 @@ class Context:
     @property
     def routed(self) -> int:
         """Of how many tokens."""
-        ends = itertools.accumulate((len(part.tokens) for part in self.parts), initial=len(self.prompt))
-        return max((end - 1 for end, part in zip([*ends][1:], self.parts, strict=True) if len(part.routes)), default=0)
+        routed, end = 0, len(self.prompt)
+        for part in self.parts:
+            end += len(part.tokens)
+            routed = end - 1 if len(part.routes) else routed
+        return routed
 
     @property
     def answers(self) -> int:

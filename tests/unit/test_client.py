@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from aiohttp import web
+from generating import generated
 
 from areal_megatron.rollout.client import EngineClient, EngineError, versions_of_tokens
 
@@ -27,30 +27,13 @@ def test_spans_that_do_not_cover_the_tokens_in_order_are_refused(spans):
 
 @pytest.mark.parametrize("seed", [None, 0, 2**62])
 def test_a_request_says_what_it_was_asked_for(seed):
-    bodies = []
-
-    async def answer(request):
-        bodies.append(await request.json())
-        return web.json_response({"choices": []})
-
-    async def ask():
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
-        client = EngineClient("engine-7", site.name, "secret", timeout_s=5)
-        try:
-            return await client.generate([5, 9], n=3, max_tokens=7, temperature=0.5, stop_tokens=[1],
-                                         request_id="x", cache_salt="v2", seed=seed)  # fmt: skip
-        finally:
-            await client.close()
-            await runner.cleanup()
-
-    assert asyncio.run(ask()) == []
+    completions, body = generated(
+        [], [5, 9], n=3, max_tokens=7, temperature=0.5, stop_tokens=[1], cache_salt="v2", seed=seed
+    )
+    assert completions == []
     sampling = {"n": 3, "max_tokens": 7, "temperature": 0.5, "stop_token_ids": [1], "logprobs": 0, "ignore_eos": True,
                 "detokenize": False} | ({} if seed is None else {"seed": seed})  # fmt: skip
-    assert bodies == [{"request_id": "x", "token_ids": [5, 9], "cache_salt": "v2", "sampling_params": sampling}]
+    assert body == {"request_id": "x", "token_ids": [5, 9], "cache_salt": "v2", "sampling_params": sampling}
 
 
 def test_an_engine_that_is_not_there_is_named():

@@ -6,13 +6,13 @@ import io
 
 import numpy as np
 import pytest
-from aiohttp import web
 from chat_world import END, World, spelled
+from generating import generated
 
 from areal_megatron.config import Rollout
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import decoder, encoder
-from areal_megatron.rollout.client import Completion, EngineClient, EngineError
+from areal_megatron.rollout.client import Completion, EngineError
 from areal_megatron.rollout.generation import _trajectory
 from areal_megatron.rollout.schedule import Group
 from areal_megatron.rollout.workflows import multi_turn
@@ -27,39 +27,23 @@ def routes_of(places, call):
     return ((places * 7 + call * 50 + np.arange(LAYERS * CHOSEN).reshape(LAYERS, CHOSEN)) % 256).astype(np.uint8)
 
 
-def answered(request, tokens, routes):
+def encoded(routes):
+    """As vLLM writes them: base64 of a file of numpy."""
     with io.BytesIO() as file:
         np.save(file, routes)
-        encoded = base64.b64encode(file.getvalue()).decode()
-    choice = {"token_ids": tokens, "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)}, "finish_reason": "stop",
-              "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}]}  # fmt: skip
-    return web.json_response({"choices": [choice | ({} if routes is None else {"routed_experts": encoded})]})
+        return base64.b64encode(file.getvalue()).decode()
 
 
 def generate(routes, routes_from, tokens=(5, 6, 7)):
     """What the client makes of an answer to a prompt of four tokens, and what it asked for."""
-    bodies = []
-
-    async def answer(request):
-        bodies.append(await request.json())
-        return answered(request, list(tokens), routes)
-
-    async def ask():
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
-        client = EngineClient("engine-7", site.name, "secret", timeout_s=5)
-        try:
-            return await client.generate([1, 2, 3, 4], n=1, max_tokens=7, temperature=1.0, stop_tokens=[], request_id="x",
-                                         routes_from=routes_from)  # fmt: skip
-        finally:
-            await client.close()
-            await runner.cleanup()
-
-    [completion] = asyncio.run(ask())
-    return completion, bodies[0]["sampling_params"].get("routed_experts_prompt_start")
+    choice = {"token_ids": tokens, "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)}, "finish_reason": "stop",
+              "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}]}  # fmt: skip
+    if routes is not None:
+        choice["routed_experts"] = encoded(routes)
+    [completion], body = generated(
+        [choice], [1, 2, 3, 4], n=1, max_tokens=7, temperature=1.0, stop_tokens=[], routes_from=routes_from
+    )
+    return completion, body["sampling_params"].get("routed_experts_prompt_start")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
