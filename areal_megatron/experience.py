@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
@@ -19,6 +19,7 @@ from areal_megatron.rollout.protocol import (
     Reply,
     Request,
     Saved,
+    Sending,
     Stop,
     Trained,
     Written,
@@ -75,6 +76,11 @@ class Experience:
             if data := self._trainer.share_all(data):
                 return [(link.engine, link.epoch) for link in _decode_links(data)]
 
+    def cut(self, sending: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of the links (engine, epoch) whose engine is lost; from any thread."""
+        reply = self.report(Sending([Link(*link) for link in sending]), f"trainer-{self._trainer.rank}-links")
+        return [(link.engine, link.epoch) for link in reply.links]
+
     def checkpoint(self, version: int, batches: int) -> None:
         """Returns on the first rank when the controller has set its part of the checkpoint of `version` aside."""
         if self._trainer.is_first:
@@ -88,10 +94,10 @@ class Experience:
         """Tells the controller how the checkpoint of `version` went; from any thread."""
         self.report(Saved(version, stall_s, seconds, error), f"trainer-{self._trainer.rank}-checkpoint")
 
-    def report(self, message: Request, sender: str) -> None:
+    def report(self, message: Request, sender: str) -> Reply:
         """Sends it over a connection of its own, as threads have to, which may outlive a main loop that failed."""
         with ControllerClient(self._endpoint, self._run.token, sender, self._timeout_s) as controller:
-            controller.request(message)
+            return controller.request(message)
 
     def finish(self) -> None:
         if self._trainer.is_first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from areal_megatron.config import Config
 from areal_megatron.experience import Experience
@@ -13,6 +14,8 @@ from areal_megatron.rollout.protocol import ControllerError, Delivered
 from areal_megatron.run import Run
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.step import Trainer
+
+_LOOK_S = 1.0
 
 
 class Weights:
@@ -37,6 +40,9 @@ class Weights:
             on_delivered=self._report,
             timeline=trainer.timeline,
         )
+        self._ended = threading.Event()
+        if trainer.is_first:
+            threading.Thread(target=self._watch, name="watch-links", daemon=True).start()
 
     def publish(self, version: int) -> None:
         """Starts sending `version` to the engines; returns at once."""
@@ -49,10 +55,21 @@ class Weights:
     def wait_until_delivered(self) -> None:
         """Returns when every engine has what was published, or its link has failed."""
         self._publisher.close()
+        self._ended.set()
 
     def save_hf(self) -> None:
         """Writes the model into the run folder; every rank calls it."""
         save_hf(self._config, self._run, self._trainer)
+
+    def _watch(self) -> None:
+        """Gives up what is on its way to engines that the controller knows to be lost; on a thread of its own."""
+        while not self._ended.wait(_LOOK_S):
+            sending = self._publisher.sending()
+            try:
+                for engine, epoch in self._experience.cut(sending) if sending else ():
+                    self._publisher.give_up(engine, epoch)
+            except ControllerError:
+                return  # the main loop meets it too, and ends the run
 
     def _report(self, engine: int, epoch: int, version: int, seconds: float, size: int, error: str) -> None:
         """Called on the threads of the links."""

@@ -1,7 +1,7 @@
 """Supervises the processes of one node: `python -m launch.node [--pool POOL]`, started by launch.slurm over srun.
 
-Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). It ends all its processes at the
-end of stdin, when its launcher is gone, and at SIGTERM.
+Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). It ends all its processes when it
+is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a minute without a word.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Order, Start, carry_out
+from launch import stranded
+from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Leave, Order, Start, carry_out
 from launch.processes import Children
 
 POLL_S = 0.1
 ALIVE_S = 5.0
 """Between two signs of life."""
+_SILENCE_S = 60.0
+"""After which the launcher is taken for lost; it says every ten seconds that it lives (slurm.py)."""
 
 
 class Supervisor:
@@ -107,37 +111,61 @@ def main() -> int:
     pool = parser.parse_args().pool
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    orders: queue.Queue[Order | None] = queue.Queue()
-    threading.Thread(target=_read, args=(orders,), daemon=True).start()
     _say(hello(name, pool))
     with Supervisor(name) as supervisor:
-        while (taken := _take(orders)) is not None:
-            for event in supervisor.step(taken):
-                _say(event)
+        dismissed = follow(supervisor, _orders())
+    if not dismissed and "SLURM_JOB_ID" in os.environ:
+        stranded.queue_again()
     return 0
+
+
+def follow(supervisor: Supervisor, orders: queue.Queue[Order | None], silence_s: float = _SILENCE_S) -> bool:
+    """Until it is told to leave: True. False: the launcher is gone."""
+    heard = time.monotonic()
+    while time.monotonic() < heard + silence_s:
+        taken = _take(orders)
+        if any(isinstance(order, Leave) for order in taken):
+            return True
+        if None in taken:
+            return False
+        if taken:
+            heard = time.monotonic()
+        for event in supervisor.step(taken):
+            _say(event)
+    return False
+
+
+def _orders() -> queue.Queue[Order | None]:
+    """Those of stdin, and None at its end."""
+    orders: queue.Queue[Order | None] = queue.Queue()
+    threading.Thread(target=_read, args=(orders,), daemon=True).start()
+    return orders
 
 
 def _read(orders: queue.Queue[Order | None]) -> None:
     decode = msgspec.json.Decoder(Order).decode
-    for line in sys.stdin.buffer:
-        orders.put(decode(line))
+    # Not sys.stdin: Python aborts if this thread holds its lock, waiting, when the process ends.
+    with open(0, "rb", closefd=False) as stdin:
+        for line in stdin:
+            orders.put(decode(line))
     orders.put(None)
 
 
-def _take(orders: queue.Queue[Order | None]) -> list[Order] | None:
-    """Those that came within POLL_S; None at the end."""
+def _take(orders: queue.Queue[Order | None]) -> list[Order | None]:
+    """Those that came within POLL_S."""
     try:
         taken = [orders.get(timeout=POLL_S)]
     except queue.Empty:
         return []
     while not orders.empty():
         taken.append(orders.get())
-    return None if None in taken else taken
+    return taken
 
 
 def _say(event: Event) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
-    sys.stdout.buffer.flush()
+    with suppress(BrokenPipeError):  # the launcher is gone, which the orders tell
+        sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

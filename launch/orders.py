@@ -56,6 +56,14 @@ class EndAll(msgspec.Struct, tag=True):
     """Names of those that go on."""
 
 
+class Present(msgspec.Struct, tag=True):
+    """To every supervisor, now and then: the launcher lives."""
+
+
+class Leave(msgspec.Struct, tag=True):
+    """To every supervisor: end your processes and yourself."""
+
+
 class Hello(msgspec.Struct, tag=True):
     """What a supervisor has."""
 
@@ -87,7 +95,7 @@ class Alive(msgspec.Struct, tag=True):
     supervisor: str
 
 
-Order = Start | End | EndAll
+Order = Start | End | EndAll | Present | Leave
 Event = Hello | Ended | Cleared | Alive
 
 

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -132,10 +134,25 @@ class Children:
         return self
 
     def __exit__(self, *_) -> None:
-        self.end()
-        self._shared.remove(_OTHERS_END_S)
-        shutil.rmtree(self._temporary, ignore_errors=True)  # now: there may be little time before a SIGKILL for all
-        self._guardian.communicate(timeout=60)  # the end of its pipe: it finds no process left and ends
+        with _uninterrupted():
+            self.end()
+            self._shared.remove(_OTHERS_END_S)
+            shutil.rmtree(self._temporary, ignore_errors=True)  # now: there may be little time before a SIGKILL for all
+            self._guardian.communicate(timeout=60)  # the end of its pipe: it finds no process left and ends
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """The end is under way: whoever asks for it once more, as Slurm and people do, does not break it off."""
+    if threading.current_thread() is not threading.main_thread():  # which never gets a signal
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> None:

@@ -3,7 +3,7 @@
 The scripts in slurm/ call it on the first node of the job. It starts one supervisor a node by srun, carves the nodes
 into pools, and watches the run. In a heterogeneous job group 0 is the trainers' and group 1 the engines'. USR1, which
 `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, has the run save a checkpoint and the job
-queued again; so is it, without a checkpoint, when a node is lost. With resume=auto it goes on where it was. Exit code 0:
+queued again; so is it, without a checkpoint, when a node is lost, by the supervisors where it was this one (stranded.py). With resume=auto it goes on where it was. Exit code 0:
 done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither torch nor vllm.
 """
 
@@ -28,13 +28,17 @@ from areal_megatron.run import Run
 from launch import start
 from launch.hosts import HostError, Nodes
 from launch.network import check_network
-from launch.orders import Event, Hello, Order
+from launch.orders import Event, Hello, Leave, Order, Present
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
 
 _POOLS = ("trainer", "rollout")
 _CLIENT_TIMEOUT_S = 60.0
 _FRUITLESS = 3
+_HERE_S = 10.0
+"""Between two signs of life to the supervisors."""
+_REQUEUE_S = 120.0
+_AGAIN_S = 5.0
 _KILLED_S = 120.0
 """Until Slurm ends a job that has been queued again."""
 
@@ -139,14 +143,17 @@ class Srun:
         self._processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for command in commands]
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._decode = msgspec.json.Decoder(Event).decode
+        self._sending, self._closed = threading.Lock(), threading.Event()
         for process in self._processes:
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        threading.Thread(target=self._live, daemon=True).start()
 
     def send(self, order: Order) -> None:
         for process in self._processes:
             try:
-                process.stdin.write(msgspec.json.encode(order) + b"\n")
-                process.stdin.flush()
+                with self._sending:
+                    process.stdin.write(msgspec.json.encode(order) + b"\n")
+                    process.stdin.flush()
             except BrokenPipeError:
                 raise HostError(_ended(process)) from None
 
@@ -155,17 +162,29 @@ class Srun:
             if process.poll() is not None and self._lines.empty():
                 raise HostError(_ended(process))
         lines = [self._lines.get() for _ in range(self._lines.qsize())]
-        return [self._decode(line) for line in lines if line.startswith(b"{")]
+        try:
+            return [self._decode(line) for line in lines if line.startswith(b"{")]
+        except msgspec.DecodeError as e:  # torn by the end of its node, perhaps with another's in it
+            raise HostError(f"srun passed on a line that is no event: {e}") from None
 
     def close(self) -> None:
+        self._closed.set()
+        with suppress(HostError):
+            self.send(Leave())
         for process in self._processes:
-            with suppress(BrokenPipeError):
+            with suppress(BrokenPipeError), self._sending:
                 process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(_CLIENT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.terminate()  # srun ends its step
+
+    def _live(self) -> None:
+        """Tells the supervisors, which may not hear of the end of this process, that it lives."""
+        while not self._closed.wait(_HERE_S):
+            with suppress(HostError, ValueError):  # closed in this moment
+                self.send(Present())
 
     def _read(self, process: subprocess.Popen) -> None:
         for line in process.stdout:
@@ -212,19 +231,30 @@ def is_stuck(run: Run) -> bool:
     return len(run.starts()) >= _FRUITLESS and begun == {saved.version if saved else 0}
 
 
-def requeue() -> int:
-    """Queues this job again and waits for its end; the exit code where Slurm refuses."""
+def requeue(longest_s: float = _REQUEUE_S, again_s: float = _AGAIN_S) -> int:
+    """Queues this job again and waits for its end; the exit code where Slurm refuses for so long."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], capture_output=True, text=True,
-                          timeout=_CLIENT_TIMEOUT_S)  # fmt: skip
-    if done.returncode:
-        print(f"error: the job cannot be queued again: {done.stderr.strip()}; submit it once more: resume=auto goes on",
-              file=sys.stderr)  # fmt: skip
-        return Outcome.STOPPED
-    print("the job is queued again", flush=True)
+    print("queueing the job again", flush=True)  # said before: Slurm may end this process at once
+    deadline = time.monotonic() + longest_s
+    while problem := _refusal(os.environ["SLURM_JOB_ID"]):  # that of a busy slurmctld passes
+        if time.monotonic() > deadline:
+            print(f"error: the job cannot be queued again: {problem}; submit it once more: resume=auto goes on",
+                  file=sys.stderr)  # fmt: skip
+            return Outcome.STOPPED
+        time.sleep(again_s)
     time.sleep(_KILLED_S)
     return Outcome.STOPPED
+
+
+def _refusal(job: str) -> str:
+    """Why Slurm does not queue it again; "": it does."""
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"scontrol did not answer within {_CLIENT_TIMEOUT_S:.0f} s"
+    return "" if done.returncode == 0 else done.stderr.strip() or f"scontrol ended with exit code {done.returncode}"
 
 
 if __name__ == "__main__":

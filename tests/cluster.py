@@ -87,6 +87,8 @@ class Cluster:
         self._programs, self.logs, self._base = debian.slurm(), folder, environment
         self._cpus, self._gpus, self._grace_s = cpus, gpus, grace_s
         self.nodes = [f"node{number}" for number in range(nodes)]
+        #: Those that have failed and are not restored.
+        self.failed: set[str] = set()
 
     def __enter__(self) -> Cluster:
         # sockets have paths of 107 characters at most, and munged wants its own to be within everyone's reach
@@ -156,6 +158,7 @@ class Cluster:
 
     def fail(self, node: str) -> None:
         """Power loss: its slurmd and all that runs on it end at once. Slurm finds out after SlurmdTimeout, 10 s."""
+        self.failed.add(node)
         self._kill(lambda: self.processes(node))
         _ = self._children.by_name[node].exit_code  # reaps it
 
@@ -168,6 +171,7 @@ class Cluster:
         shutil.rmtree(self._folder / "spool" / node)
         self._start_node(node)
         self._await(lambda: node in self._in_state("idle,alloc,mix"), 30, f"{node} is not up")
+        self.failed.discard(node)
 
     def processes(self, node: str = "") -> list[psutil.Process]:
         """Daemons and whatever runs in jobs, everywhere or on one node."""
@@ -240,7 +244,11 @@ class Cluster:
                     time.sleep(0.1)
 
     def _kill(self, find: Callable[[], list[psutil.Process]]) -> None:
-        """Until it finds none. They are stopped first: no daemon is left to report the end of another process."""
+        """Until it finds none. They are stopped first: no daemon is left to report the end of another process.
+
+        Children end before their parents: where a stopped process loses the parent that it has in another group, the
+        kernel sends it SIGHUP and SIGCONT, and srun would still cancel its step on the other nodes.
+        """
         deadline = time.monotonic() + 10
         while processes := find():
             if time.monotonic() > deadline:
@@ -262,18 +270,20 @@ class Cluster:
         details = [f"{problem} after {timeout_s} s"]
         with suppress(ClusterError):
             details += [self.run("scontrol", "show", "job", job)] if job else []
+            details += [self.run("sinfo", "-N", "-o", "%N %T %E")]
         details += [f"{child.log}:\n{child.last_lines(8)}" for child in self._children.by_name.values()]
         raise ClusterError("\n".join(details))
 
 
 def _processes(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """Living processes that are wanted, and their descendants; not this process."""
+    """Living processes that are wanted, and their descendants, the youngest first; not this process."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.pid != os.getpid() and wanted(process):
                 found |= {process, *process.children(recursive=True)}
-    return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    living = [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return sorted(living, key=lambda p: (p.create_time(), p.pid), reverse=True)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,5 +1,6 @@
 """What runs may leave on a machine: temporary files, shared memory, locks and listening ports."""
 
+import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,8 @@ import psutil
 from launch.shared_memory import mapped
 
 CACHES = Path.home() / ".cache"
+_LISTEN = "0A"
+"""In /proc/net/tcp."""
 OF_A_DEAD_SERVER_S = 20
 """Where a launcher was killed, its guardian is at work for so long."""
 
@@ -25,15 +28,13 @@ class Traces:
         self._folders = (CACHES, *folders)
         self._locks = set(self._lock_files())
         self._shared: set[Path] = set()
-        self._ports: set[int] = set()
-        self._watched = 0.0
+        self._sockets: set[str] = set()
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:
-        """When they have ended, their ports are not to be listened on, and the memory that they share is to be gone."""
-        pids = {process.pid: process for process in processes}
-        self._shared |= mapped(pids.values())
-        self._ports |= {connection.laddr.port for connection in _listening() if connection.pid in pids}
-        self._watched = time.time()
+        """When they have ended, nobody is to listen on their sockets, and the memory that they share is to be gone."""
+        processes = list(processes)
+        self._shared |= mapped(processes)
+        self._sockets |= _listening().keys() & {socket for process in processes for socket in _sockets(process)}
 
     def left(self) -> list[str]:
         """Once the runs have ended."""
@@ -53,13 +54,27 @@ class Traces:
             yield from folder.rglob("*.lock")
 
     def _open_ports(self) -> Iterator[str]:
-        for connection in _listening():
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(connection.pid)
-                # one that began later has the number by chance
-                if connection.laddr.port in self._ports and process.create_time() < self._watched:
-                    yield f"port {connection.laddr.port}, which {process} listens on"
+        """By socket: others may listen on the same number soon."""
+        if left := {socket: port for socket, port in _listening().items() if socket in self._sockets}:
+            for process in psutil.process_iter():
+                yield from (
+                    f"port {left[socket]}, which {process} listens on" for socket in left.keys() & _sockets(process)
+                )
 
 
-def _listening() -> list:
-    return [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid]
+def _listening() -> dict[str, int]:
+    """The port of each TCP socket that is listened on."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    sockets = (line.split() for line in lines)
+    return {fields[9]: int(fields[1].rpartition(":")[2], 16) for fields in sockets if fields[3] == _LISTEN}
+
+
+def _sockets(process: psutil.Process) -> set[str]:
+    """Numbers (inodes) of the sockets that it holds."""
+    found = set()
+    with suppress(OSError):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                kind, _, number = os.readlink(link).partition(":")
+                found |= {number.strip("[]")} if kind == "socket" else set()
+    return found

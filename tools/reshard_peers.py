@@ -13,7 +13,6 @@ Trainer ranks read orders from stdin and answer on stdout, a JSON object a line.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import socket
@@ -261,7 +260,7 @@ class EngineWorker:
             for bucket in json.loads(store.get(TENSORS))
         ]
         self._peer_broadcast = Broadcast(store, 1 + engine * tp + self.rank, 1 + workers, timeout_s)
-        _wait_without_spinning()
+        _reduce_without_spinning()
         return {"rank": self.rank}
 
     def bench_load(self) -> dict[str, Any]:
@@ -296,24 +295,24 @@ class EngineWorker:
         self._raw_waiting.join()
         return {"rank": self.rank, "at": self._raw_ended}
 
+    def bench_receive_on(self, cores: list[int]) -> dict[str, Any]:
+        """Keeps every thread but the one that computes to these cores."""
+        computes = threading.main_thread().native_id
+        for thread in map(int, os.listdir("/proc/self/task")):
+            if thread != computes:
+                os.sched_setaffinity(thread, cores)
+        return {"rank": self.rank}
+
     def bench_bytes(self) -> dict[str, Any]:
         return {"rank": self.rank, "bytes": received_bytes()}
 
 
-def _wait_without_spinning() -> None:
-    """Has this vLLM worker sleep while it waits for a call, or for the other ranks of its engine.
-
-    vLLM asks again and again, for which there is no setting. Where ranks share cores, as here, that takes the time
-    which whatever is measured would need, and the one waited for.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+def _reduce_without_spinning() -> None:
+    """Has the ranks of this vLLM worker's engine reduce over gloo, in place of busy waiting in shared memory."""
     from vllm.distributed.parallel_state import get_tp_group
 
     if communicator := get_tp_group().device_communicator:
-        communicator.dist_module = dist  # gloo in place of busy waiting in shared memory
-    for condition in gc.get_objects():
-        if isinstance(condition, SpinCondition) and condition.is_reader:
-            condition.busy_loop_s = 0.0
+        communicator.dist_module = dist
 
 
 def received_bytes() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from areal_megatron.config import Config, Data, Machine, Model, Rollout, Trainer, save
+from areal_megatron.config import Config, Data, Machine, Model, Reshard, Rollout, Trainer, save
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.rollout.engine import reserve_port, server_command, server_environment
 from areal_megatron.run import Run
@@ -25,9 +25,9 @@ from launch.orders import ON_CPU
 from launch.processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
+SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16384}  # fmt: skip
-"""A Qwen3 of 134 million parameters, 269 MB in bfloat16."""
+"""A Qwen3 of 336 million parameters, 672 MB in bfloat16."""
 SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
                  "num_hidden_layers": 4, "vocab_size": 512}  # fmt: skip
 ANSWERS, PROMPT_TOKENS, MAX_TOKENS = 8, 64, 4000
@@ -36,7 +36,7 @@ START_TIMEOUT_S = 300.0
 ENVIRONMENT = os.environ | ON_CPU | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def prepare(out: Path, sizes: dict[str, int], core_each: bool) -> tuple[Run, Config]:
+def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str) -> tuple[Run, Config]:
     """The model and the run folder of the process benchmark; core_each: one trainer rank and one engine rank."""
     from make_arithmetic import make_tokenizer
     from torch import bfloat16, manual_seed
@@ -62,6 +62,7 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool) -> tuple[Run, Con
             max_new_tokens=MAX_TOKENS,
             max_running=16,
         ),
+        reshard=Reshard(staging=staging),
     )
     run = Run(config.run_dir)
     run.create()
@@ -73,7 +74,7 @@ class Trainers:
     """The other end of the trainer ranks' orders and answers: all ranks get the same orders. A context manager."""
 
     def __init__(self, run: Run, count: int, timeout_s: float, cores: list[int]):
-        self._run, self._timeout_s, self._cores = run, timeout_s, cores
+        self._run, self._timeout_s, self.cores = run, timeout_s, cores
         self._processes: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task] = []
         self._answers: list[asyncio.Queue] = [asyncio.Queue() for _ in range(count)]
@@ -86,7 +87,7 @@ class Trainers:
                 process = await asyncio.create_subprocess_exec(
                     *command, "--index", str(rank), env=ENVIRONMENT,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                    preexec_fn=partial(os.sched_setaffinity, 0, self._cores),
+                    preexec_fn=partial(os.sched_setaffinity, 0, self.cores),
                 )  # fmt: skip
             self._processes.append(process)
             self._readers.append(asyncio.create_task(self._read(rank, process.stdout)))
@@ -143,11 +144,9 @@ class Engine(EngineClient):
         port, self._reservation = reserve_port(config.machine.host)
         super().__init__(f"engine-{index}", f"http://{config.machine.host}:{port}", run.token, config.machine.timeout_s)
         self.index = index
-        command = [
-            *server_command(config, config.machine.host, port),
-            "--worker-extension-cls",
-            "reshard_peers.EngineWorker",
-        ]
+        python, _, _, *arguments = server_command(config, config.machine.host, port)
+        command = [python, str(ROOT / "tools" / "reshard_engine.py"), *arguments]
+        command += ["--worker-extension-cls", "reshard_peers.EngineWorker"]
         environment = ENVIRONMENT | server_environment(config, run, cores)
         environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
         self._process = children.start(self.name, command, environment, run.log(self.name), set(cores))

@@ -42,8 +42,8 @@ class StandIn:
 
     async def label(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self._version = body.get("new_version") or body.get("weight_version") or self._version
-        return web.json_response({})
+        self._version = body.get("new_version") or body["version"]
+        return web.json_response({"seconds": 0.0})
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(text=f'vllm:num_requests_running{{e="0"}} {self._running}\nvllm:num_requests_waiting{{e="0"}} 0\n'
@@ -78,7 +78,7 @@ async def serve(engines: int, seconds: float, tokens: int, group: int) -> None:
         standin = StandIn(seconds, tokens, group)
         prefix = f"/{engine}"
         application.router.add_post(f"{prefix}/inference/v1/generate", standin.generate)
-        application.router.add_post(f"{prefix}/finish_weight_update", standin.label)
+        application.router.add_post(f"{prefix}/commit", standin.label)
         application.router.add_post(f"{prefix}/update_weight_version", standin.label)
         application.router.add_get(f"{prefix}/metrics", standin.metrics)
     application.router.add_route("*", "/{rest:.*}", nothing)

@@ -21,6 +21,8 @@ from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, 
 from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.run import RunError
 
+_LOOK_S = 0.5
+"""Between two looks at whether others have given up what the trainer waits for."""
 OnDelivered = Callable[[int, int, int, float, int, str], None]
 """(engine, epoch, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
 
@@ -91,22 +93,31 @@ class Publisher:
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
 
-        A link that is not done by its timeout is cut off and fails; it never holds the trainer longer.
+        A link that has failed for another rank, or is not done by its timeout, is cut off; it never holds the trainer
+        longer.
         """
         for update in self._updates:
-            # One second more, in which the link's own thread says whom it waited for.
-            if not update.read.wait(update.deadline.left.total_seconds() + 1):
-                update.cut_off()
+            update.wait_until_read()
+
+    def sending(self) -> set[tuple[int, int]]:
+        """(engine, epoch) of the links with an update under way; from any thread."""
+        return {update.outlet.key for update in list(self._updates) if update.thread.is_alive()}
+
+    def give_up(self, engine: int, epoch: int) -> None:
+        """The engine will never have what is under way in this epoch: no rank waits for it any longer; from any thread."""
+        for update in list(self._updates):
+            if update.outlet.key == (engine, epoch) and update.thread.is_alive():
+                update.give_up(f"engine {engine} has left epoch {epoch}")
 
     def _cut_off(self, outlet: Outlet | None) -> None:
         for update in self._updates:
             if update.outlet is outlet:
-                update.cut_off()
+                update.cut_off("a new epoch has begun")
 
     def close(self) -> None:
         """Waits for the updates in flight, at most their timeout."""
         for update in self._updates:
-            update.thread.join(update.deadline.left.total_seconds() + 1)
+            update.join()
         self._outlets.clear()
 
 
@@ -122,6 +133,7 @@ class Outlet:
 
     def __init__(self, publisher: Publisher, engine: int, epoch: int):
         self.publisher, self.engine, self.epoch = publisher, engine, epoch
+        self.key = engine, epoch
         self.updates = 0
         self.busy = threading.Lock()
         self._link: Link | None = None
@@ -162,6 +174,16 @@ class Outlet:
             self._broken = link.say_failed(update, reason) if link else reason
             return self._broken
         return reason
+
+    def failure(self, update: int) -> str:
+        """Why a rank of the link has given it up, or ""; from any thread."""
+        link = self._link
+        return link.failure(update) if link else ""
+
+    def say_failed(self, update: int, reason: str) -> None:
+        """Tells the others; from any thread."""
+        if link := self._link:
+            link.say_failed(update, reason)
 
     def messages(self, parameters: Mapping[str, Tensor]) -> list[Outgoing]:
         """One for each bucket, indexed once; again only where the parameters moved to other storage."""
@@ -215,7 +237,7 @@ class Update:
         outlet.updates += 1
         self._number = outlet.updates
         self._reading = threading.Lock()
-        self._cut_off = False
+        self._cut_off = ""
         device = outlet.publisher.device
         self._settled = torch.get_device_module(device).Event() if device.type != "cpu" else None
         if self._settled:
@@ -223,11 +245,31 @@ class Update:
         self.thread = threading.Thread(target=self._run, name=f"publish-{outlet.engine}", daemon=True)
         self.thread.start()
 
-    def cut_off(self) -> None:
+    def wait_until_read(self) -> None:
+        """Returns when no live parameter is read any more, or will be."""
+        # One second more, in which the link's own thread says whom it waited for.
+        overdue = time.monotonic() + self.deadline.left.total_seconds() + 1
+        while not self.read.wait(_LOOK_S):
+            if failure := self.outlet.failure(self._number):  # which that thread does not hear of inside a message
+                self.give_up(failure)
+            elif time.monotonic() > overdue:
+                self.cut_off(f"not read within {self.deadline.timeout_s:.0f} s and given up for the next step")
+
+    def cut_off(self, reason: str) -> None:
         """The update fails unless all of it has been read by now; nothing read from here on reaches an engine's commit."""
         with self._reading:
-            self._cut_off = True
+            self._cut_off = reason
             self.read.set()
+
+    def give_up(self, reason: str) -> None:
+        """The same on every rank, and nobody waits for the engine any longer."""
+        self.outlet.say_failed(self._number, reason)
+        self.deadline.end()
+        self.cut_off(reason)
+
+    def join(self) -> None:
+        """Waits until it has arrived or failed, at most its timeout."""
+        self.thread.join(self.deadline.left.total_seconds() + 1)
 
     def _run(self) -> None:
         outlet, publisher, start = self.outlet, self.outlet.publisher, time.monotonic()
@@ -289,8 +331,7 @@ class Update:
 
     def _stop(self) -> None:
         if self._cut_off:
-            raise LinkError(f"engine {self.outlet.engine}, epoch {self.outlet.epoch}: version {self.version} was not "
-                            f"read within {self.deadline.timeout_s:.0f} s and given up for the next step")  # fmt: skip
+            raise LinkError(f"engine {self.outlet.engine}, epoch {self.outlet.epoch}, version {self.version}: {self._cut_off}")  # fmt: skip
 
     def _wait_received(self) -> int:
         """Bytes that the engine received, once all its ranks have them and no sender was cut off."""

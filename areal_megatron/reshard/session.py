@@ -1,4 +1,4 @@
-"""What the controller tells an engine about a link, as bodies of vLLM's weight transfer routes. No torch.
+"""What the controller tells an engine about a link, as bodies of its routes: vLLM's own, and /commit. No torch.
 
 One update of one engine:
 
@@ -6,15 +6,13 @@ One update of one engine:
 |---|---|---|
 | /init_weight_transfer_engine | init_body(…) | once per epoch: joins the link in the background, returns at once |
 | /start_weight_update | {} | receives the next version of this epoch into staging, in the background |
-| /pause?mode=keep&clear_cache=… | | only after the trainer reported the delivery |
-| /finish_weight_update | finish_body(version) | copies staging into the live parameters |
-| /resume | | |
+| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies staging into the live parameters, resumes (rollout/commit.py) |
 
 A link numbers its updates: the n-th /start_weight_update of an epoch receives the n-th `publish` that
 names this epoch on the trainer's side. After a failed or abandoned update post ABORT_BODY to
 /update_weights, then {} to /finish_weight_update (closes vLLM's session, changes no weight), and give the
-link a new epoch: its process group cannot be used again. Never post /finish_weight_update on a guess: an
-engine with tp above 1 refuses it, but then vLLM's session cannot be closed any more.
+link a new epoch: its process group cannot be used again. Never post /commit on a guess: an engine with tp
+above 1 refuses it, but then vLLM's session cannot be closed any more.
 """
 
 from __future__ import annotations
@@ -46,6 +44,6 @@ def init_body(*, config: Config, engine: int, epoch: int, store: str, hf_config:
     }
 
 
-def finish_body(version: int) -> dict[str, str]:
+def commit_body(version: int, clear_cache: bool) -> dict[str, Any]:
     """Commits staging; tokens sampled from here on carry `version`."""
-    return {"weight_version": str(version)}
+    return {"version": str(version), "clear_cache": clear_cache}

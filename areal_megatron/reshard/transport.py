@@ -32,6 +32,8 @@ from areal_megatron.reshard.plan import Bucket
 
 POLL_S = (0.001, 0.005)
 """Between two looks at the store: at first, and at most after a long wait."""
+POLL_S_PER_RANK = 0.001
+"""Of a link, if that is more: a look takes 36 µs of the store, and all ranks of all links look at the same."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
@@ -60,6 +62,10 @@ class Deadline:
     def passed(self) -> bool:
         return time.monotonic() >= self._end
 
+    def end(self) -> None:
+        """Has it pass now."""
+        self._end = 0.0
+
 
 @functools.cache
 def connect(store: str, timeout_s: float) -> dist.TCPStore:
@@ -79,7 +85,7 @@ def connect(store: str, timeout_s: float) -> dist.TCPStore:
 class Link:
     """One rank's end of a link. Trainer ranks come first, then the engine's: its rank R is trainers + R.
 
-    One thread at a time may use it.
+    One thread at a time may use it; what it says and hears of failures, any thread.
     """
 
     def __init__(self, *, engine: int, epoch: int, rank: int, trainers: int, engine_ranks: int, store: str,
@@ -89,7 +95,9 @@ class Link:
         prefix = f"link/{engine}/{epoch}"
         self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
         pairs = dist.PrefixStore("pairs", self._keys)
-        self._group = _process_group(pairs, rank, trainers + engine_ranks, device, timeout_s)
+        ranks = trainers + engine_ranks
+        self._group = _process_group(pairs, rank, ranks, device, timeout_s)
+        self._longest_pause_s = max(POLL_S[1], POLL_S_PER_RANK * ranks)
         self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
 
     def stream(self) -> contextlib.AbstractContextManager:
@@ -105,7 +113,7 @@ class Link:
         try:
             self._keys.set(key, text)
         except RuntimeError as e:
-            raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None
+            raise LinkError(self._lost(e)) from None
 
     def say_failed(self, update: int, reason: str) -> str:
         """The first reason that any rank gave stays and is returned; what follows from it is less telling."""
@@ -114,28 +122,37 @@ class Link:
         except RuntimeError:  # without a store nobody is left to hear it
             return reason
 
+    def failure(self, update: int) -> str:
+        """The reason that stays, or "" as long as no rank has failed."""
+        key = f"failed/{update}"
+        try:
+            return self._keys.get(key).decode() if self._keys.check([key]) else ""
+        except dist.DistError as e:
+            return self._lost(e)
+
     def wait(self, keys: Mapping[str, str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
         """The values of `keys` (key → who has to do what), once all are set.
 
         Raises LinkError at the deadline (naming who did not) and when a rank of the link reported that
         `update` failed; calls `stop` again and again meanwhile, which may raise.
         """
-        missing, failed, pause = list(keys), f"failed/{update}", POLL_S[0]
+        names, pause = list(keys), POLL_S[0]
         try:
-            while True:
-                missing = [key for key in missing if not self._keys.check([key])]
-                if not missing:
-                    return [self._keys.get(key).decode() for key in keys]
+            while not self._keys.check(names):
                 stop()
-                if self._keys.check([failed]):
-                    raise LinkError(self._keys.get(failed).decode())
+                if failure := self.failure(update):
+                    raise LinkError(failure)
                 if deadline.passed:
-                    raise LinkError(f"{self.name}: waited {deadline.timeout_s:.0f} s in vain for "
-                                    f"{', '.join(keys[key] for key in missing)}")  # fmt: skip
+                    missing = (who for key, who in keys.items() if not self._keys.check([key]))
+                    raise LinkError(f"{self.name}: waited {deadline.timeout_s:.0f} s in vain for {', '.join(missing)}")
                 time.sleep(pause)
-                pause = min(1.2 * pause, POLL_S[1])
+                pause = min(1.2 * pause, self._longest_pause_s)
+            return [value.decode() for value in self._keys.multi_get(names)]
         except dist.DistError as e:
-            raise LinkError(f"{self.name}: lost the trainers' store: {_first_line(e)}") from None
+            raise LinkError(self._lost(e)) from None
+
+    def _lost(self, error: Exception) -> str:
+        return f"{self.name}: lost the trainers' store: {_first_line(error)}"
 
     def send(self, flat: Tensor, peer: int, bucket: Bucket) -> Message:
         return Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))

@@ -79,6 +79,10 @@ class _Generated(msgspec.Struct, gc=False):
     choices: list[_Choice]
 
 
+class _Committed(msgspec.Struct):
+    seconds: float
+
+
 _decode = msgspec.json.Decoder(_Generated).decode
 _logprob = attrgetter("logprob")
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -181,9 +185,13 @@ class EngineClient:
         """The engine receives the next weights into staging while it generates."""
         await self._call("POST", "/start_weight_update")
 
-    async def finish_update(self, version: int) -> None:
-        """Staging becomes live and is labelled `version`. Only while paused."""
-        await self._call("POST", "/finish_weight_update", session.finish_body(version))
+    async def commit(self, version: int, *, clear_cache: bool) -> float:
+        """Staging becomes live and is labelled `version`, under a pause of its own; `clear_cache` as in `pause`.
+
+        Returns for how many seconds nothing was generated. An engine that raises stays paused.
+        """
+        raw = await self._call("POST", "/commit", session.commit_body(version, clear_cache))
+        return msgspec.json.decode(raw, type=_Committed).seconds
 
     async def abandon_update(self) -> None:
         """Closes an update that failed; the old weights stay."""

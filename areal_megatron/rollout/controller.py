@@ -49,6 +49,7 @@ from areal_megatron.rollout.protocol import (
     Reply,
     Request,
     Saved,
+    Sending,
     Trained,
     Written,
 )
@@ -168,6 +169,8 @@ class Controller:
                 return await self.members.publish(message)
             case Delivered():
                 return self.members.delivered(message)
+            case Sending():
+                return self.members.cut(message)
             case Checkpoint():
                 return await self._save(message)
             case Written():

@@ -54,7 +54,8 @@ def server_command(config: Config, host: str, port: int, part: Part = Part()) ->
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
-    command += ["--middleware", "areal_megatron.rollout.guard.Guard"]
+    command += ["--middleware", "areal_megatron.rollout.commit.Commit"]
+    command += ["--middleware", "areal_megatron.rollout.guard.Guard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     return command + _engine_arguments(config) + part.arguments
 

@@ -10,9 +10,10 @@ notice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,10 @@ class EngineLink:
             update.delivered.exception()  # nobody may be waiting for it yet
         self._pending.clear()
 
+    def is_cut(self, epoch: int) -> bool:
+        """Whether nothing will ever be committed any more that is under way in this epoch."""
+        return epoch != self._epoch or not self._usable
+
     async def settled(self) -> None:
         """Returns when every published version was committed or has failed."""
         await self._updates.join()
@@ -103,7 +108,8 @@ class EngineLink:
                                              store=update.store, hf_config=self._hf_config))  # fmt: skip
         streamed = config.reshard.staging == "streamed"
         if streamed:
-            paused = await self._pause("receiving")
+            start = self._stop_for("receiving")
+            await client.pause(clear_cache=False)
         await client.start_update()
         try:
             # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
@@ -116,36 +122,43 @@ class EngineLink:
             await client.abandon_update()
             self._fail(update, delivered.error)
             return
-        start = paused if streamed else await self._pause("committing")
-        await self._commit(update.version)
+        if not streamed:
+            start = self._stop_for("committing")
+        stood_s = await self._commit(update.version)
         end = time.time_ns()
         self._engine.timeline.event("commit", start, end, version=update.version)
         if not self._usable:
             raise EngineError(f"{self._engine.name} was lost while it committed version {update.version}")
-        self.last = {"publish_s": delivered.seconds, "commit_s": (end - start) / 1e9, "weights_bytes": delivered.bytes}
+        commit_s = (end - start) / 1e9 if streamed else stood_s
+        self.last = {"publish_s": delivered.seconds, "commit_s": commit_s, "weights_bytes": delivered.bytes}
         self._engine.version = update.version
         self._on_committed(self._engine.index, update.version)
 
-    async def _pause(self, state: str) -> int:
+    def _stop_for(self, state: str) -> int:
         """When it began, in ns of the wall clock."""
         if self._engine.gone:
             raise EngineError(f"{self._engine.name} was lost")
-        start, self._engine.state = time.time_ns(), state
-        await self._engine.client.pause(clear_cache=self._config.rollout.kv_policy == "recompute")
-        return start
+        self._engine.state = state
+        return time.time_ns()
 
-    async def _commit(self, version: int) -> None:
-        """Without `finally`: an error in it would hide that this task is cancelled, which would then go on for ever."""
+    async def _commit(self, version: int) -> float:
+        """How many seconds the engine stood still for it."""
         client = self._engine.client
-        failure = await _failure_of(client.finish_update(version))
-        if failure is not None:
-            failure = await _failure_of(client.abandon_update()) or failure
-        if failure is None or self._config.reshard.staging == "full":  # it has whole weights, old ones or new
-            await client.resume()
-            if not self._engine.gone:
-                self._engine.state = "ready"
-        if failure is not None:
-            raise failure
+        try:
+            stood_s = await client.commit(version, clear_cache=self._config.rollout.kv_policy == "recompute")
+        except EngineError:
+            with contextlib.suppress(EngineError):  # the first says more
+                await client.abandon_update()
+            if self._config.reshard.staging == "full":  # it has whole weights, the old ones
+                await client.resume()
+                self._go_on()
+            raise
+        self._go_on()
+        return stood_s
+
+    def _go_on(self) -> None:
+        if not self._engine.gone:
+            self._engine.state = "ready"
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1
@@ -156,11 +169,3 @@ class EngineLink:
             self._usable = False
         log.error("%s stays at version %d: version %d did not arrive in epoch %d: %s", self._engine.name,
                   self._engine.version, update.version, update.epoch, reason)  # fmt: skip
-
-
-async def _failure_of(call: Awaitable[None]) -> EngineError | None:
-    try:
-        await call
-    except EngineError as e:
-        return e
-    return None

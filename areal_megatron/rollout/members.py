@@ -14,7 +14,7 @@ from areal_megatron.rollout import fleet
 from areal_megatron.rollout.client import EngineClient, EngineError
 from areal_megatron.rollout.fleet import DRAINED, LOST, Engine
 from areal_megatron.rollout.links import EngineLink
-from areal_megatron.rollout.protocol import Delivered, Links, Ok, Publish, Refused, Reply
+from areal_megatron.rollout.protocol import Delivered, Links, Ok, Publish, Refused, Reply, Sending
 from areal_megatron.rollout.schedule import Schedule
 from areal_megatron.run import Run
 
@@ -101,6 +101,9 @@ class Members:
             return Refused(f"there is no engine {message.engine}")
         self._links[message.engine].delivered(message)
         return Ok()
+
+    def cut(self, message: Sending) -> Links:
+        return Links([link for link in message.links if self._links[link.engine].is_cut(link.epoch)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:
         """To engines that serve without, unless the next version is on its way. Raises EngineError after many attempts."""

@@ -16,7 +16,14 @@ import zmq
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 
-PROTOCOL = 4
+PROTOCOL = 5
+
+
+class Link(msgspec.Struct):
+    """One engine as a destination of weights; a new epoch means a new process group."""
+
+    engine: int
+    epoch: int
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -66,6 +73,13 @@ class Delivered(msgspec.Struct, tag=True):
     seconds: float
     bytes: int
     error: str = ""
+
+
+class Sending(msgspec.Struct, tag=True):
+    """From global rank 0, now and then while versions are on their way. Answered with Links, those of them that are cut:
+    their engine will never have what is on its way."""
+
+    links: list[Link]
 
 
 class Checkpoint(msgspec.Struct, tag=True):
@@ -130,13 +144,6 @@ class PublishAgain(msgspec.Struct, tag=True):
     """Instead of a batch, once to every replica: an engine that was started again needs the current weights."""
 
 
-class Link(msgspec.Struct):
-    """One engine as a destination of weights; a new epoch means a new process group."""
-
-    engine: int
-    epoch: int
-
-
 class Links(msgspec.Struct, tag=True):
     links: list[Link]
 
@@ -149,7 +156,7 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
-Request = Hello | NextBatch | Trained | Publish | Delivered | Checkpoint | Written | Saved | Bye
+Request = Hello | NextBatch | Trained | Publish | Delivered | Sending | Checkpoint | Written | Saved | Bye
 Reply = Welcome | Part | NotYet | Stop | PublishAgain | Links | Ok | Refused
 
 

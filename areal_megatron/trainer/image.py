@@ -8,6 +8,7 @@ checkpoint_folder.)
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -37,6 +38,8 @@ from areal_megatron.trainer.stored import Stored
 _ALIGNMENT = 64
 """torch.save aligns elements to as many bytes, counted from where a chunk begins."""
 _WRITE_BYTES = 64 * 2**20
+_BLOCK = 4096
+"""Direct writes begin, in memory and on disk, at a multiple of so many bytes and have whole multiples of it."""
 
 
 class Entry(NamedTuple):
@@ -72,19 +75,34 @@ class Image:
             skeletons.append((size, data))
             self.entries.append(Entry(name, None, (), None, size, len(data)))
             size = _aligned(size + len(data))
-        self.bytes = torch.zeros(size, dtype=torch.uint8, pin_memory=any(v.is_cuda for _, v in places))
+        self._size = size
+        space = _blocks(size, pinned=any(v.is_cuda for _, v in places))
         for start, data in skeletons:
-            self.bytes[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            space[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._space = space
         self._sources = [values for _, values in places]
-        self._places = [self.bytes[start : start + v.nbytes].view(v.dtype) for start, v in places]
+        self._places = [space[start : start + v.nbytes].view(v.dtype) for start, v in places]
 
     def copy(self) -> None:
         """Takes the elements as they are now, on the device's current stream."""
         torch._foreach_copy_(self._places, self._sources, non_blocking=True)
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
-        write(path, memoryview(self.bytes.numpy()))
+        """Raises OSError.
+
+        Past the page cache where the file system lets it: that takes a fraction of the time of the processor, and what
+        others have in the cache stays there (docs/measurements.md).
+        """
+        data = memoryview(self._space.numpy())
+        try:
+            with open(path, "wb", buffering=0, opener=_direct) as file:
+                _write(file, data)
+                file.truncate(self._size)
+                os.fsync(file.fileno())
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            write(path, data[: self._size])
 
 
 def metadata(files: Mapping[str, list[Entry]]) -> bytes:
@@ -111,11 +129,26 @@ def metadata(files: Mapping[str, list[Entry]]) -> bytes:
 def write(path: Path, data: memoryview) -> None:
     """Writes and syncs a file. Raises OSError."""
     with path.open("wb", buffering=0) as file:
-        for start in range(0, len(data), _WRITE_BYTES):
-            part = data[start : start + _WRITE_BYTES]
-            while part:
-                part = part[file.write(part) :]
+        _write(file, data)
         os.fsync(file.fileno())
+
+
+def _write(file: io.RawIOBase, data: memoryview) -> None:
+    for start in range(0, len(data), _WRITE_BYTES):
+        part = data[start : start + _WRITE_BYTES]
+        while part:
+            part = part[file.write(part) :]
+
+
+def _direct(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)  # not every system has it
+
+
+def _blocks(size: int, pinned: bool) -> Tensor:
+    """Zeros, at least `size` of them: whole blocks that begin at one."""
+    space = torch.zeros(_aligned(size, _BLOCK) + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
+    start = -space.data_ptr() % _BLOCK
+    return space[start : start + _aligned(size, _BLOCK)]
 
 
 def _skeleton(count: int, dtype: torch.dtype, box: Box) -> tuple[bytes, bytes]:
@@ -135,5 +168,5 @@ def _saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _aligned(size: int, to: int = _ALIGNMENT) -> int:
+    return -(-size // to) * to

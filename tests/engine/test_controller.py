@@ -32,6 +32,7 @@ from areal_megatron.rollout.protocol import (
     Part,
     Publish,
     PublishAgain,
+    Sending,
     Stop,
     Trained,
     Written,
@@ -261,8 +262,10 @@ def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, conn
         take(client, number, number)
         client.request(Trained(number, number, True, {}))
     assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 1)]
+    assert client.request(Sending([Link(0, 1)])).links == []
     kill(engine)
     wait_for(run, "engine-0 is lost: engine-0 at http://127.0.0.1:")
+    assert client.request(Sending([Link(0, 1)])).links == [Link(0, 1)], "nobody has to wait for it"
     assert client.request(Publish(2, "127.0.0.1:1")).links == []
     assert isinstance(client.request(NextBatch(0, 2, 2)), NotYet)
     with started_engine(engine):
@@ -273,6 +276,7 @@ def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, conn
                 pass
             assert isinstance(reply, PublishAgain), "every replica once, before any has a batch"
         assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 2)]
+        assert client.request(Sending([Link(0, 1), Link(0, 2)])).links == [Link(0, 1)]
         assert process.poll() is None
         kill(engine)
     assert process.wait(60) == 1

@@ -295,7 +295,7 @@ def test_a_paused_engine_answers_after_it_resumes(run):
 ])  # fmt: skip
 def test_every_route_refuses_a_stranger(run, headers):
     headers = {name: value.format(secret=run.token) for name, value in headers.items()}
-    named = [("POST", "/pause?mode=abort"), ("POST", "/update_weights"), ("POST", "/collective_rpc"), ("GET", "/health"),
+    named = [("POST", "/commit"), ("POST", "/pause?mode=abort"), ("POST", "/update_weights"), ("POST", "/collective_rpc"), ("GET", "/health"),
              ("GET", "/metrics"), ("GET", "/nowhere"), ("POST", "/inference/v1/generate")]  # fmt: skip
 
     async def statuses(client):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_peers import save_as_megatron_does
 from megatron.core import dist_checkpointing
 from trainer_checks import make_config, make_trajectories, open_trainer
 
@@ -83,17 +84,6 @@ def check_without_critic(subject: Trainer, saved: Path, path: Path) -> None:
         RunError, match=f"trainer-{subject.rank}: .*{path}.* has no critic: resume it without ppo.critic"
     ):
         checkpoint.load(subject, path)
-
-
-def save_as_megatron_does(subject: Trainer, path: Path) -> None:
-    """Model and optimizer by megatron-core alone, which gathers the optimizer's states of all replicas."""
-    metadata, states = stored.METADATA | {"dp_cp_group": stored.replicas()}, {}
-    for name, learner in subject.learners.items():
-        model = stored.model_state(name, learner)
-        with cpu_passes_for_cuda():
-            optimizer = learner.optimizer.megatron.sharded_state_dict(model, False, metadata=metadata)
-        states[name] = {"model": model, "optimizer": optimizer}
-    dist_checkpointing.save(states.pop("policy") | states, str(path), content_metadata=stored.METADATA)
 
 
 def same_tensors(found: Path, expected: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -65,6 +66,12 @@ def trainer(setup) -> None:
             for tensor in live.values():
                 tensor.fill_(float("nan"))
             say(overwritten=True)
+        elif "give_up" in command:  # what the trainers' watcher does while the main loop waits
+            threading.Timer(command["after_s"], publisher.give_up, command["give_up"]).start()
+            say(ok=True)
+        elif "timeout_s" in command:
+            publisher.timeout_s = command["timeout_s"]
+            say(ok=True)
         elif "buffers" in command:
             say(buffers=[b.data_ptr() for outlet in publisher._outlets.values() for b in outlet._buffers])
 

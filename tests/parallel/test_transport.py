@@ -21,6 +21,7 @@ TESTS = Path(__file__).parent.parent
 SIZES = {"tp": 2, "pp": 2}
 ENGINE_TP = 2
 TIMEOUT_S = 5.0
+LONG_S = 16.0
 
 
 class Rank:
@@ -209,6 +210,30 @@ def test_silent_engine_does_not_hold_the_trainers_beyond_the_timeout(world):
     assert good == delivered(world, 0, 7)
     assert bad["bytes"] == 0 and "engine 1, epoch" in bad["error"]
     world.assert_committed(0, 7)
+    world.restart(1)
+
+
+def test_engine_that_is_given_up_holds_nobody(world):
+    """As a node that is gone without a word: messages to it wait for their timeout, the trainers do not."""
+    world.join(0)
+    world.join(1)
+    for trainer in world.trainers:
+        assert trainer.ask(timeout_s=LONG_S) == {"ok": True}
+    world.start(0)
+    world.start(1, faults=("hang", "hang"))
+    world.publish(8, [0, 1])
+    begin = time.monotonic()
+    assert world.trainers[0].ask(give_up=[1, world.epochs[1]], after_s=1) == {"ok": True}
+    world.overwrite()
+    for trainer in world.trainers:
+        assert trainer.hear("overwritten") == {"overwritten": True}
+    assert time.monotonic() - begin < LONG_S / 2
+    good, bad = sorted((world.trainers[0].hear("error") for _ in range(2)), key=lambda event: event["engine"])
+    assert good == delivered(world, 0, 8)
+    assert bad["error"] == f"engine 1 has left epoch {world.epochs[1]}"
+    world.assert_committed(0, 8)
+    for trainer in world.trainers:
+        assert trainer.ask(timeout_s=TIMEOUT_S) == {"ok": True}
     world.restart(1)
 
 

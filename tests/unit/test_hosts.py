@@ -1,8 +1,11 @@
 """A supervisor over pipes, as srun holds it, and what becomes of a launcher whose nodes fall silent."""
 
 import os
+import queue
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -10,7 +13,8 @@ import pytest
 
 from launch import hosts
 from launch.hosts import HostError, Nodes
-from launch.orders import Alive, End, Hello, Start
+from launch.node import Supervisor, follow
+from launch.orders import Alive, End, Hello, Leave, Present, Start
 from launch.pools import Process
 from launch.slurm import Srun
 
@@ -72,6 +76,28 @@ def test_one_that_hangs_is_ended_with_its_descendants(nodes, tmp_path):
     nodes.kill(Process("child", "rollout", 0, "n1", ()))
     assert eventually(lambda: child.exit_code, nodes.refresh) == -signal.SIGKILL
     assert not alive(pid) and alive(survivor) and other.exit_code is None
+
+
+def test_a_supervisor_that_is_terminated_while_it_waits_for_orders_does_not_abort():
+    with subprocess.Popen([sys.executable, "-m", "launch.node"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+        node.stdout.readline()
+        node.terminate()
+        assert node.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_supervisor_knows_whether_it_is_dismissed_or_left_alone():
+    with Supervisor("n1") as supervisor:
+        for last, dismissed in ((Leave(), True), (None, False)):
+            orders = queue.Queue()
+            orders.put(Present())
+            orders.put(last)
+            assert follow(supervisor, orders) is dismissed
+        orders = queue.Queue()
+        begin = time.monotonic()
+        for delay_s in (0.4, 0.8):
+            threading.Timer(delay_s, orders.put, [Present()]).start()
+        assert follow(supervisor, orders, silence_s=0.6) is False
+        assert 1.4 <= time.monotonic() - begin < 5
 
 
 def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):

@@ -1,5 +1,7 @@
 """Files of checkpoints: runs of elements as boxes, and images that are copied into at every save."""
 
+import errno
+import io
 import random
 from math import prod
 
@@ -65,3 +67,36 @@ def test_elements_that_nobody_or_two_ranks_would_store_are_refused(second):
         stored.append(Stored("weight", (4, 2), Box((3, 0), (4, 2)), torch.zeros(2)))
     with pytest.raises(RunError, match="elements of weight, which has 8"):
         image.metadata({"file": Image(stored, {}).entries})
+
+
+@pytest.mark.parametrize("elements", [1, 1024, 300_000])
+@pytest.mark.parametrize("refused_at", ["", "open", "write"])
+def test_a_file_is_the_same_where_the_file_system_refuses_direct_writes(tmp_path, monkeypatch, elements, refused_at):
+    values = torch.randn(elements)
+    subject = Image([Stored("weight", (elements,), whole((elements,)), values)], {"nothing": None})
+    subject.copy()
+    subject.write(tmp_path / "direct")
+    refusal = OSError(errno.EINVAL, "Invalid argument")
+    write, opened = image._write, []
+
+    def refuse_to_open(path, flags):
+        raise refusal
+
+    def refuse_to_write(file, data):
+        opened.append(file)
+        if len(opened) == 1:
+            file.write(data[:4096])
+            raise refusal
+        write(file, data)
+
+    if refused_at == "open":
+        monkeypatch.setattr(image, "_direct", refuse_to_open)
+    elif refused_at == "write":
+        monkeypatch.setattr(image, "_write", refuse_to_write)
+    subject.write(tmp_path / "other")
+    written = (tmp_path / "other").read_bytes()
+    assert written == (tmp_path / "direct").read_bytes()
+    last = subject.entries[-1]
+    assert last.offset + last.length <= len(written) < last.offset + last.length + 64
+    first = subject.entries[0]
+    assert torch.equal(torch.load(io.BytesIO(written[first.offset : first.offset + first.length])), values)

@@ -27,6 +27,8 @@ class Scene:
         self.calls, self.committed, self.dead = [], [], asyncio.Event()
         self.dies_in = ""
         """A route that is never answered; the engine is dead then."""
+        self.refuses = ""
+        """A route that is answered with an error."""
 
     async def __aenter__(self):
         async def record(request):
@@ -34,7 +36,8 @@ class Scene:
             if request.path == self.dies_in:
                 self.dead.set()
                 await asyncio.Event().wait()
-            return web.json_response({}, status=500 if self.dead.is_set() else 200)
+            refused = self.dead.is_set() or request.path == self.refuses
+            return web.json_response({"seconds": 0.1}, status=500 if refused else 200)
 
         app = web.Application()
         app.router.add_route("*", "/{route:.*}", record)
@@ -84,13 +87,13 @@ def test_a_streamed_update_that_fails_tears_its_engine_until_a_whole_version_has
 
             await scene.update(2, error="a trainer died")
             assert (scene.engine.state, scene.engine.version, scene.link.failures) == ("torn", 1, 1)
-            assert "/resume" not in scene.calls and "/pause" in scene.calls
+            assert not {"/resume", "/commit"} & set(scene.calls) and "/pause" in scene.calls
             with pytest.raises(EngineError, match="every engine holds a mixture of versions"):
                 scene.may_take_a_group()
 
             assert await scene.update(3) == ("receiving", 2)
             assert (scene.engine.state, scene.committed) == ("ready", [1, 3])
-            assert scene.calls[-1] == "/resume" and scene.calls.count("/init_weight_transfer_engine") == 1
+            assert scene.calls[-1] == "/commit" and scene.calls.count("/init_weight_transfer_engine") == 1
             assert scene.may_take_a_group()
 
     asyncio.run(asyncio.wait_for(play(), 30))
@@ -102,9 +105,26 @@ def test_a_full_update_that_fails_costs_nothing_but_the_version(tmp_path):
             assert await scene.update(1) == ("ready", 1)
             await scene.update(2, error="a trainer died")
             assert (scene.engine.state, scene.engine.version, scene.committed) == ("ready", 1, [1])
-            assert "/pause" not in scene.calls and scene.may_take_a_group()
+            assert not {"/pause", "/commit"} & set(scene.calls) and scene.may_take_a_group()
             assert await scene.update(3) == ("ready", 2)
             assert scene.committed == [1, 3]
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+@pytest.mark.parametrize(
+    ("staging", "state", "last"), [("full", "ready", "/resume"), ("streamed", "torn", "/finish_weight_update")]
+)
+def test_an_engine_that_refuses_a_commit_goes_on_only_with_whole_weights(tmp_path, staging, state, last):
+    async def play():
+        async with Scene(tmp_path, staging) as scene:
+            scene.refuses = "/commit"
+            await scene.update(1)
+            assert (scene.engine.state, scene.committed, scene.link.failures) == (state, [], 1)
+            assert "/update_weights" in scene.calls and scene.calls[-1] == last
+            scene.refuses = ""
+            assert await scene.update(2) == ("receiving" if staging == "streamed" else "ready", 2)
+            assert (scene.engine.state, scene.committed) == ("ready", [2]) and scene.link.last["commit_s"] > 0
 
     asyncio.run(asyncio.wait_for(play(), 30))
 
@@ -119,22 +139,24 @@ def test_a_lost_engine_lacks_nothing_until_it_is_back_and_then_opens_another_epo
             while "/start_weight_update" not in scene.calls:
                 await asyncio.sleep(0.01)
             assert not scene.link.lacks(2), "it is on its way"
+            assert not scene.link.is_cut(first.epoch)
             scene.engine.leave("lost")
             scene.link.cut("it was killed")
             await scene.link.settled()
             assert (scene.committed, scene.link.failures, scene.engine.state) == ([1], 1, "lost")
-            assert not scene.link.lacks(2)
+            assert not scene.link.lacks(2) and scene.link.is_cut(first.epoch)
             scene.link.delivered(Delivered(0, first.epoch, 2, 0.1, 100))  # too late
 
             scene.engine.state = "ready"
             assert scene.link.lacks(2)
             assert await scene.update(2) == ("ready", first.epoch + 1)
             assert scene.committed == [1, 2] and not scene.link.lacks(2)
+            assert scene.link.is_cut(first.epoch) and not scene.link.is_cut(first.epoch + 1)
 
     asyncio.run(asyncio.wait_for(play(), 30))
 
 
-@pytest.mark.parametrize("route", ["/finish_weight_update", "/pause", "/resume"])
+@pytest.mark.parametrize("route", ["/start_weight_update", "/commit"])
 def test_a_link_that_is_cancelled_ends_though_its_engine_dies_in_that_moment(tmp_path, route):
     """As where one signal ends the whole job: it is cancelled in a call, and every later one fails."""
 

@@ -128,6 +128,35 @@ def test_what_ignores_sigterm_is_killed(tmp_path, children):
     assert child.exit_code == -signal.SIGKILL
 
 
+OWNER = """
+import os, pathlib, signal, sys
+from launch.processes import Children
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+with Children() as children:
+    print(children.start("child", [sys.executable, "-c", sys.argv[1]], dict(os.environ), pathlib.Path(sys.argv[2]), set()).pid, flush=True)
+    signal.pause()
+"""
+TAKES_ITS_TIME = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: [print("ending", flush=True), time.sleep(1.5), sys.exit()])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_an_owner_that_is_asked_to_end_more_than_once_ends_its_children_first(tmp_path, again):
+    log = tmp_path / "child.log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, TAKES_ITS_TIME, log], stdout=subprocess.PIPE, text=True)
+    with owner:
+        child = int(owner.stdout.readline())
+        assert eventually(lambda: "ready" in log.read_text())
+        owner.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "ending" in log.read_text())
+        owner.send_signal(again)
+        assert owner.wait(30) == 7 and not alive(child)
+
+
 def test_children_end_when_their_owner_is_killed(tmp_path):
     owner_code = (
         "import os, sys, time; from pathlib import Path; from launch.processes import Children;"

@@ -1,0 +1,60 @@
+"""Queueing a job again while slurmctld is too busy to answer; Slurm's client programs are scripts here."""
+
+import pytest
+
+from launch import slurm, stranded
+
+BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Writes a script for each; `$ASKED`: how often it was called before."""
+
+    def write(**bodies: str):
+        for name, body in bodies.items():
+            path = tmp_path / name
+            count = f"ASKED=$(cat {path}.asked 2>/dev/null || echo 0); echo $((ASKED + 1)) > {path}.asked\n"
+            path.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n{count}{body}\n')
+            path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "_KILLED_S", 0)
+    monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
+    write.requeued = lambda: (tmp_path / "calls").read_text().splitlines().count("scontrol requeue 7")
+    return write
+
+
+def test_a_busy_controller_is_asked_again(programs, capsys):
+    programs(scontrol=f'[ $ASKED -ge 2 ] || {{ echo "{BUSY}" >&2; exit 1; }}')
+    slurm.requeue(longest_s=30, again_s=0.01)
+    assert programs.requeued() == 3
+    said = capsys.readouterr()
+    assert said.out == "queueing the job again\n" and not said.err
+
+
+def test_one_that_refuses_for_good_is_believed(programs, capsys):
+    programs(scontrol='echo "Requested operation is presently disabled" >&2; exit 1')
+    assert slurm.requeue(longest_s=0.1, again_s=0.01) == slurm.Outcome.STOPPED
+    said = capsys.readouterr()
+    assert "cannot be queued again: Requested operation is presently disabled; submit it once more" in said.err
+    assert said.out == "queueing the job again\n" and programs.requeued() > 1
+
+
+def test_supervisors_that_are_left_alone_go_on_until_the_job_is_queued_again(programs):
+    """The batch host is taken out at the second look; the first two requests are refused."""
+    programs(
+        squeue='case $ASKED in 0) echo "RUNNING node0 node[0-1]";; 1|2|3) echo "RUNNING node0 node1";; '
+        '*) echo "PENDING  ";; esac',
+        scontrol='if [ "$1" = show ]; then echo "$3" | sed "s/node.0-1./node0\\nnode1/"; exit; fi\n'
+        f'[ $ASKED -ge 4 ] || {{ echo "{BUSY}" >&2; exit 1; }}',
+    )
+    stranded.queue_again(longest_s=30, look_s=0.01)
+    assert programs.requeued() == 3
+
+
+def test_supervisors_of_a_job_that_is_over_leave(programs):
+    programs(squeue='echo "COMPLETING node0 node[0-1]"', scontrol="exit 1")
+    stranded.queue_again(longest_s=30, look_s=0.01)
+    assert programs.requeued() == 0
