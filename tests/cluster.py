@@ -25,6 +25,7 @@ import debian
 import psutil
 
 from launch.processes import Children
+from tests.living import is_alive
 
 T = TypeVar("T")
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"})
@@ -282,8 +283,7 @@ def _processes(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]
         with suppress(psutil.Error):
             if process.pid != os.getpid() and wanted(process):
                 found |= {process, *process.children(recursive=True)}
-    living = [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    return sorted(living, key=lambda p: (p.create_time(), p.pid), reverse=True)
+    return sorted(filter(is_alive, found), key=lambda p: (p.create_time(), p.pid), reverse=True)
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox import check_isolation
 from areal_megatron.run import Run
+from tests.living import command_of
 from tests.traces import Traces
 
 ROOT = Path(__file__).parent.parent
@@ -38,14 +39,6 @@ def isolation():
 def take_interrupts() -> None:
     """A shell has its background jobs ignore them, and all that these start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Empty where it has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
 
 
 class LocalRun:
@@ -110,12 +103,6 @@ def local_run(tmp_path):
             run.process.terminate()
             run.process.wait(30)
         run.traces.check()
-
-
-def left_over(processes: list[psutil.Process], timeout_s: float = 5) -> list[psutil.Process]:
-    """Those of the processes that are still alive after timeout_s."""
-    _, alive = psutil.wait_procs(processes, timeout_s)
-    return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

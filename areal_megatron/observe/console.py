@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_megatron.config import Config
-from areal_megatron.observe.metrics import MetricsReader, read_status
+from areal_megatron.observe.metrics import MetricsReader, read_status, surviving
 from areal_megatron.run import Run
 
 EVENTS_SHOWN = 6
@@ -28,7 +28,10 @@ REDRAW_S = 0.5
 
 
 class Console:
-    """Shows one run; on a terminal it owns the lower part of the screen until `close`."""
+    """Shows one run; on a terminal it owns the lower part of the screen until `close`.
+
+    What the run did before, in earlier jobs, counts and is not told again.
+    """
 
     def __init__(self, run: Run, config: Config, stream: TextIO | None = None):
         self._run, self._config = run, config
@@ -41,8 +44,11 @@ class Console:
         self._drawn = float("-inf")
         self._phase = ""
         self._steps: list[dict[str, Any]] = []
+        self._resumed_after = 0
         self._evaluations: list[dict[str, Any]] = []
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        for record in self._reader.new():
+            self._take(record)
 
     def refresh(self) -> None:
         """Takes in what is new and shows it; call it as often as you like, it acts every REDRAW_S seconds."""
@@ -73,6 +79,7 @@ class Console:
             self._note(time.time(), phase)
         for record in self._reader.new():
             self._take(record)
+            self._tell(record)
         if self._live:
             self._live.update(self._panel(status), refresh=True)
 
@@ -83,16 +90,25 @@ class Console:
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
             self._evaluations = sorted([*self._evaluations, record], key=lambda e: e["version"])
+        elif record["kind"] in ("update", "sft"):
+            self._steps.append(record)
+        elif record["kind"] == "resume":
+            self._steps = surviving(self._steps, record["version"])
+            self._evaluations = surviving(self._evaluations, record["version"])
+            self._resumed_after = len(self._steps)
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "eval":
             self._note(record["time"],
                        f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
                        f"{record.get('items', '?')} prompts")  # fmt: skip
         elif record["kind"] == "start":
             self._note(record["time"], "first batch trained {first_batch_s:.0f} s after the launch; engines served after "
                        "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record))  # fmt: skip
-        elif record["kind"] in ("update", "sft"):
-            self._steps.append(record)
-            if not self._live and (record["kind"] == "update" or self._is_twentieth()):
-                self._print(record["time"], _line(record, len(self._steps), self._config.updates))
+        elif record["kind"] == "resume":
+            self._note(record["time"], f"going on from version {record['version']}")
+        elif not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):
+            self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
     def _is_twentieth(self) -> bool:
         """Supervised steps are short and many: a log wants some of them."""
@@ -124,7 +140,7 @@ class Console:
         row.add_column()
         row.add_column(ratio=1)
         row.add_column(justify="right")
-        left = _seconds_left(self._steps, total)
+        left = _seconds_left(self._steps[self._resumed_after :], total - done)
         row.add_row(self._unit,
                     ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),
                     f"{done} of {total}" + (f", {_duration(left)} left" if left else ""))  # fmt: skip
@@ -203,12 +219,15 @@ def _engine_table(engines: list[dict[str, Any]], expected: int) -> Table | Text:
     return table
 
 
-def _seconds_left(steps: list[dict[str, Any]], total: int) -> float | None:
-    """From the pace of the last updates; None before the second and after the last."""
+def _seconds_left(steps: list[dict[str, Any]], left: int) -> float | None:
+    """From the pace of the last of the updates since the run began or was resumed; None before the second.
+
+    `left`: updates still to be done; None too where there are none.
+    """
     recent = steps[-10:]
-    if len(recent) < 2 or len(steps) >= total:
+    if len(recent) < 2 or left <= 0:
         return None
-    return (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) * (total - len(steps))
+    return (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) * left
 
 
 def _trend(records: list[dict[str, Any]], key: str) -> str:

@@ -84,9 +84,14 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for record in MetricsReader(run).new():
         if record["kind"] == "resume":
-            kept = [earlier for earlier in kept if earlier["version"] <= record["version"]]
+            kept = surviving(kept, record["version"])
         kept.append(record)
     return kept
+
+
+def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
+    """Those of the records that a resume from the checkpoint of `version` keeps."""
+    return [record for record in records if record["version"] <= version]
 
 
 def write_status(run: Run, status: dict[str, Any]) -> None:

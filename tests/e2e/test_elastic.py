@@ -8,8 +8,9 @@ from audit_run import audit
 
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
-from tests.conftest import ROOT, left_over
+from tests.conftest import ROOT
 from tests.e2e.test_run import small
+from tests.living import left_over
 
 ENGINES = [sys.executable, "-m", "launch.engines"]
 

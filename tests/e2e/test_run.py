@@ -16,7 +16,7 @@ from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.reshard.architectures import read_config
 from areal_megatron.rollout.client import EngineClient
 from areal_megatron.run import Run
-from tests.conftest import left_over
+from tests.living import left_over
 
 
 def small(world, held_out=32, **changes):

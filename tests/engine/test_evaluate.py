@@ -11,7 +11,8 @@ from math import comb
 import psutil
 import pytest
 
-from tests.conftest import ROOT, left_over, take_interrupts
+from tests.conftest import ROOT, take_interrupts
+from tests.living import left_over
 
 ITEMS, N = 40, 4
 

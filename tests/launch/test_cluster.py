@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import debian
-import psutil
 import pytest
 from cluster import Cluster
+
+from tests.living import is_alive, name_of
 
 ENDS_IN_ITS_SECOND_RUN = """
 echo run ${SLURM_RESTART_COUNT:-0}
@@ -116,10 +117,10 @@ def test_leaving_takes_everything_along(tmp_path):
     lines = "trap '' TERM; setsid sleep 300 & srun -N2 sleep 300 & wait"
     with Cluster(tmp_path / "logs", nodes=2) as cluster:
         job = cluster.submit(script(tmp_path, lines), "-N2")
-        assert eventually(lambda: sum(p.name() == "sleep" for p in cluster.processes()) == 3), cluster.output(job)
+        assert eventually(lambda: sum(name_of(p) == "sleep" for p in cluster.processes()) == 3), cluster.output(job)
         configuration, processes = cluster.environment["SLURM_CONF"], cluster.processes()
-        assert {"munged", "slurmctld", "slurmd", "slurmstepd", "srun", "sleep"} <= {p.name() for p in processes}
-    assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert {"munged", "slurmctld", "slurmd", "slurmstepd", "srun", "sleep"} <= {name_of(p) for p in processes}
+    assert not [p for p in processes if is_alive(p)]
     assert not os.path.exists(configuration)
 
 

@@ -17,8 +17,8 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from launch.mpi import slots
 from launch.orders import Hello
-from tests.conftest import left_over
 from tests.e2e.test_run import small
+from tests.living import command_of, left_over
 from tests.traces import Traces
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run
         time.sleep(0.1)
     members = started.members
     started.traces.watch(members)
-    victim = next(p for p in members if "areal_megatron.train" in p.cmdline() and p.cmdline()[-1] == "1")
+    victim = next(p for p in members if "areal_megatron.train" in command_of(p) and command_of(p)[-1] == "1")
     assert not [name for name in victim.environ() if name.startswith(("OMPI_", "PMIX_"))]
-    engine = next(p for p in members if "--max-num-seqs" in p.cmdline())
+    engine = next(p for p in members if "--max-num-seqs" in command_of(p))
     assert engine.environ()["OWN_PYTHON"] == "engines" and "OWN_PYTHON" not in victim.environ()
     victim.send_signal(signal.SIGKILL)
     assert started.process.wait(400) == 0, started.output

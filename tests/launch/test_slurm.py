@@ -21,6 +21,7 @@ from launch.network import check_network
 from launch.orders import Hello
 from launch.records import read_record
 from tests.e2e.test_run import small
+from tests.living import command_of, name_of
 from tests.traces import Traces
 
 ROOT = Path(__file__).parents[2]
@@ -84,11 +85,11 @@ def engines(run: Run) -> list[dict]:
 
 
 def pid(cluster: Cluster, part: str) -> int:
-    return next(p.pid for p in cluster.processes() if part in p.cmdline())
+    return next(p.pid for p in cluster.processes() if part in command_of(p))
 
 
 def of_jobs(cluster: Cluster) -> list[psutil.Process]:
-    return [p for p in cluster.processes() if p.name() not in ("munged", "slurmctld", "slurmscriptd", "slurmd")]
+    return [p for p in cluster.processes() if name_of(p) not in ("", "munged", "slurmctld", "slurmscriptd", "slurmd")]
 
 
 @pytest.mark.timeout(900)
@@ -127,7 +128,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert held_out[-1] > held_out[0]
     assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
     assert run.start.version >= 5, "what was trained before the preemption was trained again"
-    assert not [p for p in cluster.processes() if any("areal" in part for part in p.cmdline())]
+    assert not [p for p in cluster.processes() if any("areal" in part for part in command_of(p))]
     traces.check()
 
 
@@ -189,7 +190,7 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     cluster.run("scancel", job)
     assert cluster.wait(job) == "CANCELLED"
     assert cluster.wait(more, timeout_s=60) == "COMPLETED", cluster.output(more)
-    eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in p.cmdline()], 20)
+    eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in command_of(p)], 20)
     cluster.restore("node2")
 
 

@@ -52,6 +52,27 @@ def test_without_a_terminal_one_line_an_update_and_a_phase(run):
     ]
 
 
+def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run):
+    writer = MetricsWriter(run)
+    writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
+    for version in range(1, 6):
+        writer.write("update", version, UPDATE)
+    out = io.StringIO()
+    console = Console(run, Config(name="demo", updates=6), out)
+    writer.write("resume", 4, {"incarnation": 1})
+    writer.write("update", 5, UPDATE)
+    console.close()
+    writer.write("eval", 6, {"accuracy": 0.7, "items": 500})
+    writer.write("resume", 5, {"incarnation": 2})
+    writer.write("update", 6, UPDATE)
+    writer.close()
+    console.close()
+    lines = [line.split("  ")[1] for line in out.getvalue().splitlines()]
+    assert lines == ["starting", "going on from version 4", "update 5/6", "held-out accuracy 70% at version 6, 500 prompts",
+                     "going on from version 5", "update 6/6"]  # fmt: skip
+    assert "6 of 6 updates done" in console.summary() and "accuracy 41% (version 0)" in console.summary()
+
+
 def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -77,10 +98,18 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
 
 def test_time_left_follows_the_pace_of_the_updates(run):
     lines = [f'{{"time": {100 + 3 * n}, "kind": "update", "version": {n}}}\n' for n in range(4)]
+    screen = Screen()
+    console = Console(run, Config(name="demo", updates=24), screen)
     run.metrics.write_text("".join(lines))
+    console.close()
+    assert "4 of 24, 1 min 0 s left" in shown(screen)
+    later = ['{"time": 9000, "kind": "resume", "version": 2}\n',
+             *(f'{{"time": {9000 + 7 * n}, "kind": "update", "version": {n}}}\n' for n in range(3, 6))]  # fmt: skip
+    with run.metrics.open("a") as file:
+        file.writelines(later)
     screen = Screen()
     Console(run, Config(name="demo", updates=24), screen).close()
-    assert "4 of 24, 1 min 0 s left" in shown(screen)
+    assert "6 of 24, 2 min 6 s left" in shown(screen), "the time between two jobs is not the pace of updates"
 
 
 def test_sft_shows_the_loss_and_no_engine(run):

@@ -50,9 +50,9 @@ def test_32768_tokens_lose_no_digits(decay):
     values = 100 * torch.randn(32768, generator=random)
     sequences = torch.zeros(32768, dtype=torch.int64)
     rewards = at_the_end(torch.tensor([5.0]).double(), sequences)
-    start = time.monotonic()
+    start = time.thread_time()
     found = gae(rewards, values, sequences, decay, 1.0)
-    assert time.monotonic() - start < 1  # a loop over tokens of torch's would take half a minute
+    assert time.thread_time() - start < 1  # a loop over tokens of torch's would take half a minute
     if decay == 1:
         assert (found - (5.0 - values.double())).abs().max() < 1e-10
     later, after = 0.0, 0.0

@@ -12,6 +12,7 @@ import pytest
 from launch import processes
 from launch.processes import Children, end_sessions
 from launch.shared_memory import SharedMemory
+from tests.living import is_alive
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
 STUBBORN = (
@@ -34,10 +35,6 @@ def eventually(condition, timeout_s=20.0):
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return value
-
-
-def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 SHARES = """
@@ -109,7 +106,7 @@ def test_leaving_takes_descendants_along(tmp_path):
         child = start(children, tmp_path, FAMILY)
         grandchild = int(eventually(child.last_lines))
     assert child.exit_code == -signal.SIGTERM
-    assert not alive(grandchild)
+    assert not is_alive(grandchild)
 
 
 def test_descendants_of_a_dead_child_are_ended(tmp_path, children):
@@ -118,7 +115,7 @@ def test_descendants_of_a_dead_child_are_ended(tmp_path, children):
     os.kill(child.pid, signal.SIGKILL)
     assert eventually(lambda: child.exit_code) == -signal.SIGKILL
     end_sessions({child.pid}, SharedMemory(), grace_s=0.5)
-    assert not alive(grandchild)
+    assert not is_alive(grandchild)
 
 
 def test_what_ignores_sigterm_is_killed(tmp_path, children):
@@ -154,7 +151,7 @@ def test_an_owner_that_is_asked_to_end_more_than_once_ends_its_children_first(tm
         owner.send_signal(signal.SIGTERM)
         assert eventually(lambda: "ending" in log.read_text())
         owner.send_signal(again)
-        assert owner.wait(30) == 7 and not alive(child)
+        assert owner.wait(30) == 7 and not is_alive(child)
 
 
 def test_children_end_when_their_owner_is_killed(tmp_path):
@@ -169,7 +166,7 @@ def test_children_end_when_their_owner_is_killed(tmp_path):
     grandchild = int(eventually(lambda: log.exists() and log.read_text()))
     owner.kill()
     owner.communicate()
-    assert eventually(lambda: not alive(pid) and not alive(grandchild))
+    assert eventually(lambda: not is_alive(pid) and not is_alive(grandchild))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell pinning from none")

@@ -13,6 +13,7 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.math import last_boxed, score
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
+from tests.living import is_alive
 
 
 @pytest.mark.parametrize(("response", "answer", "expected"), [
@@ -158,6 +159,6 @@ asyncio.run(main())
     process = psutil.Popen([sys.executable, "-c", code])
     process.wait(60)
     worker, deadline = int(Path(pids).read_text()), time.monotonic() + 10
-    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+    while is_alive(worker):
         assert time.monotonic() < deadline, "the worker outlived its controller"
         time.sleep(0.05)
