@@ -13,6 +13,7 @@ the leading dot is complete, unless something happened to it later.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -121,9 +122,10 @@ def read(folder: Path) -> Checkpoint:
 
 def complete(run: Run) -> list[Path]:
     """Folders of the run's checkpoints in the order of their writing, which resuming an old one makes another than
-    that of their versions."""
+    that of their versions. One that its run removes at this moment is none of them."""
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
-    return sorted((folder for folder in folders if _NAME.fullmatch(folder.name)), key=_written_at)
+    written = {folder: _written_at(folder) for folder in folders if _NAME.fullmatch(folder.name)}
+    return sorted((folder for folder, at in written.items() if at is not None), key=written.get)
 
 
 def newest(run: Run) -> tuple[Checkpoint | None, list[str]]:
@@ -168,9 +170,12 @@ def _set_aside(folder: Path, reason: str) -> Path:
     return aside
 
 
-def _written_at(folder: Path) -> int:
-    seal = folder / _SEAL
-    return (seal if seal.exists() else folder).stat().st_mtime_ns
+def _written_at(folder: Path) -> int | None:
+    """Nanoseconds since the epoch; None where it is gone."""
+    for path in (folder / _SEAL, folder):
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_mtime_ns
+    return None
 
 
 def _crc(path: Path) -> int | None:

@@ -42,8 +42,8 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
         started.wait_for(lambda: not left_over(leaving, 0.1), 30)
         reached = read_status(run)["version"]
         started.wait_for(lambda: read_status(run)["version"] > reached + 2)
-        alone = engines(run)
-        assert alone["engine-0"]["state"] == "drained" and alone["engine-1"]["running"] > 0
+        started.wait_for(lambda: engines(run)["engine-1"]["running"] > 0)
+        assert engines(run)["engine-0"]["state"] == "drained"
         run.stop.touch()
         assert started.wait() == 75, started.output
         assert added.wait(60) == 0

@@ -95,7 +95,7 @@ def of_jobs(cluster: Cluster) -> list[psutil.Process]:
 @pytest.mark.timeout(900)
 def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, traces, world, tmp_path, capsys):
     """A trainer rank dies: the run begins again. A more important job comes: this one saves, is queued and goes on."""
-    run, updates = Run(tmp_path / "run"), 16
+    run, updates = Run(tmp_path / "run"), 40
     changes = {"rollout.max_staleness": 2, "reward.function": "tests.e2e.rewards:brief"}
     job = submit("--restarts", "1", *tiny(world, tmp_path, updates=updates, **changes))
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
@@ -116,7 +116,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert run.incarnation == 1 and 5 <= trained(run) < updates
     assert cluster.wait(job, timeout_s=400) == "COMPLETED", cluster.output(job)
 
-    assert status.main([str(run.folder)]) == 0 and ": done, version 16 of 16" in capsys.readouterr().out
+    assert status.main([str(run.folder)]) == 0 and f": done, version {updates} of {updates}" in capsys.readouterr().out
     output = cluster.output(job)
     assert "trainer-0 was killed by SIGKILL" in output or "trainer-1 was killed by SIGKILL" in output
     assert "queueing the job again" in output and output.count("resuming from") == 2

@@ -83,6 +83,13 @@ def test_the_last_ones_and_every_nth_stay(run):
     assert [folder.name[-1] for folder in checkpoint_folder.complete(run)] == ["4", "8", "9"]
 
 
+def test_one_that_is_gone_when_it_is_looked_at_is_left_out(run):
+    """Its run has removed it since the folder was listed. Here: what is listed and is not there."""
+    save(run, 2)
+    (run.checkpoints / "version-000001").symlink_to(run.checkpoints / "gone")
+    assert [folder.name[-1] for folder in checkpoint_folder.complete(run)] == ["2"]
+
+
 def test_after_going_back_the_newest_is_the_one_written_last(run):
     for version in (2, 4, 6):
         save(run, version)
