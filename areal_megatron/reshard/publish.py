@@ -172,6 +172,8 @@ class Outlet:
         if not self._broken:
             link, self._link = self._link, None
             self._broken = link.say_failed(update, reason) if link else reason
+            if link:
+                link.abort()
             return self._broken
         return reason
 

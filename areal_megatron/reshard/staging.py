@@ -116,6 +116,7 @@ class Inlet:
         link, self.link = self.link, None
         if link is not None:
             link.say_failed(update, reason)
+            link.abort()
 
     def _index(self, plan: Plan) -> None:
         """Plans where each message lands: one after another in `full` staging, in turns in `streamed` staging."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -37,6 +39,11 @@ POLL_S_PER_RANK = 0.001
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
+
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Of a link's group: where its peer dies, torch's watchdog aborts this group. By default it ends the process: at once,
+or, where a dump of what hangs is asked for, some minutes later (ProcessGroupNCCL.cpp)."""
+_nccl_settings = threading.Lock()
 
 GLOO_TRIES = 5
 """Times that gloo waits for a peer that does not connect before it gives up."""
@@ -108,6 +115,12 @@ class Link:
         """Returns when everything issued on the link's stream is done."""
         if self._stream:
             self._stream.synchronize()
+
+    def abort(self) -> None:
+        """Frees the GPU of messages that nobody will send or take; the link is unusable then. gloo's end by themselves."""
+        if self._stream:
+            with contextlib.suppress(RuntimeError):  # of a group that has failed already
+                self._group.abort()
 
     def say(self, key: str, text: str) -> None:
         try:
@@ -233,7 +246,14 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _nccl_settings:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update(_NCCL_SETTINGS)
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)  # reads them as it is made, and not again
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _describe(bucket: Bucket) -> str:
