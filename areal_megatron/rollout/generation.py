@@ -119,7 +119,9 @@ class Generation:
         self._wake.set()
 
     async def break_off(self) -> None:
-        """Ends what is running, for `save` to keep what has been sampled. Nothing runs after it."""
+        """Ends what is running, for `save` to keep what has been sampled. Nothing runs after it, and once is enough."""
+        if self._breaking_off:
+            return
         self._breaking_off = True
         tasks = [task for tasks in self._tasks.values() for task in tasks]
         for engine in self._engines:
