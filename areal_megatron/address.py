@@ -22,14 +22,18 @@ def address(host: str) -> str:
     if host in interfaces:
         found = {a.family: a.address.partition("%")[0] for a in reversed(interfaces[host])}
         if not (own := found.get(socket.AF_INET) or found.get(socket.AF_INET6)):
-            raise ConfigError(f"machine.host: interface {host} of {socket.gethostname()} has no address; it has "
-                              f"{', '.join(sorted(interfaces))}")  # fmt: skip
+            raise ConfigError(
+                f"machine.host: interface {host} of {socket.gethostname()} has no address; it has "
+                f"{', '.join(sorted(interfaces))}"
+            )
         return own
     try:
         return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
-        raise ConfigError(f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "
-                          f"{', '.join(sorted(interfaces))}") from None  # fmt: skip
+        raise ConfigError(
+            f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "
+            f"{', '.join(sorted(interfaces))}"
+        ) from None
 
 
 def _routed() -> str:
@@ -37,8 +41,10 @@ def _routed() -> str:
         try:
             probe.connect(("192.0.2.1", 9))  # of no machine, RFC 5737; connecting a datagram socket sends nothing
         except OSError:
-            raise ConfigError(f"machine.host: auto, but {socket.gethostname()} has no default route; name an interface: "
-                              f"{', '.join(sorted(psutil.net_if_addrs()))}") from None  # fmt: skip
+            raise ConfigError(
+                f"machine.host: auto, but {socket.gethostname()} has no default route; name an interface: "
+                f"{', '.join(sorted(psutil.net_if_addrs()))}"
+            ) from None
         return probe.getsockname()[0]
 
 

@@ -62,8 +62,8 @@ def partial(run: Run, version: int) -> Path:
 
 
 def again(run: Run, version: int) -> bool:
-    """Begins to write the complete checkpoint of `version` once more, with the trainers' files of before: whether there is
-    one. Raises OSError."""
+    """Begins to write the complete checkpoint of `version` once more, with the trainers' files of before: whether there
+    is one. Raises OSError."""
     saved, written = run.checkpoints / f"version-{version:06d}", partial(run, version)
     if not saved.exists():
         return False

@@ -47,8 +47,9 @@ class Model:
 @dataclass
 class Data:
     train: str = MISSING
-    """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of another
-    format (docs/evaluation.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
+    """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of
+    another format (docs/evaluation.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
+    `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
     """The same of held-out prompts, all of which an evaluation takes, without shares; empty: no evaluation."""
     max_prompt_tokens: int = 1024
@@ -96,8 +97,8 @@ SHAPES = ("constant", "cosine", "linear")
 class Optimizer:
     lr: float = 2e-5
     schedule: dict[str, float] = field(**numbers({"constant": 0.001}, *SHAPES, zero=SHAPES))
-    """Shape of the learning rate after warm-up, and the share of all steps that warm up: one entry; cosine and linear end
-    at 0."""
+    """Shape of the learning rate after warm-up, and the share of all steps that warm up: one entry; cosine and linear
+    end at 0."""
     weight_decay: float = 0.05
     adam: list[float] = field(default_factory=lambda: [0.9, 0.95, 1e-5])
     """β1, β2 and ε."""
@@ -107,13 +108,13 @@ class Optimizer:
 @dataclass
 class PPO:
     objective: str = choice("decoupled", "naive", "loglinear")
-    """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is interpolated
-    between the behaviour and the current one by their versions, which saves a forward pass."""
+    """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is
+    interpolated between the behaviour and the current one by their versions, which saves a forward pass."""
     minibatches: int = 4
     """Optimizer steps per batch."""
     algorithm: str = choice("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
-    """Advantage, loss and mean, see ppo/algorithm.py; in `ppo` and `ppo_sequence` a token or a trajectory counts once in the
-    batch mean and deviation of rewards."""
+    """Advantage, loss and mean, see ppo/algorithm.py; in `ppo` and `ppo_sequence` a token or a trajectory counts once
+    in the batch mean and deviation of rewards."""
     clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
     """The ratio is clipped to 1 − the first and 1 + the second."""
     correction: dict[str, float] = field(**numbers({"truncated": 5.0}, "truncated", "icepop", "sequence_mask", "m2po"))
@@ -136,8 +137,8 @@ class Rollout:
     engines: int = 1
     tp: int = 1
     experts: list[str] = field(default_factory=list, metadata={"choices": ("parallel", "replay")})
-    """Of a model with experts, with engines on GPUs: `parallel`: an engine's ranks hold whole experts instead of a part of
-    each; `replay`: tokens are trained through the experts that their engine chose (docs/algorithms.md)."""
+    """Of a model with experts, with engines on GPUs: `parallel`: an engine's ranks hold whole experts instead of a part
+    of each; `replay`: tokens are trained through the experts that their engine chose (docs/algorithms.md)."""
     group_size: int = 16
     """Answers sampled per prompt (n)."""
     max_staleness: int = 8
@@ -149,9 +150,9 @@ class Rollout:
     kv_policy: str = choice("recompute", "keep")
     """Running requests after a weight update: re-prefilled under the new weights, or on with their KV."""
     pass_rate: list[float] = field(default_factory=list)
-    """Lowest and highest share of correct answers: groups outside, and those whose answers all have the same reward, are
-    filtered, and prompts known to lie outside are not drawn. `[0, 1]` is DAPO's dynamic sampling; the higher one first, as
-    in `[0.9, 0.1]`: each epoch draws the easiest prompts first. Empty: everything is drawn and trained."""
+    """Lowest and highest share of correct answers: groups outside, and those whose answers all have the same reward,
+    are filtered, and prompts known to lie outside are not drawn. `[0, 1]` is DAPO's dynamic sampling; the higher one
+    first, as in `[0.9, 0.1]`: each epoch draws the easiest prompts first. Empty: everything is drawn and trained."""
     dump: bool = False
     """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
     workflow: dict[str, int] = field(default_factory=lambda: {"single_turn": 1})
@@ -186,15 +187,16 @@ class Checkpoint:
 @dataclass
 class Reward:
     function: str = "math"
-    """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path `package.module:function` of
-    `f(prompt, response, answer) -> float`. docs/rewards.md has them all."""
+    """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path
+    `package.module:function` of `f(prompt, response, answer) -> float`. docs/rewards.md has them all."""
     timeout_s: float = 10.0
     """A reward that takes longer counts as a wrong answer and is counted."""
     range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
     """Rewards of a wrong and of a right answer; scores between 0 and 1 lie in between."""
     truncated: str = choice("incorrect", "masked", "scored", "overlong")
-    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands; `overlong`: that
-    too, and every answer, cut or not, loses up to half the range of rewards within the last fifth before max_new_tokens."""
+    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands; `overlong`:
+    that too, and every answer, cut or not, loses up to half the range of rewards within the last fifth before
+    max_new_tokens."""
 
 
 @dataclass
@@ -309,46 +311,95 @@ def check(config: Config, where=lambda key: key) -> None:
             require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
         for name, number in value.items() if isinstance(value, dict) else ():
             zero = name in dataclass_field.metadata.get("zero", ())
-            require(0 <= number < math.inf and (number > 0 or zero), key,
-                    f"{name} must be a number {'from 0 on' if zero else 'above 0'}, is {number}")  # fmt: skip
+            require(
+                0 <= number < math.inf and (number > 0 or zero),
+                key,
+                f"{name} must be a number {'from 0 on' if zero else 'above 0'}, is {number}",
+            )
 
-    positive = ["updates", "batch_size", "data.max_prompt_tokens", "machine.timeout_s", "trainer.tp", "trainer.pp",
-                "trainer.dp", "trainer.ep", "trainer.vpp", "trainer.microbatch_tokens", "ppo.minibatches",
-                "rollout.engines", "rollout.tp", "rollout.group_size", "rollout.temperature",
-                "rollout.max_new_tokens", "rollout.max_running", "reward.timeout_s", "reshard.timeout_s", "checkpoint.keep"]  # fmt: skip
+    positive = [
+        "updates",
+        "batch_size",
+        "data.max_prompt_tokens",
+        "machine.timeout_s",
+        "trainer.tp",
+        "trainer.pp",
+        "trainer.dp",
+        "trainer.ep",
+        "trainer.vpp",
+        "trainer.microbatch_tokens",
+        "ppo.minibatches",
+        "rollout.engines",
+        "rollout.tp",
+        "rollout.group_size",
+        "rollout.temperature",
+        "rollout.max_new_tokens",
+        "rollout.max_running",
+        "reward.timeout_s",
+        "reshard.timeout_s",
+        "checkpoint.keep",
+    ]
     values = {key: value for key, _, value in _fields(config)}
     for key in positive:
         require(values[key] > 0, key, f"must be above 0, is {values[key]}")
-    for key in ("machine.slots", "optimizer.lr", "optimizer.weight_decay", "rollout.max_staleness", "eval_every", "trainer.etp",
-                "checkpoint.every", "checkpoint.keep_every", "checkpoint.hf_every",
-                "optimizer.clip_grad"):  # fmt: skip
+    for key in (
+        "machine.slots",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "rollout.max_staleness",
+        "eval_every",
+        "trainer.etp",
+        "checkpoint.every",
+        "checkpoint.keep_every",
+        "checkpoint.hf_every",
+        "optimizer.clip_grad",
+    ):
         require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
     for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
         require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
     settings.check(config, require)
     shape = config.optimizer.schedule
-    require(len(shape) == 1 and max(shape.values()) < 1, "optimizer.schedule", "must be one of "
-            f"{', '.join(SHAPES)} with the share of the steps that warm up, below 1: {{constant: 0.001}}, is {shape}")  # fmt: skip
+    require(
+        len(shape) == 1 and max(shape.values()) < 1,
+        "optimizer.schedule",
+        "must be one of "
+        f"{', '.join(SHAPES)} with the share of the steps that warm up, below 1: {{constant: 0.001}}, is {shape}",
+    )
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
-    require(not hf_every or (every and hf_every % every == 0), "checkpoint.hf_every",
-            f"must be a multiple of checkpoint.every={every}: checkpoints are what is exported")  # fmt: skip
+    require(
+        not hf_every or (every and hf_every % every == 0),
+        "checkpoint.hf_every",
+        f"must be a multiple of checkpoint.every={every}: checkpoints are what is exported",
+    )
     if config.mode == "sft":
-        require(not every and not config.resume, "checkpoint.every" if every else "resume",
-                "supervised runs are short and save no checkpoints")  # fmt: skip
+        require(
+            not every and not config.resume,
+            "checkpoint.every" if every else "resume",
+            "supervised runs are short and save no checkpoints",
+        )
     bounds = config.rollout.pass_rate
-    require(len(bounds) in (0, 2) and all(0 <= bound <= 1 for bound in bounds), "rollout.pass_rate",
-            f"must be two numbers from 0 to 1, or [], is {bounds}")  # fmt: skip
+    require(
+        len(bounds) in (0, 2) and all(0 <= bound <= 1 for bound in bounds),
+        "rollout.pass_rate",
+        f"must be two numbers from 0 to 1, or [], is {bounds}",
+    )
     if config.mode != "sft":
         n = config.rollout.group_size
         require(
             config.batch_size % n == 0, "batch_size", f"{config.batch_size} is no multiple of rollout.group_size={n}"
         )
-        require(config.batch_size % config.ppo.minibatches == 0, "ppo.minibatches",
-                f"{config.ppo.minibatches} does not divide batch_size={config.batch_size}")  # fmt: skip
-        require(config.batch_size // config.ppo.minibatches >= config.trainer.dp, "ppo.minibatches",
-                f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
-                f"trainer.dp={config.trainer.dp}")  # fmt: skip
+        require(
+            config.batch_size % config.ppo.minibatches == 0,
+            "ppo.minibatches",
+            f"{config.ppo.minibatches} does not divide batch_size={config.batch_size}",
+        )
+        require(
+            config.batch_size // config.ppo.minibatches >= config.trainer.dp,
+            "ppo.minibatches",
+            f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
+            f"trainer.dp={config.trainer.dp}",
+        )
         require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
 
 

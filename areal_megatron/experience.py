@@ -45,7 +45,8 @@ class Experience:
     def take(self, number: int, version: int, publish: Callable[[int], None]) -> BatchPart | None:
         """This replica's part of batch `number`; waits as long as the controller says that it is coming.
 
-        Meanwhile publishes `version` again when an engine needs it. None, on all replicas alike: the run is to save a checkpoint and end. Raises ControllerError if the controller falls silent.
+        Meanwhile publishes `version` again when an engine needs it. None, on all replicas alike: the run is to save a
+        checkpoint and end. Raises ControllerError if the controller falls silent.
         """
         while True:
             data = None

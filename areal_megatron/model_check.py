@@ -40,8 +40,10 @@ def check_model(config: Config, weights: bool = True) -> None:
                 f"rollout.experts: {config.rollout.experts}, but the model of {path} has none; set it to []"
             )
         if config.rollout.experts and runs_on_cpu(config):
-            raise ConfigError("rollout.experts: on CPU vLLM's kernels fail with parallel experts and return no routes to "
-                              "replay; set it to []")  # fmt: skip
+            raise ConfigError(
+                "rollout.experts: on CPU vLLM's kernels fail with parallel experts and return no routes to "
+                "replay; set it to []"
+            )
         vllm.layout(hf, vllm.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf)
     if weights and not list(Path(path).glob("*.safetensors")):
@@ -51,8 +53,10 @@ def check_model(config: Config, weights: bool = True) -> None:
 def _check_computation(hf: dict[str, Any], path: str) -> None:
     rope_type, _ = _rope(hf)
     if rope_type not in ROPE_TYPES:
-        raise ConfigError(f"model.path: {path}/config.json asks for rotary embeddings of type {rope_type!r}; "
-                          f"known are {', '.join(ROPE_TYPES)}")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {path}/config.json asks for rotary embeddings of type {rope_type!r}; "
+            f"known are {', '.join(ROPE_TYPES)}"
+        )
     if hf.get("use_sliding_window"):
         raise ConfigError(f"model.path: {path}/config.json sets use_sliding_window, which the trainer does not have")
     if hf.get("hidden_act", "silu") != "silu":
@@ -64,8 +68,10 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
     if not isinstance(chosen, int) or not 0 < chosen <= model.experts:
         raise ConfigError(f"model.path: {path}/config.json has num_experts_per_tok={chosen} of {model.experts} experts")
     if chosen == 1 and hf.get("norm_topk_prob"):
-        raise ConfigError(f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
-                          "probability is always 1, and the router could learn nothing")  # fmt: skip
+        raise ConfigError(
+            f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
+            "probability is always 1, and the router could learn nothing"
+        )
 
 
 def _check_length(config: Config, hf: dict[str, Any]) -> None:
@@ -74,8 +80,10 @@ def _check_length(config: Config, hf: dict[str, Any]) -> None:
     if rope_type == "yarn":  # which a user may add to a checkpoint without changing anything else, as Qwen3's card says
         limit = max(limit, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", limit)))
     if longest > limit:
-        raise ConfigError(f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
-                          f"may reach {longest} tokens, {config.model.path} has max_position_embeddings={limit}")  # fmt: skip
+        raise ConfigError(
+            f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
+            f"may reach {longest} tokens, {config.model.path} has max_position_embeddings={limit}"
+        )
 
 
 def _rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:

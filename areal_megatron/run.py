@@ -2,8 +2,9 @@
 
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
-           metrics.jsonl · status.json · processes.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/ · report.html
-           incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint_folder.py) · exports/version-000012/ · stop
+           metrics.jsonl · status.json · processes.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/
+           report.html · incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint_folder.py)
+           exports/version-000012/ · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
 """
@@ -66,8 +67,15 @@ class Run:
         with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
             f.write(secrets.token_hex(32))
 
-    def begin(self, *, version: int = 0, batches: int = 0, checkpoint: str = "", after: int | None = None,
-              keep: Collection[str] = ()) -> None:  # fmt: skip
+    def begin(
+        self,
+        *,
+        version: int = 0,
+        batches: int = 0,
+        checkpoint: str = "",
+        after: int | None = None,
+        keep: Collection[str] = (),
+    ) -> None:
         """Begins another incarnation; what the one before said is forgotten, but of processes to `keep`."""
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
@@ -75,8 +83,14 @@ class Run:
         self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
-        line = {"incarnation": len(self.starts()), "version": version, "batches": batches,
-                "checkpoint": checkpoint, "after": after, "time": time.time()}  # fmt: skip
+        line = {
+            "incarnation": len(self.starts()),
+            "version": version,
+            "batches": batches,
+            "checkpoint": checkpoint,
+            "after": after,
+            "time": time.time(),
+        }
         with self.incarnations.open("a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -130,8 +144,10 @@ class Run:
                 return path.read_text()
             except FileNotFoundError:
                 if time.monotonic() >= deadline:
-                    raise RunError(f"{process} has not announced its endpoint in {path} within {timeout_s:.0f} s; "
-                                   f"see {self.log(process)}") from None  # fmt: skip
+                    raise RunError(
+                        f"{process} has not announced its endpoint in {path} within {timeout_s:.0f} s; "
+                        f"see {self.log(process)}"
+                    ) from None
             time.sleep(0.05)
 
 

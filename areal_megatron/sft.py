@@ -22,8 +22,17 @@ def fine_tune(config: Config, run: Run, trainer: Trainer) -> None:
         values = trainer.sft_step([(example.tokens, example.prompt_length) for example in examples])
         if metrics:
             metrics.write("sft", step, values)
-            write_status(run, {"phase": "training", "version": step, "updates": config.updates,
-                               "elapsed_s": time.monotonic() - start, "engines": [], "last": values})  # fmt: skip
+            write_status(
+                run,
+                {
+                    "phase": "training",
+                    "version": step,
+                    "updates": config.updates,
+                    "elapsed_s": time.monotonic() - start,
+                    "engines": [],
+                    "last": values,
+                },
+            )
     save_hf(config, run, trainer)
     if metrics:
         metrics.close()

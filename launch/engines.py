@@ -2,8 +2,8 @@
 
 `add` starts engines on this machine, as many as its GPUs hold, and looks after them until the run is over, they are
 drained, or it is interrupted; in a job of its own: `sbatch slurm/add_engines.sh RUN`. `drain` lets engines answer what
-they were asked and then leave; whoever has started them ends them. Exit code 0: the run is over or all are drained, 1: the
-engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor vllm.
+they were asked and then leave; whoever has started them ends them. Exit code 0: the run is over or all are drained, 1:
+the engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

@@ -113,8 +113,10 @@ class Nodes:
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in expected if name not in found]:
             if time.monotonic() > deadline:
-                raise HostError(f"{len(missing)} of {len(expected)} nodes did not answer within {timeout_s:.0f} s: "
-                                f"{', '.join(missing[:8])}; is the folder of this installation there?")  # fmt: skip
+                raise HostError(
+                    f"{len(missing)} of {len(expected)} nodes did not answer within {timeout_s:.0f} s: "
+                    f"{', '.join(missing[:8])}; is the folder of this installation there?"
+                )
             found |= {event.supervisor: event for event in self._channel.receive() if isinstance(event, Hello)}
             time.sleep(_POLL_S)
         self._heard = dict.fromkeys(expected, time.monotonic())

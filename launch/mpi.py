@@ -1,9 +1,9 @@
 """Runs everything over the slots of an MPI job: `mpirun -n W python -m launch.mpi CONFIG [key=value …]`.
 
 Every MPI process is a slot, a GPU or a core, and supervises what is started there; the first one also watches the run.
-Orders and events are MPI messages; the processes of the run know nothing of MPI, so that one of them may die without the
-others. Exit codes are those of launch.local. What MPI cannot survive is the loss of one of its own processes, as with a
-node: mpirun then ends them all. Imports neither torch nor vllm.
+Orders and events are MPI messages; the processes of the run know nothing of MPI, so that one of them may die without
+the others. Exit codes are those of launch.local. What MPI cannot survive is the loss of one of its own processes, as
+with a node: mpirun then ends them all. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ def slots(found: Sequence[Hello], config: Config) -> tuple[list[Node], dict[tupl
         numbers = list(range(len(members)))
         if config.machine.device == "cuda":
             if len(members) > len(members[0].gpus):
-                raise ConfigError(f"node {name} has {len(members)} MPI processes and {len(members[0].gpus)} GPUs: start one "
-                                  "for each GPU, e.g. mpirun --map-by ppr:8:node")  # fmt: skip
+                raise ConfigError(
+                    f"node {name} has {len(members)} MPI processes and {len(members[0].gpus)} GPUs: start one "
+                    "for each GPU, e.g. mpirun --map-by ppr:8:node"
+                )
             numbers = members[0].gpus[: len(members)]
         nodes.append(Node(name, tuple(numbers)))
         places |= {(name, number): own.supervisor for number, own in zip(numbers, members, strict=True)}

@@ -15,5 +15,7 @@ def check_network(config: Config, found: Sequence[Hello]) -> None:
     machines, own = {hello.machine for hello in found}, ipaddress.ip_address(address(config.machine.host))
     if len(machines) > 1 and (own.is_loopback or config.machine.host[:1].isdigit()):
         kind = "a loopback address" if own.is_loopback else "the address of one machine"
-        raise ConfigError(f"machine.host: {config.machine.host} is {kind} and the job has {len(machines)} nodes: name the "
-                          "cluster's network interface, e.g. machine.host=ib0")  # fmt: skip
+        raise ConfigError(
+            f"machine.host: {config.machine.host} is {kind} and the job has {len(machines)} nodes: name the "
+            "cluster's network interface, e.g. machine.host=ib0"
+        )

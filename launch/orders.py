@@ -22,7 +22,8 @@ ON_CPU = {
     "CUDA_VISIBLE_DEVICES": "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
     "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: training is a sixth faster, a commit takes half the time
-    # Copies from a mebibyte on bypass the caches: a commit stands still for two thirds of the time (docs/measurements.md).
+    # Copies from a mebibyte on bypass the caches: a commit stands still for two thirds of the time
+    # (docs/measurements.md).
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
 }
 """Environment of trainer ranks and engines on CPU."""
@@ -99,8 +100,9 @@ Order = Start | End | EndAll | Present | Leave
 Event = Hello | Ended | Cleared | Alive
 
 
-def start_order(config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = (),
-                rendezvous: str = "") -> Start:  # fmt: skip
+def start_order(
+    config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = (), rendezvous: str = ""
+) -> Start:
     """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter.
 
     `rendezvous`: the name under which the parts of an engine find each other, of this one start.

@@ -29,8 +29,14 @@ class Plan:
         return f"{self.placement.table()}\n\n{self.memory.table()}"
 
 
-def plan(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = (), *, gpu_gib: float = 0,
-         weights: bool = True) -> Plan:  # fmt: skip
+def plan(
+    config: Config,
+    nodes: Sequence[Node],
+    rollout_nodes: Sequence[Node] = (),
+    *,
+    gpu_gib: float = 0,
+    weights: bool = True,
+) -> Plan:
     """Who runs where and how much memory that takes, for a config whose machine.device is chosen.
 
     `rollout_nodes`: the engines' own, otherwise both pools share `nodes`. `gpu_gib`: GiB of one GPU, 0 if not known.
@@ -46,8 +52,10 @@ def _check_parts(config: Config, placement: Placement) -> None:
     for engine in placement.pool("rollout"):
         if config.machine.device == "cpu" and len(engine.slots) > len(engine.parts) > 1:
             here = len(engine.slots) // len(engine.parts)
-            raise ConfigError(f"rollout.tp: an engine of {len(engine.slots)} lies on {len(engine.parts)} nodes with {here} "
-                              "cores each: on CPU vLLM wants one rank on each, set machine.slots=1")  # fmt: skip
+            raise ConfigError(
+                f"rollout.tp: an engine of {len(engine.slots)} lies on {len(engine.parts)} nodes with {here} "
+                "cores each: on CPU vLLM wants one rank on each, set machine.slots=1"
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,12 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         if options.nodes < 1 or options.gpus < 1 or options.gpu_gb < 0:
-            raise ConfigError(f"--nodes {options.nodes} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected at least one "
-                              "node and one GPU")  # fmt: skip
+            raise ConfigError(
+                f"--nodes {options.nodes} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected at least one "
+                "node and one GPU"
+            )
         config = configuration.load(options.config, options.overrides)
         config.machine.device = "cuda"
-        nodes = [Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))
-                 for number in range(1, options.nodes + 1)]  # fmt: skip
+        nodes = [
+            Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))
+            for number in range(1, options.nodes + 1)
+        ]
         print(plan(config, nodes, gpu_gib=options.gpu_gb, weights=False).table())
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)

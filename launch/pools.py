@@ -59,10 +59,16 @@ class Process:
         if len(nodes) < 2:
             return (self,)
         return tuple(
-            replace(self, name=f"{self.name}.{part}" if part else self.name, node=node, part=part, of=len(nodes),
-                    slots=tuple(slot for slot in self.slots if slot.node == node))
+            replace(
+                self,
+                name=f"{self.name}.{part}" if part else self.name,
+                node=node,
+                part=part,
+                of=len(nodes),
+                slots=tuple(slot for slot in self.slots if slot.node == node),
+            )
             for part, node in enumerate(nodes)
-        )  # fmt: skip
+        )
 
 
 def whole(name: str) -> str:
@@ -140,8 +146,15 @@ class _Pool:
 
 def _wanted(config: Config) -> list[_Pool]:
     t, r = config.trainer, config.rollout
-    pools = [_Pool("trainer", t.tp, t.pp * t.dp, "trainer.tp",
-                   f"trainer.tp={t.tp} × pp={t.pp} × dp={t.dp} is {config.trainer_ranks}")]  # fmt: skip
+    pools = [
+        _Pool(
+            "trainer",
+            t.tp,
+            t.pp * t.dp,
+            "trainer.tp",
+            f"trainer.tp={t.tp} × pp={t.pp} × dp={t.dp} is {config.trainer_ranks}",
+        )
+    ]
     if config.mode == "rl":
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
@@ -174,8 +187,10 @@ def _place(
 
 def _does_not_fit(pool: _Pool, nodes: Sequence[Node], placed: int, sharing: Sequence[_Pool]) -> str:
     sizes = sorted({len(node.slots) for node in nodes})
-    found = (f"{pool.name} pool: {placed} of {pool.count} groups of {pool.key}={pool.size} fit on {_count(nodes)} of "
-             f"{' or '.join(map(str, sizes))} slots")  # fmt: skip
+    found = (
+        f"{pool.name} pool: {placed} of {pool.count} groups of {pool.key}={pool.size} fit on {_count(nodes)} of "
+        f"{' or '.join(map(str, sizes))} slots"
+    )
     if any(size % pool.size and pool.size % size for size in sizes):
         return f"{found} without dividing a group: set {pool.key} to one of {_divisors(sizes[-1])}"
     needed = max(_nodes_needed(sharing, sizes[-1]), len(nodes) + 1)
@@ -215,8 +230,10 @@ def _check_count(config: Config, pools: Sequence[_Pool], nodes: Sequence[Node]) 
     elif config.machine.device != "cuda":
         change += f", or let processes share cores with machine.slots={needed}"
     where = f" on {_count(nodes)}" if len(nodes) > 1 else ""
-    raise ConfigError(f"the pools need {needed} slots ({', '.join(pool.asked for pool in pools)}) but there are "
-                      f"{found}{where}: {change}")  # fmt: skip
+    raise ConfigError(
+        f"the pools need {needed} slots ({', '.join(pool.asked for pool in pools)}) but there are "
+        f"{found}{where}: {change}"
+    )
 
 
 def _nodes_needed(pools: Sequence[_Pool], slots: int) -> int:
@@ -240,12 +257,16 @@ def _check_alike(pool: _Pool, nodes: Sequence[Node], groups: Sequence[Sequence[S
     by_size = {len(node.slots): node.name for node in reversed(used)}
     if len(by_size) > 1:
         mixed = ", ".join(f"{size} ({name})" for size, name in sorted(by_size.items(), reverse=True))
-        raise ConfigError(f"{pool.name} pool: its nodes have different numbers of slots: {mixed}; ask for nodes of one "
-                          "type, or give each pool nodes of its own type")  # fmt: skip
+        raise ConfigError(
+            f"{pool.name} pool: its nodes have different numbers of slots: {mixed}; ask for nodes of one "
+            "type, or give each pool nodes of its own type"
+        )
     size = next(iter(by_size))
     if len(used) > 1 and size % pool.size and pool.size % size:
-        raise ConfigError(f"{pool.key}: {pool.size} does not divide the {size} slots of a node, and the {pool.name} pool "
-                          f"lies on {len(used)} of them: set it to one of {_divisors(size)}")  # fmt: skip
+        raise ConfigError(
+            f"{pool.key}: {pool.size} does not divide the {size} slots of a node, and the {pool.name} pool "
+            f"lies on {len(used)} of them: set it to one of {_divisors(size)}"
+        )
 
 
 def _check_cores(placement: Placement) -> None:
@@ -256,8 +277,10 @@ def _check_cores(placement: Placement) -> None:
             needed[name] += 1
     for node in placement.nodes:
         if 0 < node.cpus < needed[node.name]:
-            raise ConfigError(f"node {node.name} gives {node.cpus} CPU cores for {needed[node.name]} processes: ask for at "
-                              "least one each, e.g. sbatch --exclusive or --cpus-per-task")  # fmt: skip
+            raise ConfigError(
+                f"node {node.name} gives {node.cpus} CPU cores for {needed[node.name]} processes: ask for at "
+                "least one each, e.g. sbatch --exclusive or --cpus-per-task"
+            )
 
 
 def _by_process(placement: Placement) -> str:

@@ -109,7 +109,8 @@ class Children:
             _ = child.exit_code  # reaps it
 
     def look_after(self) -> None:
-        """To be called often: long logs are moved aside, and shared memory is noted, since children may end by themselves."""
+        """To be called often: long logs are moved aside, and shared memory is noted, since children may end by
+        themselves."""
         now = time.monotonic()
         if now - self._noted >= _NOTE_S:
             self._noted = now

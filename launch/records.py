@@ -50,8 +50,11 @@ class Recorder:
         if not outcome and codes == self._codes and time.monotonic() - self._written < RECORD_S:
             return
         self._codes, self._written = codes, time.monotonic()
-        records = [ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
-                   for process in self._placement.processes for p in process.parts]  # fmt: skip
+        records = [
+            ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
+            for process in self._placement.processes
+            for p in process.parts
+        ]
         record = Record(socket.gethostname(), time.time(), restarts_left, outcome, records)
         write_atomically(self._run.processes, msgspec.json.encode(record).decode())
 

@@ -29,7 +29,8 @@ class SharedMemory:
         self._paths = {path for path in self._paths | mapped(processes) if self._is_new(path)}
 
     def remove(self, timeout_s: float = 0.0) -> None:
-        """What was noted and no process has mapped; waits for a while until that is so, for others may be ending too."""
+        """What was noted and no process has mapped; waits for a while until that is so, for others may be ending
+        too."""
         deadline = time.monotonic() + timeout_s
         while self._paths:
             kept = self._paths & mapped(psutil.process_iter())

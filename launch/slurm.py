@@ -3,8 +3,9 @@
 The scripts in slurm/ call it on the first node of the job. It starts one supervisor a node by srun, carves the nodes
 into pools, and watches the run. In a heterogeneous job group 0 is the trainers' and group 1 the engines'. USR1, which
 `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, has the run save a checkpoint and the job
-queued again; so is it, without a checkpoint, when a node is lost, by the supervisors where it was this one (stranded.py). With resume=auto it goes on where it was. Exit code 0:
-done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither torch nor vllm.
+queued again; so is it, without a checkpoint, when a node is lost, by the supervisors where it was this one
+(stranded.py). With resume=auto it goes on where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 130:
+cancelled. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ _KILLED_S = 120.0
 def main(arguments: list[str] | None = None) -> int:
     parser = start.parser("launch.slurm", __doc__.split("\n")[0])
     parser.add_argument("--gather-s", type=float, default=120.0, help="longest wait for the nodes' supervisors")
-    parser.add_argument("--grace-s", type=float, default=480.0,
-                        help="after USR1 the job is queued again after so many seconds at the latest")  # fmt: skip
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=480.0,
+        help="after USR1 the job is queued again after so many seconds at the latest",
+    )
     options = parser.parse_intermixed_args(arguments)
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(requeue()))  # nothing has been started yet
     try:
@@ -78,8 +83,12 @@ def main(arguments: list[str] | None = None) -> int:
     if outcome not in (Outcome.STOPPED, Outcome.LOST):
         return outcome
     if is_stuck(beginning.run):
-        print(f"error: the job was queued again {_FRUITLESS} times in a row before it had saved anything; after a stop, give "
-              "it more time than the first number of its --signal", file=sys.stderr)  # fmt: skip
+        print(
+            f"error: the job was queued again {_FRUITLESS} times in a row before it had saved anything; after a "
+            f"stop, give "
+            "it more time than the first number of its --signal",
+            file=sys.stderr,
+        )
         return Outcome.FAILED
     return requeue()
 
@@ -98,8 +107,10 @@ class Job(msgspec.Struct):
     def of(cls, environment: dict[str, str]) -> Job:
         """Raises ConfigError outside a job, or where Slurm does not know the nodes of its list."""
         if "SLURM_JOB_ID" not in environment:
-            raise ConfigError("launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
-                              "'sbatch slurm/train_32b.sh'; on one machine use launch.local")  # fmt: skip
+            raise ConfigError(
+                "launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
+                "'sbatch slurm/train_32b.sh'; on one machine use launch.local"
+            )
         count = int(environment.get("SLURM_HET_SIZE", 0))
         if count not in (0, len(_POOLS)):
             raise ConfigError(
@@ -112,8 +123,13 @@ class Job(msgspec.Struct):
 def expand(nodes: str) -> list[str]:
     """Names in a node list such as node[0-3,7]. Raises ConfigError."""
     try:
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True,
-                              timeout=_CLIENT_TIMEOUT_S)  # fmt: skip
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_CLIENT_TIMEOUT_S,
+        )
     except FileNotFoundError:
         raise ConfigError("there is no scontrol on this node: launch.slurm needs Slurm's client programs") from None
     except subprocess.TimeoutExpired:
@@ -201,8 +217,16 @@ def srun(job: Job) -> Srun:
     for number, names in enumerate(job.groups):
         several = len(job.groups) > 1
         command = ["srun", *([f"--het-group={number}"] if several else [])]
-        command += ["--overlap", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--ntasks-per-node=1",
-                    "--cpu-bind=none", "--kill-on-bad-exit=0", "--no-kill", "--unbuffered"]  # fmt: skip
+        command += [
+            "--overlap",
+            f"--nodes={len(names)}",
+            f"--ntasks={len(names)}",
+            "--ntasks-per-node=1",
+            "--cpu-bind=none",
+            "--kill-on-bad-exit=0",
+            "--no-kill",
+            "--unbuffered",
+        ]
         commands.append(
             [*command, sys.executable, "-m", "launch.node", *(["--pool", _POOLS[number]] if several else [])]
         )
@@ -239,8 +263,10 @@ def requeue(longest_s: float = _REQUEUE_S, again_s: float = _AGAIN_S) -> int:
     deadline = time.monotonic() + longest_s
     while problem := _refusal(os.environ["SLURM_JOB_ID"]):  # that of a busy slurmctld passes
         if time.monotonic() > deadline:
-            print(f"error: the job cannot be queued again: {problem}; submit it once more: resume=auto goes on",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"error: the job cannot be queued again: {problem}; submit it once more: resume=auto goes on",
+                file=sys.stderr,
+            )
             return Outcome.STOPPED
         time.sleep(again_s)
     time.sleep(_KILLED_S)

@@ -31,16 +31,26 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     made.add_argument("config", help="YAML file, see configs/")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
-    made.add_argument("--restarts", type=int, default=0, metavar="N",
-                      help="start the run again from its newest checkpoint if a process fails, N times at most")  # fmt: skip
+    made.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the run again from its newest checkpoint if a process fails, N times at most",
+    )
     add_python(made)
     return made
 
 
 def add_python(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--python", action=_PythonOfPool, default={}, metavar="POOL=COMMAND",
-                      help="how Python is called for the processes of pool trainer, rollout or controller: another "
-                           "environment's, or one in a container, e.g. 'rollout=apptainer exec --nv vllm.sif python3'")  # fmt: skip
+    parser.add_argument(
+        "--python",
+        action=_PythonOfPool,
+        default={},
+        metavar="POOL=COMMAND",
+        help="how Python is called for the processes of pool trainer, rollout or controller: another "
+        "environment's, or one in a container, e.g. 'rollout=apptainer exec --nv vllm.sif python3'",
+    )
 
 
 class _PythonOfPool(argparse.Action):
@@ -113,9 +123,13 @@ def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -
         return
     alive = f"; {len(keep)} engines go on" if keep else ""
     print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}{alive}", flush=True)
-    run.begin(version=checkpoint.version, batches=checkpoint.batches, checkpoint=str(checkpoint.folder),
-              after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None,
-              keep=keep)  # fmt: skip
+    run.begin(
+        version=checkpoint.version,
+        batches=checkpoint.batches,
+        checkpoint=str(checkpoint.folder),
+        after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None,
+        keep=keep,
+    )
 
 
 def newest(run: Run) -> Checkpoint | None:

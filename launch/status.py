@@ -1,8 +1,8 @@
 """How a run is, from anywhere that sees its folder: `python -m launch.status RUN [--all]`.
 
 Prints how far it is, its processes with node, version and throughput, the last checkpoint, the restarts, and where the
-logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such run.
-Imports neither torch nor vllm.
+logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
+run. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -54,14 +54,19 @@ def headlines(run: Run, record: Record, state: str, now: float) -> Iterator[str]
     status = read_status(run)
     start = run.start
     phase = f", {status['phase']}" if state == "running" and "phase" in status else ""
-    yield f"{run.folder}: {state}{phase}, version {status.get('version', start.version)} of {status.get('updates', '?')}"
+    version, updates = status.get("version", start.version), status.get("updates", "?")
+    yield f"{run.folder}: {state}{phase}, version {version} of {updates}"
     if state == "lost":
-        yield f"the launcher on {record.launcher} has written nothing for {_ago(now - record.time)}: it was killed, or its node is lost"
+        silent = _ago(now - record.time)
+        yield f"the launcher on {record.launcher} has written nothing for {silent}: it was killed, or its node is lost"
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     if updates:
         last = updates[-1]
-        yield (f"last update {_ago(now - last['time'])} ago: {last['effective_tokens_per_s']:,.0f} trained tokens/s, accuracy "
-               f"{100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}")  # fmt: skip
+        yield (
+            f"last update {_ago(now - last['time'])} ago: {last['effective_tokens_per_s']:,.0f} trained tokens/s, "
+            f"accuracy "
+            f"{100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
+        )
     if saved := checkpoint_folder.complete(run):
         yield f"last checkpoint {saved[-1].name}, {_ago(now - saved[-1].stat().st_mtime)} ago"
     else:
@@ -106,9 +111,13 @@ def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
 def _state(process: ProcessRecord, outcome: str) -> str:
     if process.code is None:
         return "ended with the run" if outcome else "running"
-    return "ended" if process.code == 0 else f"killed by signal {-process.code}" if process.code < 0 else (
-        f"failed, exit code {process.code}"
-    )  # fmt: skip
+    return (
+        "ended"
+        if process.code == 0
+        else f"killed by signal {-process.code}"
+        if process.code < 0
+        else (f"failed, exit code {process.code}")
+    )
 
 
 def _ago(seconds: float) -> str:

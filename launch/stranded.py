@@ -1,7 +1,7 @@
 """A Slurm job that runs on without its launcher.
 
-With --no-kill Slurm takes a lost node out of the job and lets the others go on, also where that node was the launcher's:
-nothing would run on the job's nodes until its time is over. The supervisors of the others queue it again.
+With --no-kill Slurm takes a lost node out of the job and lets the others go on, also where that node was the
+launcher's: nothing would run on the job's nodes until its time is over. The supervisors of the others queue it again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def queue_again(longest_s: float = _LONGEST_S, look_s: float = _LOOK_S) -> None:
             return
         if nodes and host not in _client("scontrol", "show", "hostnames", nodes).split():
             with suppress(OSError):  # srun, which would pass it on, was on that node
-                print(f"node {host}, which the launcher was on, is lost: the job is queued again",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                print(
+                    f"node {host}, which the launcher was on, is lost: the job is queued again",
+                    file=sys.stderr,
+                    flush=True,
+                )
             _client("scontrol", "requeue", job)  # until it is seen not to run: a busy slurmctld refuses
         time.sleep(look_s)
 

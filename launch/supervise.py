@@ -43,10 +43,10 @@ def supervise(
 ) -> Outcome:
     """From the start of the run that has begun to its end; `hosts` is left without processes.
 
-    `options`, of start.parser: with `restarts` left a process that fails is survived: an engine is started again by itself,
-    a trainer rank takes all trainer ranks and the controller along, and what fails by itself in the controller takes all
-    processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says how it ended.
-    `on_poll` is called ten times a second.
+    `options`, of start.parser: with `restarts` left a process that fails is survived: an engine is started again by
+    itself, a trainer rank takes all trainer ranks and the controller along, and what fails by itself in the controller
+    takes all processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says how it
+    ended. `on_poll` is called ten times a second.
     """
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
@@ -88,7 +88,8 @@ class _Watch:
         self._health = Health(beginning.run)
 
     def incarnation(self) -> str:
-        """Starts what is not there and returns when all are through, "", or with what is to be said of one that failed."""
+        """Starts what is not there and returns when all are through, "", or with what is to be said of one that
+        failed."""
         self._health.begin(self._hosts.by_name)
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
             self._start(name)
@@ -168,11 +169,15 @@ class _Watch:
     def _living(self, name: str) -> list[Process]:
         """The parts of an engine that run."""
         processes, lost = self._hosts.by_name, self._hosts.lost
-        return [part for part in self._processes[name].parts
-                if processes[part.name].exit_code is None and part.name not in lost]  # fmt: skip
+        return [
+            part
+            for part in self._processes[name].parts
+            if processes[part.name].exit_code is None and part.name not in lost
+        ]
 
     def _is_running(self, name: str) -> bool:
-        """Whether it is an engine of a run that has begun to generate: then the others can do without it for a while."""
+        """Whether it is an engine of a run that has begun to generate: then the others can do without it for a
+        while."""
         return name.startswith("engine-") and _phase(self._beginning) == "training"
 
 
@@ -190,8 +195,13 @@ def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collectio
     over = controller is not None and controller.exit_code == 0
 
     def bad() -> list[Child]:
-        return [c for c in processes.values() if c.exit_code is not None and c.name not in left
-                and (c.exit_code != 0 or (c.name.startswith("engine-") and not over))]  # fmt: skip
+        return [
+            c
+            for c in processes.values()
+            if c.exit_code is not None
+            and c.name not in left
+            and (c.exit_code != 0 or (c.name.startswith("engine-") and not over))
+        ]
 
     if not bad():
         return None

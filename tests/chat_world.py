@@ -26,7 +26,9 @@ TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}{{ '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}{% endfor %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -51,7 +53,8 @@ def spelled(text):
 
 
 class Scripted:
-    """An engine's client. `answer(prompt tokens, number of the call)` → text; an end token follows unless it ends in `…`."""
+    """An engine's client. `answer(prompt tokens, number of the call)` → text; an end token follows unless it ends in
+    `…`."""
 
     name = "engine-0"
 
@@ -69,8 +72,14 @@ class Scripted:
         tokens = spelled(text.rstrip("…")) * (max_tokens if endless else 1) + [END] * (not endless)
         reason = "stop" if len(tokens) <= max_tokens and not endless else "length"
         tokens = tokens[:max_tokens]
-        return [Completion(np.array(tokens, np.int32), np.linspace(-1, -2, len(tokens)).astype(np.float32),
-                           np.full(len(tokens), number, np.int32), reason)]  # fmt: skip
+        return [
+            Completion(
+                np.array(tokens, np.int32),
+                np.linspace(-1, -2, len(tokens)).astype(np.float32),
+                np.full(len(tokens), number, np.int32),
+                reason,
+            )
+        ]
 
 
 def completed(result):
@@ -98,10 +107,29 @@ def equals(prompt, response, answer):
 class World:
     """Episodes of one workflow, on a scripted engine."""
 
-    def __init__(self, folder, run, answer, *, turns=3, longest=400, reward=equals, rule="incorrect", template=TEMPLATE,
-                 timeout_s=5.0, batch_size=8):  # fmt: skip
-        self.config = Config(name="x", updates=1, batch_size=batch_size, model=Model(path=str(folder)), data=Data(train="x"),
-                             rollout=Rollout(group_size=2, max_new_tokens=longest), reward=Reward(truncated=rule))  # fmt: skip
+    def __init__(
+        self,
+        folder,
+        run,
+        answer,
+        *,
+        turns=3,
+        longest=400,
+        reward=equals,
+        rule="incorrect",
+        template=TEMPLATE,
+        timeout_s=5.0,
+        batch_size=8,
+    ):
+        self.config = Config(
+            name="x",
+            updates=1,
+            batch_size=batch_size,
+            model=Model(path=str(folder)),
+            data=Data(train="x"),
+            rollout=Rollout(group_size=2, max_new_tokens=longest),
+            reward=Reward(truncated=rule),
+        )
         self.config.machine.timeout_s = timeout_s
         self.config.data.max_prompt_tokens = 400
         self.tokenizer = make_tokenizer(folder, template)

@@ -82,9 +82,17 @@ class Cluster:
     jobs have left. Skips the test where there is no Slurm.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 64, gpus: int = 0, grace_s: int = 20,
-                 environment: Mapping[str, str] = os.environ):  # fmt: skip
-        """`cpus` and `gpus` of every node may be more than the machine has; `environment`: that of programs and jobs."""
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 4,
+        cpus: int = 64,
+        gpus: int = 0,
+        grace_s: int = 20,
+        environment: Mapping[str, str] = os.environ,
+    ):
+        """`cpus` and `gpus` of every node may be more than the machine has; `environment`: that of programs and
+        jobs."""
         self._programs, self.logs, self._base = debian.slurm(), folder, environment
         self._cpus, self._gpus, self._grace_s = cpus, gpus, grace_s
         self.nodes = [f"node{number}" for number in range(nodes)]
@@ -125,8 +133,14 @@ class Cluster:
         """
         program = self._programs.program(command[0])
         try:
-            done = subprocess.run([program, *command[1:]], env=self.environment, stdin=subprocess.DEVNULL,
-                                  capture_output=True, text=True, timeout=timeout_s)  # fmt: skip
+            done = subprocess.run(
+                [program, *command[1:]],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
         except subprocess.TimeoutExpired as error:
             raise ClusterError(f"{' '.join(command)}: nothing within {timeout_s} s: {error.stderr}") from None
         if done.returncode:
@@ -217,8 +231,13 @@ class Cluster:
         key = self._folder / "key" / "key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        paths = {"key-file": key, "seed-file": key.with_name("seed"), "log-file": key.with_name("log"),
-                 "pid-file": key.with_name("pid"), "socket": self._folder / "munge" / "socket"}  # fmt: skip
+        paths = {
+            "key-file": key,
+            "seed-file": key.with_name("seed"),
+            "log-file": key.with_name("log"),
+            "pid-file": key.with_name("pid"),
+            "socket": self._folder / "munge" / "socket",
+        }
         self._start("munged", "--foreground", "--num-threads=2", *(f"--{name}={path}" for name, path in paths.items()))
         self._await(paths["socket"].exists, 10, "munged has no socket")
 

@@ -48,11 +48,25 @@ class LocalRun:
         self.folder = folder
         self.traces = Traces(folder.parent)
         self._output = folder.with_suffix(".out")
-        command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml",
-                   f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "launch.local",
+            "configs/tiny_cpu.yaml",
+            f"name={folder.name}",
+            f"runs_dir={folder.parent}",
+            *overrides,
+        ]
         environment = os.environ | {"TMPDIR": str(self.traces.temporary)}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
-                                        stderr=subprocess.STDOUT, preexec_fn=take_interrupts)  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output.open("wb"),
+            stderr=subprocess.STDOUT,
+            preexec_fn=take_interrupts,
+        )
 
     @property
     def output(self) -> str:

@@ -141,8 +141,16 @@ def _unpack(packages: Path, root: Path) -> None:
 
 def _run(command: list[str], folder: Path) -> str:
     environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
-    done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, timeout=_DOWNLOAD_S, check=True)  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_DOWNLOAD_S,
+        check=True,
+    )
     return done.stdout
 
 

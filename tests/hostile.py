@@ -81,7 +81,9 @@ REFUSED = {
     "write over its own text": "write('/program')",
     "write into the Python installation": "write(os.__file__)",
     "write beside the libraries": "write('/usr/lib/' + TOKEN)",
-    "write through descriptor of a read-only folder": "os.open(TOKEN, os.O_CREAT | os.O_WRONLY, dir_fd=os.open('/usr/lib', 0))",
+    "write through descriptor of a read-only folder": (
+        "os.open(TOKEN, os.O_CREAT | os.O_WRONLY, dir_fd=os.open('/usr/lib', 0))"
+    ),
     "make a device": "os.mknod('disk', 0o60600, os.makedev(254, 0))",
     "read a disk": "read(must(glob.glob('/dev/[vsn][dv]*'))[0])",
     "kernel messages": "read('/dev/kmsg')",
@@ -101,7 +103,9 @@ REFUSED = {
     "become root": "os.setuid(0)",
     "become another user": "os.setresuid(65534, 65534, 65534)",
     "become another group": "os.setgroups([0]) or os.setgid(0)",
-    "take capabilities": "call('capset', (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(*[0xFFFFFFFF] * 6))",
+    "take capabilities": (
+        "call('capset', (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(*[0xFFFFFFFF] * 6))"
+    ),
     "new user namespace": "call('unshare', 0x10000000)",
     "new mount namespace": "call('unshare', 0x20000)",
     "new user namespace by a thread": "call('syscall', 56 if X86 else 220, 0x10000000 | 17, 0, 0, 0, 0)",
@@ -143,7 +147,7 @@ REFUSED = {
     "memory file": "os.memfd_create('hidden')",
     "shared memory segment": "call('shmget', 0, 1 << 30, 0o1600)",
     "message queue": "call('msgget', 0, 0o1600)",
-}  # fmt: skip
+}
 """Name → expression that must raise."""
 
 TEXTS = {
@@ -176,7 +180,9 @@ more()
     "memory by bytes": "data = []\nwhile True: data.append(bytearray(1 << 24))",
     "memory by doubling": "data = 'x'\nwhile True: data += data",
     "memory by small objects": "data = []\nwhile True: data.append([data])",
-    "memory by a map that is shared": "maps = []\nwhile True:\n    maps.append(mmap.mmap(-1, 1 << 26)); maps[-1].write(bytes(1 << 26))",
+    "memory by a map that is shared": (
+        "maps = []\nwhile True:\n    maps.append(mmap.mmap(-1, 1 << 26)); maps[-1].write(bytes(1 << 26))"
+    ),
     "memory that is caught and tried again": """
 data = []
 while True:
@@ -237,7 +243,9 @@ for _ in range(8): threading.Thread(target=shout).start()
     "close all descriptors and stay": "sys.stdout.flush(); os.closerange(0, 1024)\nforever()",
     "close its output and compute": "os.close(1); os.close(2)\nwhile True: pass",
     "shut its parent's pipes by reading them": "print(os.read(0, 4096))\nos.read(1, 1)",
-    "leave its parent's care": "libc.prctl(1, 0, 0, 0, 0)\nos.setpgid(0, 0) if os.getsid(0) != os.getpid() else None\nforever()",
+    "leave its parent's care": (
+        "libc.prctl(1, 0, 0, 0, 0)\nos.setpgid(0, 0) if os.getsid(0) != os.getpid() else None\nforever()"
+    ),
     "read memory of process 1": """
 place = ctypes.create_string_buffer(8)
 piece = (ctypes.c_size_t * 2)(ctypes.addressof(place), 8)
@@ -271,22 +279,48 @@ for number in range(512):
 }
 """Name → statements."""
 
-PROGRAMS = {name: f"""
+PROGRAMS = {
+    name: f"""
 try:
     value = {expression}
 except BaseException as e:
     print("refused:", type(e).__name__, e)
 else:
     print("ESCAPED", value, flush=True)
-""" for name, expression in REFUSED.items()} | TEXTS  # fmt: skip
+"""
+    for name, expression in REFUSED.items()
+} | TEXTS
 
 HARMLESS = [
-    "fork", "posix_spawn", "subprocess", "shell", "multiprocessing", "clone as a number", "read a file outside",
-    "read through a symlink", "read through dots", "hard link", "environment of the parent", "environment that it was given", "users", "list the root",
-    "write a file outside", "write into shared memory", "kernel settings by sysfs", 
-    "signal another process", "signal another group", "signal by descriptor", "connect", "datagram", "Unix socket", "abstract Unix socket",
-    "signal the parent", "bind", "memory file", "message queue",
-]  # fmt: skip
+    "fork",
+    "posix_spawn",
+    "subprocess",
+    "shell",
+    "multiprocessing",
+    "clone as a number",
+    "read a file outside",
+    "read through a symlink",
+    "read through dots",
+    "hard link",
+    "environment of the parent",
+    "environment that it was given",
+    "users",
+    "list the root",
+    "write a file outside",
+    "write into shared memory",
+    "kernel settings by sysfs",
+    "signal another process",
+    "signal another group",
+    "signal by descriptor",
+    "connect",
+    "datagram",
+    "Unix socket",
+    "abstract Unix socket",
+    "signal the parent",
+    "bind",
+    "memory file",
+    "message queue",
+]
 """Those that do escape without a sandbox, and may be let loose in a test."""
 
 WITHOUT_NAMESPACES = """

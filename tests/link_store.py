@@ -9,5 +9,12 @@ import torch.distributed as dist
 def open_store() -> dist.TCPStore:
     """On loopback alone. Over a socket of torch's own, which is IPv6, it would look up every peer in DNS."""
     listener = socket.create_server(("127.0.0.1", 0))
-    return dist.TCPStore("127.0.0.1", listener.getsockname()[1], None, True, timedelta(seconds=30),
-                         wait_for_workers=False, master_listen_fd=listener.detach())  # fmt: skip
+    return dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        None,
+        True,
+        timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

@@ -11,8 +11,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "vocab_size": 203, "max_position_embeddings": 512}  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 203,
+    "max_position_embeddings": 512,
+}
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -20,9 +27,18 @@ MODELS = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
-    "qwen3-moe": ("Qwen3Moe", {"tie_word_embeddings": False, "head_dim": 32, "num_experts": 8,
-                               "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}),
-}  # fmt: skip
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
 def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, torch.Tensor]:
@@ -41,8 +57,23 @@ def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, to
     return load_file(folder / "model.safetensors")
 
 
-def megatron_parameters(tensors, config, *, tp, pp, tp_rank, stage, chunks=None, ep=1, ep_rank=0, etp=None, etp_rank=None,
-                        fused_layernorm=False, grouped_experts=False, multiple=128):  # fmt: skip
+def megatron_parameters(
+    tensors,
+    config,
+    *,
+    tp,
+    pp,
+    tp_rank,
+    stage,
+    chunks=None,
+    ep=1,
+    ep_rank=0,
+    etp=None,
+    etp_rank=None,
+    fused_layernorm=False,
+    grouped_experts=False,
+    multiple=128,
+):
     """GPTModel.named_parameters() of one rank; `chunks`: the layers of each model of a stage with virtual stages."""
     held, per_stage = {}, config["num_hidden_layers"] // pp
     groups, etp = config["num_key_value_heads"], etp or tp
@@ -106,10 +137,20 @@ def megatron_shard(tensors, config, sizes, rank):
     """The same of rank `rank` of a MegatronSizes, which says no more here than where the rank stands."""
     at = sizes.coordinates(rank)
     return megatron_parameters(
-        tensors, config, tp=sizes.tp, pp=sizes.pp, tp_rank=at.tp, stage=at.pp, ep=sizes.ep, ep_rank=at.ep,
-        chunks=sizes.chunk_layers(config["num_hidden_layers"], at.pp), etp=sizes.expert_tp, etp_rank=at.etp,
-        fused_layernorm=sizes.fused_layernorm, grouped_experts=sizes.grouped_experts,
-    )  # fmt: skip
+        tensors,
+        config,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        tp_rank=at.tp,
+        stage=at.pp,
+        ep=sizes.ep,
+        ep_rank=at.ep,
+        chunks=sizes.chunk_layers(config["num_hidden_layers"], at.pp),
+        etp=sizes.expert_tp,
+        etp_rank=at.etp,
+        fused_layernorm=sizes.fused_layernorm,
+        grouped_experts=sizes.grouped_experts,
+    )
 
 
 def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):

@@ -87,9 +87,17 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
             merged = {
                 key: [x for part in parts for x in part[key]] for key in ("uids", "admission_versions", "prompts")
             }
-            batches.append(Batch(number, parts[0]["version"], parts[0]["applied"], merged["uids"],
-                                 merged["admission_versions"], [tuple(prompt) for prompt in merged["prompts"]],
-                                 parts[0].get("max_staleness", config.rollout.max_staleness)))  # fmt: skip
+            batches.append(
+                Batch(
+                    number,
+                    parts[0]["version"],
+                    parts[0]["applied"],
+                    merged["uids"],
+                    merged["admission_versions"],
+                    [tuple(prompt) for prompt in merged["prompts"]],
+                    parts[0].get("max_staleness", config.rollout.max_staleness),
+                )
+            )
         if end is not None and number_after(batches, start) < end:
             faults.append(
                 f"the ledger of incarnation {start.incarnation} ends before batch {end}, from which the run went on"
@@ -114,8 +122,11 @@ def check_versions(starts: list[Start], batches: list[Batch]) -> list[str]:
 
 def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
     """Each trajectory once, each prompt of an epoch with all its answers in one batch, none too stale."""
-    faults = [f"trajectory {uid} was trained {count} times"
-              for uid, count in Counter(uid for batch in batches for uid in batch.uids).items() if count > 1]  # fmt: skip
+    faults = [
+        f"trajectory {uid} was trained {count} times"
+        for uid, count in Counter(uid for batch in batches for uid in batch.uids).items()
+        if count > 1
+    ]
     seen: dict[Prompt, int] = {}
     for batch in batches:
         for prompt, count in Counter(batch.prompts).items():
@@ -208,8 +219,10 @@ def main() -> int:
         ids, cursor = drawing(config)
         saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
         kinds = Counter(kind.partition(":")[0] for _, _, kind in saved.schedule.dispositions)
-    print(f"{len(faults)} faults in {len(batches)} batches of {len(run.starts())} incarnations; at the newest checkpoint "
-          f"{kinds[TRAINED]} prompts trained, {kinds[FILTERED]} filtered, {kinds['skipped']} skipped")  # fmt: skip
+    print(
+        f"{len(faults)} faults in {len(batches)} batches of {len(run.starts())} incarnations; at the newest checkpoint "
+        f"{kinds[TRAINED]} prompts trained, {kinds[FILTERED]} filtered, {kinds['skipped']} skipped"
+    )
     return 1 if faults else 0
 
 

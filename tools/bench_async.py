@@ -69,11 +69,26 @@ def score(prompt: str, response: str, answer: str) -> float:
 
 def run_variant(name: str, out: Path, repetition: int) -> Path:
     """The folder of a finished run. Exits with the launcher's output if it fails."""
-    command = [sys.executable, "-m", "launch.local", "configs/bench_async.yaml", f"runs_dir={out}",
-               f"name={name}-{repetition}", f"model.path={out / 'model'}", *VARIANTS[name]]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "configs/bench_async.yaml",
+        f"runs_dir={out}",
+        f"name={name}-{repetition}",
+        f"model.path={out / 'model'}",
+        *VARIANTS[name],
+    ]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=PYTHONPATH), timeout=RUN_TIMEOUT_S,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=dict(os.environ, PYTHONPATH=PYTHONPATH),
+            timeout=RUN_TIMEOUT_S,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     except subprocess.TimeoutExpired:
         sys.exit(f"error: {name} took more than {RUN_TIMEOUT_S} s; see the logs in {out}")
     if done.returncode:

@@ -47,10 +47,19 @@ Edges = dict[str, list[list[float]]]
 
 
 def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[float]]:
-    """Also seconds until the first step could begin after a checkpoint in the background, and of megatron-core's saves."""
-    config = Config(name="run", runs_dir=str(folder), updates=10**6, batch_size=SEQUENCES, mode="sft",
-                    model=Model(str(folder / "model"), "float32"), data=Data("none"), machine=Machine(device="cpu"),
-                    trainer=Sizes(microbatch_tokens=SEQUENCES * TOKENS))  # fmt: skip
+    """Also seconds until the first step could begin after a checkpoint in the background, and of megatron-core's
+    saves."""
+    config = Config(
+        name="run",
+        runs_dir=str(folder),
+        updates=10**6,
+        batch_size=SEQUENCES,
+        mode="sft",
+        model=Model(str(folder / "model"), "float32"),
+        data=Data("none"),
+        machine=Machine(device="cpu"),
+        trainer=Sizes(microbatch_tokens=SEQUENCES * TOKENS),
+    )
     run = Run(folder / "run")
     run.create()
     edges: Edges = {kind: [] for kind in KINDS}
@@ -110,8 +119,11 @@ def costs(seconds: Seconds, of_megatron: float) -> dict[str, Figure]:
         runs = {kind: of_kind.sum(-1) for kind, of_kind in steps.items()}
         lost = {kind: runs[kind] - runs["undisturbed"] for kind in KINDS[1:]}
         over = {"synchronous": lost["synchronous"], "megatron_core": of_megatron}
-        return {"undisturbed_s": runs["undisturbed"], **{f"lost_{kind}_s": value for kind, value in lost.items()},
-                **{f"asynchronous_over_{name}": lost["asynchronous"] / value for name, value in over.items()}}  # fmt: skip
+        return {
+            "undisturbed_s": runs["undisturbed"],
+            **{f"lost_{kind}_s": value for kind, value in lost.items()},
+            **{f"asynchronous_over_{name}": lost["asynchronous"] / value for name, value in over.items()},
+        }
 
     return drawn_anew(seconds, figures)
 

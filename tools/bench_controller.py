@@ -2,10 +2,11 @@
 
     python tools/bench_controller.py [--in-flight 30000] [--seconds 60] [--json FILE] [--out runs/bench-controller-N]
 
-The real controller, alone on core 0, against engines that only talk (standin_engines.py: real HTTP, and the JSON that vLLM
-writes, with log-probabilities) and a trainer that only takes batches, on core 1 with the reward worker. Answers have 500
-tokens and are asked for in groups of 16, one HTTP request a group, as in a run. The engines answer after as many seconds as
-make the offered load a quarter more than the rate that is asked for; what is printed is what the controller got through.
+The real controller, alone on core 0, against engines that only talk (standin_engines.py: real HTTP, and the JSON that
+vLLM writes, with log-probabilities) and a trainer that only takes batches, on core 1 with the reward worker. Answers
+have 500 tokens and are asked for in groups of 16, one HTTP request a group, as in a run. The engines answer after as
+many seconds as make the offered load a quarter more than the rate that is asked for; what is printed is what the
+controller got through.
 """
 
 from __future__ import annotations
@@ -54,11 +55,24 @@ def make_run(folder: Path, in_flight: int) -> Run:
     )
     world = folder / "world"
     each = -(-in_flight // (ENGINES * GROUP)) * GROUP
-    config = Config(name="run", runs_dir=str(folder), updates=10**6, batch_size=BATCH, model=Model(str(world / "model"), "float32"),
-                    data=Data(str(world / "train.jsonl")), machine=Machine(device="cpu", timeout_s=120),
-                    checkpoint=Checkpoint(), reward=Reward("bench_controller:reward"))  # fmt: skip
-    config.rollout = Rollout(engines=ENGINES, group_size=GROUP, max_staleness=-(-2 * in_flight // BATCH), max_running=each,
-                             max_new_tokens=TOKENS)  # fmt: skip
+    config = Config(
+        name="run",
+        runs_dir=str(folder),
+        updates=10**6,
+        batch_size=BATCH,
+        model=Model(str(world / "model"), "float32"),
+        data=Data(str(world / "train.jsonl")),
+        machine=Machine(device="cpu", timeout_s=120),
+        checkpoint=Checkpoint(),
+        reward=Reward("bench_controller:reward"),
+    )
+    config.rollout = Rollout(
+        engines=ENGINES,
+        group_size=GROUP,
+        max_staleness=-(-2 * in_flight // BATCH),
+        max_running=each,
+        max_new_tokens=TOKENS,
+    )
     run = Run(folder / "run")
     run.create()
     save(config, run.config)
@@ -105,10 +119,16 @@ def control(folder: Path) -> None:
         while not life.done() and not (folder / "over").exists():
             await asyncio.sleep(1.0)
             engines = controller.members.engines
-            samples.append({"time": time.monotonic(), "in_flight": sum(e.running for e in engines),
-                            "groups": controller.schedule.version * (BATCH // GROUP) + len(controller.schedule.finished),
-                            "rss_gb": process.memory_info().rss / 2**30, "cpu_s": sum(process.cpu_times()[:2]),
-                            "late": len(late.seconds)})  # fmt: skip
+            samples.append(
+                {
+                    "time": time.monotonic(),
+                    "in_flight": sum(e.running for e in engines),
+                    "groups": controller.schedule.version * (BATCH // GROUP) + len(controller.schedule.finished),
+                    "rss_gb": process.memory_info().rss / 2**30,
+                    "cpu_s": sum(process.cpu_times()[:2]),
+                    "late": len(late.seconds),
+                }
+            )
         if life.done():
             life.result()
         watch.cancel()
@@ -129,9 +149,14 @@ def measure(folder: Path, in_flight: int, seconds: float) -> dict[str, float]:
     environment = os.environ | {"PYTHONPATH": f"{tools}:{tools.parent}"}
 
     def start(core: int, *command: object) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, *map(str, command)], env=environment, stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, text=True,
-                                preexec_fn=lambda: os.sched_setaffinity(0, {core}))  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
 
     os.sched_setaffinity(0, {last})
     processes = [start(last, tools / "standin_engines.py", ENGINES, answer_s, TOKENS, GROUP)]

@@ -3,9 +3,10 @@
     python tools/bench_convert.py [--parameters 2e9] [--repetitions 3] [--json FILE] [--out NEWFOLDER]
 
 Generates a Qwen3 of that many parameters in bfloat16 as four ranks of TP2 × PP2 would have saved it, then, once a
-repetition: `cp` of the checkpoint, a pass that reads it, and tools/convert_checkpoint.py to-hf, with starting Python and
-imports. All find the checkpoint in the page cache if it fits there. Like is compared with like: `cp` leaves its copy to
-the kernel to write to the disk, as to-hf does with --no-sync; `cp` followed by `sync` waits for the disk, as to-hf does.
+repetition: `cp` of the checkpoint, a pass that reads it, and tools/convert_checkpoint.py to-hf, with starting Python
+and imports. All find the checkpoint in the page cache if it fits there. Like is compared with like: `cp` leaves its
+copy to the kernel to write to the disk, as to-hf does with --no-sync; `cp` followed by `sync` waits for the disk, as
+to-hf does.
 """
 
 from __future__ import annotations

@@ -92,8 +92,10 @@ def losses(rates: dict[str, np.ndarray]) -> dict[str, Figure]:
 
     def figures(rates: dict[str, np.ndarray]) -> dict[str, Any]:
         undisturbed = rates[KINDS[0]]
-        return {"undisturbed_tokens_per_s": undisturbed, **{f"{kind}_over_undisturbed": rates[kind] / undisturbed
-                                                            for kind in KINDS[1:]}}  # fmt: skip
+        return {
+            "undisturbed_tokens_per_s": undisturbed,
+            **{f"{kind}_over_undisturbed": rates[kind] / undisturbed for kind in KINDS[1:]},
+        }
 
     return drawn_anew(rates, figures)
 

@@ -9,8 +9,9 @@ each. Beside areal_megatron/data/packing.py runs Algorithm 1 of the paper (tools
 config.json that says what a sequence costs.
 
 Columns, summed over mini-batches: micro-batches of all replicas; the bound L2 of Martello and Toth on their number,
-rounded up to equally many on every replica; the sum of lengths over the cap; micro-batches over the cap (a single longer
-sequence is none, and counts as one of the cap's length); (highest − lowest) / mean over the replicas of FLOPs and of tokens, worst mini-batch; CPU time.
+rounded up to equally many on every replica; the sum of lengths over the cap; micro-batches over the cap (a single
+longer sequence is none, and counts as one of the cap's length); (highest − lowest) / mean over the replicas of FLOPs
+and of tokens, worst mini-batch; CPU time.
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ def measure(name: str, lengths: np.ndarray, task: Task, repetitions: int) -> lis
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'lengths':<26}{'algorithm':<13}{'bins':>6}{'aligned L2':>12}{'sum/cap':>9}{'over cap':>10}"
-             f"{'FLOPs':>9}{'tokens':>9}   ms of CPU time"]  # fmt: skip
+    lines = [
+        f"{'lengths':<26}{'algorithm':<13}{'bins':>6}{'aligned L2':>12}{'sum/cap':>9}{'over cap':>10}"
+        f"{'FLOPs':>9}{'tokens':>9}   ms of CPU time"
+    ]
     for row in rows:
         lines.append(
             f"{row['lengths']:<26}{row['algorithm']:<13}{row['bins']:>6}{row['aligned L2']:>12}{row['sum / cap']:>9}"
@@ -155,9 +158,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
             mine = [row for row in rows if row["lengths"].startswith(name) and row["algorithm"] == algorithm]
             reached = sum(row["bins"] == row["aligned L2"] for row in mine)
             imbalance, slowest = (max(row["FLOP imbalance"] for row in mine), max(row["ms"]["median"] for row in mine))
-            lines.append(f"{name:<16}{algorithm:<13}{reached:>4} of {len(mine)} draws at the bound, "
-                         f"{sum(row['over the cap'] for row in mine)} over the cap; at most {imbalance:.3%} of FLOPs, "
-                         f"{slowest:,.1f} ms")  # fmt: skip
+            lines.append(
+                f"{name:<16}{algorithm:<13}{reached:>4} of {len(mine)} draws at the bound, "
+                f"{sum(row['over the cap'] for row in mine)} over the cap; at most {imbalance:.3%} of FLOPs, "
+                f"{slowest:,.1f} ms"
+            )
     return "\n".join(lines)
 
 
@@ -176,8 +181,9 @@ def read_lengths(path: Path, task: Task) -> np.ndarray:
             raise ConfigError(f"{path}:{number}: {str(value)[:40]!r} is no positive whole number of tokens")
         lengths.append(int(value))
     if len(lengths) < task.dp * task.minibatches:
-        raise ConfigError(f"{path}: {len(lengths)} lengths are too few for {task.minibatches} mini-batches on "
-                          f"--dp {task.dp}")  # fmt: skip
+        raise ConfigError(
+            f"{path}: {len(lengths)} lengths are too few for {task.minibatches} mini-batches on --dp {task.dp}"
+        )
     return np.array(lengths, dtype=np.int64)
 
 
@@ -213,8 +219,10 @@ def main() -> None:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     rows = [row for name, lengths in draws for row in measure(name, lengths, task, options.repetitions)]
-    print(f"dp {task.dp}, cap {task.cap:,}, mini-batches: {task.minibatches}, FLOPs of {options.model.name}; "
-          f"ms: median (lowest – highest) of {options.repetitions}\n")  # fmt: skip
+    print(
+        f"dp {task.dp}, cap {task.cap:,}, mini-batches: {task.minibatches}, FLOPs of {options.model.name}; "
+        f"ms: median (lowest – highest) of {options.repetitions}\n"
+    )
     print(table(rows))
     if not options.lengths:
         print("\n" + summary(rows) + "\n\n" + PEERS)

@@ -27,8 +27,14 @@ from areal_megatron.run import Run
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
 """Of the runs, whose reward is tools.bench_async:score."""
-SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 # Without proximal passes every mini-batch is the same work; only the first meets the sending thread.
 MINIBATCHES = 4
 KEYS = [
@@ -41,10 +47,25 @@ KEYS = [
 
 
 def measure(out: Path, repetition: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "launch.local", "configs/bench_async.yaml", f"runs_dir={out}", f"name=run-{repetition}",
-               f"model.path={out / 'model'}", *KEYS]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, PYTHONPATH=PYTHONPATH), timeout=900,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "configs/bench_async.yaml",
+        f"runs_dir={out}",
+        f"name=run-{repetition}",
+        f"model.path={out / 'model'}",
+        *KEYS,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=PYTHONPATH),
+        timeout=900,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
         sys.exit(f"{done.stdout[-3000:]}\nerror: the run ended with exit code {done.returncode}; see {out}")
     return figures(Run(out / f"run-{repetition}"))

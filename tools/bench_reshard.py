@@ -1,6 +1,7 @@
 """What the resharder pays: weight updates of real engines against gather-and-broadcast, and against the raw link.
 
-    python tools/bench_reshard.py [--core-each] [--staging streamed] [--repetitions 5] [--json FILE] [--out FOLDER] [--small]
+    python tools/bench_reshard.py [--core-each] [--staging streamed] [--repetitions 5] [--small]
+                                  [--json FILE] [--out FOLDER]
     python tools/bench_reshard.py --device cuda|cpu [--repetitions 5] [--json FILE] [--small]
 
 Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. In turns, on the same processes: our update, the
@@ -96,8 +97,10 @@ class Bench:
 
     async def join(self) -> None:
         store = self._run.endpoint("trainer-store")
-        bodies = [init_body(config=self._config, engine=engine.index, epoch=1, store=store, hf_config=self.hf_config)
-                  for engine in self.engines]  # fmt: skip
+        bodies = [
+            init_body(config=self._config, engine=engine.index, epoch=1, store=store, hf_config=self.hf_config)
+            for engine in self.engines
+        ]
         infos = [body["init_info"] for body in bodies]
         workers = len(self.engines) * self._config.rollout.tp
         await asyncio.gather(
@@ -258,7 +261,8 @@ async def measure(out: Path, repetitions: int, small: bool, core_each: bool, sta
     run, config = prepare(out, SMALL if small else SIZES, core_each, staging)
     idle, busy = [], []
     say(
-        f"starting {config.trainer_ranks} trainer ranks and {config.rollout.engines} engines of {config.rollout.tp} ranks"
+        f"starting {config.trainer_ranks} trainer ranks and {config.rollout.engines} engines of "
+        f"{config.rollout.tp} ranks"
     )
     async with pools(run, config) as (trainers, engines):
         bench = Bench(run, config, trainers, engines)
@@ -266,12 +270,16 @@ async def measure(out: Path, repetitions: int, small: bool, core_each: bool, sta
         await warm_up(bench)
         for repetition in range(1, repetitions + 1):
             idle.append(await idle_repetition(bench))
-            say("idle engines, repetition {}: {update_ms:.0f} ms, gather and broadcast {gather_broadcast_ms:.0f} ms, "
-                "raw link {raw_link_ms:.0f} ms".format(repetition, **idle[-1]))  # fmt: skip
+            say(
+                "idle engines, repetition {}: {update_ms:.0f} ms, gather and broadcast {gather_broadcast_ms:.0f} ms, "
+                "raw link {raw_link_ms:.0f} ms".format(repetition, **idle[-1])
+            )
         for repetition in range(1, repetitions + 1):
             busy.append(await busy_repetition(bench))
-            say("generating, repetition {}: stall {commit_ms:.0f} ms, of gather and broadcast "
-                "{stall_ms_of_gather_broadcast:.0f} ms".format(repetition, **busy[-1]))  # fmt: skip
+            say(
+                "generating, repetition {}: stall {commit_ms:.0f} ms, of gather and broadcast "
+                "{stall_ms_of_gather_broadcast:.0f} ms".format(repetition, **busy[-1])
+            )
         if core_each:
             for engine in engines:
                 await engine.rpc("bench_receive_on", trainers.cores)
@@ -302,8 +310,11 @@ def report(idle: list[dict[str, float]], busy: list[dict[str, float]], megabytes
 
 
 def table(report: dict) -> str:
-    lines = [f"{report['megabytes']:,.0f} MB to all engine ranks; median (lowest – highest) of {report['repetitions']} "
-             "repetitions", ""]  # fmt: skip
+    lines = [
+        f"{report['megabytes']:,.0f} MB to all engine ranks; median (lowest – highest) of {report['repetitions']} "
+        "repetitions",
+        "",
+    ]
     for key, figure in report["figures"].items():
         lines.append(line(key, figure, digits=3 if "over" in key else 2) + (f"   {AIMS[key]}" if key in AIMS else ""))
     return "\n".join(lines)

@@ -28,12 +28,24 @@ from areal_megatron.reshard.publish import Outlet, Publisher
 from areal_megatron.reshard.transport import bind, pack, unpack
 from areal_megatron.reshard.vllm import EngineSizes
 
-QWEN_1_5B = {"model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936,
-             "tie_word_embeddings": True}  # fmt: skip
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 """Qwen2.5-1.5B."""
-SMALL = QWEN_1_5B | {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
-                     "intermediate_size": 1408, "vocab_size": 8192}  # fmt: skip
+SMALL = QWEN_1_5B | {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 1408,
+    "vocab_size": 8192,
+}
 TRAINERS, ENGINE = MegatronSizes(tp=2, pp=2), EngineSizes(tp=2)
 SENT = torch.bfloat16
 """What the engine holds."""
@@ -58,12 +70,19 @@ class Shards:
         self.sizes = [bucket.elements for bucket in buckets]
         self.messages = _in_turns(self.sizes, SENT, device)
         self.staged = _side_by_side(self.sizes, SENT, device)
-        self._outgoing = [message for rank, held in enumerate(trainer)
-                          for message in _outlet(hf_config, plan, rank, held).messages(held)]  # fmt: skip
-        self._packs = [bind([t.send for t in bucket.transfers], trainer[bucket.source], flat)
-                       for bucket, flat in zip(buckets, self.messages, strict=True)]  # fmt: skip
-        self._unpacks = [bind([t.receive for t in bucket.transfers], self._engine[bucket.destination], flat)
-                         for bucket, flat in zip(buckets, self.staged, strict=True)]  # fmt: skip
+        self._outgoing = [
+            message
+            for rank, held in enumerate(trainer)
+            for message in _outlet(hf_config, plan, rank, held).messages(held)
+        ]
+        self._packs = [
+            bind([t.send for t in bucket.transfers], trainer[bucket.source], flat)
+            for bucket, flat in zip(buckets, self.messages, strict=True)
+        ]
+        self._unpacks = [
+            bind([t.receive for t in bucket.transfers], self._engine[bucket.destination], flat)
+            for bucket, flat in zip(buckets, self.staged, strict=True)
+        ]
 
     def pack(self) -> None:
         for copies in self._packs:
@@ -97,10 +116,20 @@ class Shards:
 def _outlet(hf_config: Mapping[str, Any], plan: Plan, rank: int, parameters: dict[str, Tensor]) -> Outlet:
     """A trainer rank's end of the link, which knows what it need not pack; nothing is connected."""
     publisher = Publisher(
-        parameters=lambda: parameters, hf_config=hf_config, sizes=TRAINERS, rank=rank, engine=ENGINE, engines=1,
-        dtype=str(SENT).removeprefix("torch."), store_host="", store_port=0, timeout_s=1, on_delivered=None,
-        timeline=Timeline(Path(os.devnull), "bench"), bucket_elements=plan.bucket_elements,
-    )  # fmt: skip
+        parameters=lambda: parameters,
+        hf_config=hf_config,
+        sizes=TRAINERS,
+        rank=rank,
+        engine=ENGINE,
+        engines=1,
+        dtype=str(SENT).removeprefix("torch."),
+        store_host="",
+        store_port=0,
+        timeout_s=1,
+        on_delivered=None,
+        timeline=Timeline(Path(os.devnull), "bench"),
+        bucket_elements=plan.bucket_elements,
+    )
     return Outlet(publisher, engine=0, epoch=1)
 
 
@@ -117,8 +146,13 @@ def measure(
     figures = spreads(runs)
     aims = {name: figure["median"] for name, figure in figures.items() if name.endswith("_over_copy")}
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {**aims, "device": where, "repetitions": repetitions, "megabytes": elements * SENT.itemsize / 1e6,
-            "figures": figures}  # fmt: skip
+    return {
+        **aims,
+        "device": where,
+        "repetitions": repetitions,
+        "megabytes": elements * SENT.itemsize / 1e6,
+        "figures": figures,
+    }
 
 
 def _measure(name: str, held: torch.dtype, shards: Shards, device: torch.device, runs: list[dict[str, float]]) -> None:
@@ -145,8 +179,11 @@ def _measure(name: str, held: torch.dtype, shards: Shards, device: torch.device,
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [f"{report['megabytes']:,.0f} MB to both engine ranks on {report['device']}; median (lowest – highest) of "
-             f"{report['repetitions']} repetitions", ""]  # fmt: skip
+    lines = [
+        f"{report['megabytes']:,.0f} MB to both engine ranks on {report['device']}; median (lowest – highest) of "
+        f"{report['repetitions']} repetitions",
+        "",
+    ]
     for name, figure in report["figures"].items():
         lines.append(line(name, figure) + ("   aim: at least 0.8" if name.endswith("_over_copy") else ""))
     return "\n".join(lines)

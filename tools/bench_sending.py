@@ -116,8 +116,17 @@ def receive(model: Path, store: str) -> None:
     hf_config, sizes = read_config(model), EngineSizes()
     held = {name: torch.zeros(shape) for name, shape in vllm.layout(hf_config, sizes, 0).parameters.items()}
     shard = Shard(held, reserve(held), sizes, 0)
-    inlet = Inlet(shard, engine=0, epoch=1, store=store, hf_config=hf_config, sizes=asdict(MegatronSizes()),
-                  engine_sizes=asdict(sizes), dtype="float32", timeout_s=TIMEOUT_S)  # fmt: skip
+    inlet = Inlet(
+        shard,
+        engine=0,
+        epoch=1,
+        store=store,
+        hf_config=hf_config,
+        sizes=asdict(MegatronSizes()),
+        engine_sizes=asdict(sizes),
+        dtype="float32",
+        timeout_s=TIMEOUT_S,
+    )
     update = None
     for _ in sys.stdin:
         update = Incoming(inlet, after=update)
@@ -127,9 +136,17 @@ def receive(model: Path, store: str) -> None:
 def measure(folder: Path, repetitions: int, seconds: float) -> list[dict[str, float]]:
     from areal_megatron.trainer.step import Trainer
 
-    config = Config(name="run", runs_dir=str(folder), updates=1, batch_size=4, mode="sft",
-                    model=Model(str(folder / "model"), "float32"), data=Data("none"), optimizer=Optimizer(),
-                    machine=Machine(device="cpu", timeout_s=TIMEOUT_S))  # fmt: skip
+    config = Config(
+        name="run",
+        runs_dir=str(folder),
+        updates=1,
+        batch_size=4,
+        mode="sft",
+        model=Model(str(folder / "model"), "float32"),
+        data=Data("none"),
+        optimizer=Optimizer(),
+        machine=Machine(device="cpu", timeout_s=TIMEOUT_S),
+    )
     run = Run(folder / "run")
     run.create()
     with Trainer(config, run, 0) as trainer:
@@ -153,9 +170,20 @@ def measure(folder: Path, repetitions: int, seconds: float) -> list[dict[str, fl
 
 def _publisher(trainer, store: str, told) -> Publisher:
     host, _, port = store.rpartition(":")
-    return Publisher(parameters=trainer.parameters, hf_config=trainer.hf_config, sizes=trainer.sizes, rank=0,
-                     engine=EngineSizes(), engines=1, dtype="float32", store_host=host, store_port=int(port),
-                     timeout_s=TIMEOUT_S, on_delivered=told, timeline=trainer.timeline)  # fmt: skip
+    return Publisher(
+        parameters=trainer.parameters,
+        hf_config=trainer.hf_config,
+        sizes=trainer.sizes,
+        rank=0,
+        engine=EngineSizes(),
+        engines=1,
+        dtype="float32",
+        store_host=host,
+        store_port=int(port),
+        timeout_s=TIMEOUT_S,
+        on_delivered=told,
+        timeline=trainer.timeline,
+    )
 
 
 def _step(trainer):
@@ -230,7 +258,8 @@ def main() -> None:
     report = spreads(measure(out, options.repetitions, options.seconds))
     megabytes = sum(file.stat().st_size for file in (out / "model").glob("*.safetensors")) / 1e6
     print(
-        f"{megabytes:.0f} MB a version, {len(CORES)} cores; median (lowest – highest) of {options.repetitions} repetitions"
+        f"{megabytes:.0f} MB a version, {len(CORES)} cores; median (lowest – highest) of "
+        f"{options.repetitions} repetitions"
     )
     for key, figure in report.items():
         print(line(key, figure))

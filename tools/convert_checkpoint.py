@@ -1,6 +1,7 @@
 """Converts between Hugging Face folders and distributed checkpoints of megatron-core (format torch_dist).
 
-    python tools/convert_checkpoint.py to-hf CHECKPOINT OUT [--config HF_DIR] [--dtype bfloat16] [--shard-gb 4] [--verify] [--no-sync]
+    python tools/convert_checkpoint.py to-hf CHECKPOINT OUT [--config HF_DIR] [--dtype bfloat16] [--shard-gb 4]
+                                             [--verify] [--no-sync]
     python tools/convert_checkpoint.py from-hf HF_DIR OUT [--dtype bfloat16] [--shard-gb 4] [--verify] [--no-sync]
 
 CHECKPOINT is a checkpoint folder of a run (RUN/checkpoints/version-000012), or a torch_dist folder alone with --config,
@@ -27,8 +28,12 @@ from areal_megatron.reshard.extents import ITEMSIZE, CheckpointError
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
-    settings = {"dtype": options.dtype, "shard_bytes": int(options.shard_gb * 2**30),
-                "verify": options.verify, "sync": options.sync}  # fmt: skip
+    settings = {
+        "dtype": options.dtype,
+        "shard_bytes": int(options.shard_gb * 2**30),
+        "verify": options.verify,
+        "sync": options.sync,
+    }
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     try:
@@ -62,8 +67,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     for direction in (to, back):
         direction.add_argument("--dtype", choices=ITEMSIZE, help="default: as it is")
         direction.add_argument("--shard-gb", type=float, default=4.0, help="GiB a file at most; default 4")
-        direction.add_argument("--no-sync", dest="sync", action="store_false",
-                               help="do not wait until everything is on the disk; cp does not either")  # fmt: skip
+        direction.add_argument(
+            "--no-sync",
+            dest="sync",
+            action="store_false",
+            help="do not wait until everything is on the disk; cp does not either",
+        )
         direction.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     options = parser.parse_args(arguments)
     if options.shard_gb <= 0:

@@ -36,11 +36,30 @@ def main() -> int:
     started = time.monotonic()
     try:
         _run("making a tiny model, its tokenizer and data", "tools/make_arithmetic.py", world, "--seed", options.seed)
-        _run("supervised warm start", "-m", "launch.local", "configs/tiny_sft.yaml", f"runs_dir={out}", "name=sft", seed,
-             f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}")  # fmt: skip
-        _run("asynchronous PPO", "-m", "launch.local", "configs/tiny_cpu.yaml", f"runs_dir={out}", "name=rl", seed,
-             f"model.path={out / 'sft' / 'hf'}", f"data.train={world / 'train.jsonl'}",
-             f"data.eval={world / 'heldout.jsonl'}", *options.overrides)  # fmt: skip
+        _run(
+            "supervised warm start",
+            "-m",
+            "launch.local",
+            "configs/tiny_sft.yaml",
+            f"runs_dir={out}",
+            "name=sft",
+            seed,
+            f"model.path={world / 'model'}",
+            f"data.train={world / 'sft.jsonl'}",
+        )
+        _run(
+            "asynchronous PPO",
+            "-m",
+            "launch.local",
+            "configs/tiny_cpu.yaml",
+            f"runs_dir={out}",
+            "name=rl",
+            seed,
+            f"model.path={out / 'sft' / 'hf'}",
+            f"data.train={world / 'train.jsonl'}",
+            f"data.eval={world / 'heldout.jsonl'}",
+            *options.overrides,
+        )
         _run("report", "tools/report.py", out / "rl")
     except subprocess.CalledProcessError as failed:
         return failed.returncode

@@ -3,8 +3,8 @@
     python tools/evaluate.py MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--max-new-tokens N] [--reward FUNCTION]
                              [--seed 1] [--device auto] [--tp 1] [--out FOLDER] [--pass-rates FILE.jsonl]
 
-MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/evaluation.md). Starts one vLLM engine, asks
-it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. Killed and
+MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/evaluation.md). Starts one vLLM engine,
+asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. Killed and
 started again with the same OUT it goes on where it was. Exit code 0: done, 1: the engine failed, 2: wrong input, 130:
 interrupted.
 """
@@ -131,8 +131,9 @@ class Evaluation:
             for _ in range(2 * most):
                 group.create_task(ask_in_turn())
 
-    async def _answer(self, engine: fleet.Engine, scorer: Scorer, running: asyncio.Semaphore, prompt: Prompt,
-                      sample: int) -> Sampled:  # fmt: skip
+    async def _answer(
+        self, engine: fleet.Engine, scorer: Scorer, running: asyncio.Semaphore, prompt: Prompt, sample: int
+    ) -> Sampled:
         seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
         async with running:
             engine.occupy(1)
@@ -143,9 +144,16 @@ class Evaluation:
             finally:
                 engine.release(1)
         (score,) = await scorer.score(prompt, [completion])
-        return Sampled(item=prompt.id, sample=sample, seed=seed, score=score.reward, correct=score.correct,
-                       truncated=score.truncated, tokens=len(completion.tokens),
-                       response=self.tokenizer.decode(completion.tokens.tolist()))  # fmt: skip
+        return Sampled(
+            item=prompt.id,
+            sample=sample,
+            seed=seed,
+            score=score.reward,
+            correct=score.correct,
+            truncated=score.truncated,
+            tokens=len(completion.tokens),
+            response=self.tokenizer.decode(completion.tokens.tolist()),
+        )
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -196,10 +204,15 @@ def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
 
 
 def table(result: dict[str, object]) -> str:
-    rows = [f"{name:<10}{figure['value']:>8.2%}   95% interval {figure['low']:.2%} – {figure['high']:.2%}"
-            for name, figure in result.items() if isinstance(figure, dict) and "value" in figure]  # fmt: skip
-    rows.append(f"{result['items']} items × {result['n']} answers, {result['response_tokens_mean']:.1f} tokens each; "
-                f"{result['truncated_share']:.1%} cut at their limit")  # fmt: skip
+    rows = [
+        f"{name:<10}{figure['value']:>8.2%}   95% interval {figure['low']:.2%} – {figure['high']:.2%}"
+        for name, figure in result.items()
+        if isinstance(figure, dict) and "value" in figure
+    ]
+    rows.append(
+        f"{result['items']} items × {result['n']} answers, {result['response_tokens_mean']:.1f} tokens each; "
+        f"{result['truncated_share']:.1%} cut at their limit"
+    )
     return "\n".join(rows)
 
 
@@ -278,12 +291,22 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
     parser.add_argument("--out", type=Path, help="folder to begin or to go on with; default: runs/evaluation-N")
-    parser.add_argument("--pass-rates", type=Path, metavar="FILE.jsonl",
-                        help="write the rows of DATA here, each with its pass_rate, for rollout.pass_rate")  # fmt: skip
+    parser.add_argument(
+        "--pass-rates",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write the rows of DATA here, each with its pass_rate, for rollout.pass_rate",
+    )
     options = parser.parse_args(arguments)
     options.k = options.k or sorted({1, options.n})
-    positive = {"--n": options.n, "--max-new-tokens": options.max_new_tokens, "--workers": options.workers, "--tp": options.tp,
-                "--reward-timeout-s": options.reward_timeout_s, "--k": options.k[0]}  # fmt: skip
+    positive = {
+        "--n": options.n,
+        "--max-new-tokens": options.max_new_tokens,
+        "--workers": options.workers,
+        "--tp": options.tp,
+        "--reward-timeout-s": options.reward_timeout_s,
+        "--k": options.k[0],
+    }
     for name, value in positive.items():
         if value <= 0:
             parser.error(f"{name}: must be above 0, is {value}")

@@ -93,8 +93,10 @@ class Folder:
             raise ConfigError(f"{file}: not JSON: {e}") from None
         for key, value in settings.items():
             if begun.get(key) != value:
-                raise ConfigError(f"{self.path}: was begun with {key}={begun.get(key)}, not {value}; choose another --out, or "
-                                  "the same settings")  # fmt: skip
+                raise ConfigError(
+                    f"{self.path}: was begun with {key}={begun.get(key)}, not {value}; choose another --out, or "
+                    "the same settings"
+                )
 
     def _read(self) -> dict[tuple[int, int], Sampled]:
         path, answers = self.path / "answers.jsonl", {}
@@ -119,6 +121,7 @@ def digest(value: Any) -> str:
 
 
 def files_digest(model: Path) -> str:
-    """Of the model's files by name, size and time of writing: another training run may have written to the same path."""
+    """Of the model's files by name, size and time of writing: another training run may have written to the same
+    path."""
     files = sorted(file for kind in ("*.safetensors", "*.json", "*.jinja") for file in model.glob(kind))
     return digest([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])

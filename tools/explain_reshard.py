@@ -62,8 +62,9 @@ class Explained:
         senders = [size for size in self.sent if size]
         return {
             "model_gb": sum(map(prod, self.model.canonical.values())) * self.element / 1e9,
-            "bytes_over_minimum": max(got / own for rank in self.received
-                                      for got, own in zip(rank, self.slices, strict=True)),
+            "bytes_over_minimum": max(
+                got / own for rank in self.received for got, own in zip(rank, self.slices, strict=True)
+            ),
             "received_gb_per_engine_rank": received / 1e9,
             "sent_gb_per_trainer_rank_max": sent / 1e9,
             "sender_load_max_over_mean": max(senders) / (sum(senders) / len(senders)),
@@ -71,7 +72,7 @@ class Explained:
             "predicted_commit_s": 2 * shard / 1e9 / memory,
             "planning_s": self.seconds,
             "planning_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        }  # fmt: skip
+        }
 
 
 def describe(explained: Explained, link: float, memory: float) -> str:

@@ -32,15 +32,17 @@ def spreads(repetitions: list[dict[str, float]]) -> dict[str, Figure]:
 def drawn_anew(
     repetitions: Mapping[str, np.ndarray], figures: Callable[[dict[str, np.ndarray]], dict[str, Any]]
 ) -> dict[str, Figure]:
-    """What `figures` makes of the medians over repetitions, the first axis; from `min` to `max`: 90% of what it makes of
-    repetitions drawn anew (bootstrap), where medians have the draws as first axis."""
+    """What `figures` makes of the medians over repetitions, the first axis; from `min` to `max`: 90% of what it makes
+    of repetitions drawn anew (bootstrap), where medians have the draws as first axis."""
     count = len(next(iter(repetitions.values())))
     drawn = np.random.default_rng(0).integers(0, count, (DRAWS, count))
     whole = figures({kind: np.median(values, axis=0) for kind, values in repetitions.items()})
     draws = figures({kind: np.median(values[drawn], axis=1) for kind, values in repetitions.items()})
     edges = {key: np.quantile(values, [0.05, 0.95]) for key, values in draws.items()}
-    return {key: {"median": float(value), "min": float(edges[key][0]), "max": float(edges[key][1])}
-            for key, value in whole.items()}  # fmt: skip
+    return {
+        key: {"median": float(value), "min": float(edges[key][0]), "max": float(edges[key][1])}
+        for key, value in whole.items()
+    }
 
 
 def cell(figure: Figure, digits: int = 2, width: int = 0) -> str:

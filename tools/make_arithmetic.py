@@ -65,7 +65,7 @@ def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
         "sft.jsonl": [{"prompt": f"{a}+{b}=", "response": corpus_answer(a, b, rng)} for a, b in corpus],
         "train.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in known],
         "heldout.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in heldout],
-    }  # fmt: skip
+    }
 
 
 def make_tokenizer():
@@ -87,11 +87,24 @@ def make_model(seed: int, **sizes: int):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    small = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
-    config = Qwen3Config(vocab_size=VOCABULARY_SIZE, max_position_embeddings=512, tie_word_embeddings=False,
-                         bos_token_id=None, pad_token_id=VOCABULARY.index("<pad>"),
-                         eos_token_id=VOCABULARY.index("<eos>"), dtype="float32", **(small | sizes))  # fmt: skip
+    small = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    config = Qwen3Config(
+        vocab_size=VOCABULARY_SIZE,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        pad_token_id=VOCABULARY.index("<pad>"),
+        eos_token_id=VOCABULARY.index("<eos>"),
+        dtype="float32",
+        **(small | sizes),
+    )
     return Qwen3ForCausalLM(config).to(torch.float32)
 
 

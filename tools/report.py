@@ -66,8 +66,14 @@ def load(run: Run) -> Data:
     """Raises configuration.ConfigError if the folder is no run, ValueError if a line of its files is broken."""
     config = configuration.load(run.config)
     records = read_metrics(run)
-    return Data(run, config, read_status(run), [r for r in records if r["kind"] in ("update", "sft")],
-                sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]), read_spans(run))  # fmt: skip
+    return Data(
+        run,
+        config,
+        read_status(run),
+        [r for r in records if r["kind"] in ("update", "sft")],
+        sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]),
+        read_spans(run),
+    )
 
 
 def write_report(run: Run, out: Path) -> None:
@@ -82,64 +88,133 @@ def write_report(run: Run, out: Path) -> None:
 
 def _sft_sections(data: Data) -> list[str]:
     return [
-        _section("Training", "", [
-            _lines(data, "Loss", "nats per token", {"loss": TRAIN}),
-            _lines(data, "Speed", "tokens/s", {"tokens_per_s": THIRD}, zero=True),
-            _lines(data, "Learning rate", "", {"lr": GREY}),
-        ]),
-    ]  # fmt: skip
+        _section(
+            "Training",
+            "",
+            [
+                _lines(data, "Loss", "nats per token", {"loss": TRAIN}),
+                _lines(data, "Speed", "tokens/s", {"tokens_per_s": THIRD}, zero=True),
+                _lines(data, "Learning rate", "", {"lr": GREY}),
+            ],
+        ),
+    ]
 
 
 def _rl_sections(data: Data) -> list[str]:
     return [
-        _section("Learning", "Training figures are of the answers trained at each update, sampled up to "
-                 f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained.",
-                 [_accuracy(data), _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
-                  _lines(data, "Answer length", "tokens", {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
-                         labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"}, zero=True)]),
-        _section("Asynchrony", "Staleness: versions between an answer's admission, or the sampling of a token, and its "
-                 "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
-                 [_staleness(data, "Staleness of trained answers", "staleness_histogram"),
-                  _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
-                  _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
-                  _lines(data, "Waiting per update", "seconds",
-                         {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT}, zero=True,
-                         labels={"trainer_wait_s": "trainer for a batch", "straggler_wait_s": "batch for a straggler"}),
-                  _utilisation(data)]),
-        _section("Weight updates", "Publish: weights travel while engines generate and trainers train. "
-                 "Commit: the short pause in which an engine takes them.",
-                 [_lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
-                  _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
-                  _lines(data, "Trainer − engine log-probability", "nats, difference",
-                         {"logprob_diff_max": HELD_OUT, "logprob_diff_p99": THIRD, "logprob_diff_mean": TRAIN}, log=True,
-                         labels={"logprob_diff_max": "largest", "logprob_diff_p99": "99%", "logprob_diff_mean": "mean"})],
-                 _table(["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"], _publish_rows(data))),
-        _section("Optimisation", "", [
-            _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
-            _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
-            _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
-            _lines(data, "Clipped, capped and masked tokens", "share",
-                   {"clip_share": TRAIN, "capped_share": HELD_OUT, "masked_share": THIRD}, zero=True,
-                   labels={"clip_share": "clipped by ε", "capped_share": "weight at its cap",
-                           "masked_share": "weight 0"}),
-            _lines(data, "Advantage", "of trained tokens",
-                   {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
-                   labels={"advantage_max": "largest", "advantage_mean": "mean", "advantage_std": "deviation",
-                           "advantage_min": "least"}),
-            _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
-            _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True)]),
+        _section(
+            "Learning",
+            "Training figures are of the answers trained at each update, sampled up to "
+            f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained.",
+            [
+                _accuracy(data),
+                _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
+                _lines(
+                    data,
+                    "Answer length",
+                    "tokens",
+                    {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
+                    labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"},
+                    zero=True,
+                ),
+            ],
+        ),
+        _section(
+            "Asynchrony",
+            "Staleness: versions between an answer's admission, or the sampling of a token, and its "
+            "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
+            [
+                _staleness(data, "Staleness of trained answers", "staleness_histogram"),
+                _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
+                _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
+                _lines(
+                    data,
+                    "Waiting per update",
+                    "seconds",
+                    {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT},
+                    zero=True,
+                    labels={"trainer_wait_s": "trainer for a batch", "straggler_wait_s": "batch for a straggler"},
+                ),
+                _utilisation(data),
+            ],
+        ),
+        _section(
+            "Weight updates",
+            "Publish: weights travel while engines generate and trainers train. "
+            "Commit: the short pause in which an engine takes them.",
+            [
+                _lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
+                _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
+                _lines(
+                    data,
+                    "Trainer − engine log-probability",
+                    "nats, difference",
+                    {"logprob_diff_max": HELD_OUT, "logprob_diff_p99": THIRD, "logprob_diff_mean": TRAIN},
+                    log=True,
+                    labels={"logprob_diff_max": "largest", "logprob_diff_p99": "99%", "logprob_diff_mean": "mean"},
+                ),
+            ],
+            _table(
+                ["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"],
+                _publish_rows(data),
+            ),
+        ),
+        _section(
+            "Optimisation",
+            "",
+            [
+                _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
+                _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
+                _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
+                _lines(
+                    data,
+                    "Clipped, capped and masked tokens",
+                    "share",
+                    {"clip_share": TRAIN, "capped_share": HELD_OUT, "masked_share": THIRD},
+                    zero=True,
+                    labels={
+                        "clip_share": "clipped by ε",
+                        "capped_share": "weight at its cap",
+                        "masked_share": "weight 0",
+                    },
+                ),
+                _lines(
+                    data,
+                    "Advantage",
+                    "of trained tokens",
+                    {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
+                    labels={
+                        "advantage_max": "largest",
+                        "advantage_mean": "mean",
+                        "advantage_std": "deviation",
+                        "advantage_min": "least",
+                    },
+                ),
+                _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
+                _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
+            ],
+        ),
         *([_critic(data)] if data.config.ppo.critic else []),
-    ]  # fmt: skip
+    ]
 
 
 def _critic(data: Data) -> str:
-    return _section("Critic", "Values of before each update, against the returns that it trains them towards.", [
-        _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
-        _lines(data, "Means", "of trained tokens", {"value_mean": TRAIN, "return_mean": HELD_OUT},
-               labels={"value_mean": "value", "return_mean": "return"}),
-        _lines(data, "Value loss", "", {"value_loss": TRAIN}, zero=True),
-        _lines(data, "Gradient norm of the critic", "before clipping", {"value_grad_norm": TRAIN}, zero=True),
-    ])  # fmt: skip
+    return _section(
+        "Critic",
+        "Values of before each update, against the returns that it trains them towards.",
+        [
+            _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
+            _lines(
+                data,
+                "Means",
+                "of trained tokens",
+                {"value_mean": TRAIN, "return_mean": HELD_OUT},
+                labels={"value_mean": "value", "return_mean": "return"},
+            ),
+            _lines(data, "Value loss", "", {"value_loss": TRAIN}, zero=True),
+            _lines(data, "Gradient norm of the critic", "before clipping", {"value_grad_norm": TRAIN}, zero=True),
+        ],
+    )
 
 
 def _publish_rows(data: Data) -> list[tuple[str, ...]]:
@@ -168,22 +243,29 @@ def _final_rows(data: Data) -> list[tuple[str, str]]:
         ]
     for evaluation in data.evaluations:
         rows.append((f"held-out accuracy, version {evaluation['version']}", f"{100 * evaluation['accuracy']:.1f}%"))
-    totals = {"trained tokens": "trained_tokens", "groups filtered": "groups_filtered",
-              "groups skipped": "groups_skipped", "prompts too long": "prompts_too_long",
-              "reward failures": "reward_failures", "skipped optimizer steps": "skipped_steps"}  # fmt: skip
+    totals = {
+        "trained tokens": "trained_tokens",
+        "groups filtered": "groups_filtered",
+        "groups skipped": "groups_skipped",
+        "prompts too long": "prompts_too_long",
+        "reward failures": "reward_failures",
+        "skipped optimizer steps": "skipped_steps",
+    }
     return [
         *rows,
         ("accuracy, last 10 updates", last("accuracy", "{:.3f}")),
         ("reward, last 10 updates", last("reward_mean", "{:.2f}")),
-        ("staleness, mean and largest", f"{last('staleness_mean', '{:.2f}', 10**9)}, "
-                                        f"{max(data.values('staleness_max'), default=0):.0f}"),
+        (
+            "staleness, mean and largest",
+            f"{last('staleness_mean', '{:.2f}', 10**9)}, {max(data.values('staleness_max'), default=0):.0f}",
+        ),
         ("effective tokens/s, median", _median(data, "effective_tokens_per_s")),
         ("publish, median s", _median(data, "publish_s", 3)),
         ("commit, median s", _median(data, "commit_s", 3)),
         ("weights sent per update, MB", _median(data, "weights_bytes", 1, 1e-6)),
         ("log-probability difference, largest", f"{max(data.values('logprob_diff_max'), default=0):.1e}"),
         *((name, f"{sum(data.values(key)):,.0f}") for name, key in totals.items()),
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------- figures
@@ -217,14 +299,29 @@ def _over_versions(data: Data, axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _lines(data: Data, title: str, unit: str, colors: dict[str, str], labels: dict[str, str] | None = None,
-           zero: bool = False, log: bool = False, scale: float = 1.0) -> str:  # fmt: skip
+def _lines(
+    data: Data,
+    title: str,
+    unit: str,
+    colors: dict[str, str],
+    labels: dict[str, str] | None = None,
+    zero: bool = False,
+    log: bool = False,
+    scale: float = 1.0,
+) -> str:
     """One figure, a line a key over versions. `zero`: the axis starts at 0."""
     figure, axes = _axes(title, unit)
     for key, color in colors.items():
         versions, values = data.series(key)
-        axes.plot(versions, [value * scale for value in values], color=color, linewidth=1.8,
-                  marker="o" if len(values) < FEW_POINTS else "", markersize=3, label=(labels or {}).get(key))  # fmt: skip
+        axes.plot(
+            versions,
+            [value * scale for value in values],
+            color=color,
+            linewidth=1.8,
+            marker="o" if len(values) < FEW_POINTS else "",
+            markersize=3,
+            label=(labels or {}).get(key),
+        )
     _over_versions(data, axes)
     if log and any(value > 0 for key in colors for value in data.values(key)):
         axes.set_yscale("log")
@@ -238,8 +335,15 @@ def _lines(data: Data, title: str, unit: str, colors: dict[str, str], labels: di
 def _accuracy(data: Data) -> str:
     figure, axes = _axes("Accuracy", "share of right answers")
     axes.plot(*data.series("accuracy"), color=TRAIN, linewidth=1.8, label="training batch")
-    axes.plot([e["version"] for e in data.evaluations], [e["accuracy"] for e in data.evaluations], "o-",
-              color=HELD_OUT, linewidth=1.8, markersize=5, label="held-out")  # fmt: skip
+    axes.plot(
+        [e["version"] for e in data.evaluations],
+        [e["accuracy"] for e in data.evaluations],
+        "o-",
+        color=HELD_OUT,
+        linewidth=1.8,
+        markersize=5,
+        label="held-out",
+    )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _over_versions(data, axes)
@@ -288,16 +392,21 @@ def _page(data: Data, sections: list[str]) -> str:
     what = "supervised fine-tuning" if data.config.mode == "sft" else "asynchronous PPO"
     unit = "steps" if data.config.mode == "sft" else "updates"
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.steps[0]["time"])) if data.steps else "no step yet"
-    return "\n".join([
-        f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{name} · areal_megatron</title>",
-        f"<meta name=viewport content='width=device-width, initial-scale=1'><style>{STYLE}</style></head><body><main>",
-        f"<h1>{name}</h1><p>{what}, {len(data.steps)} of {data.config.updates} {unit}, {started}</p>",
-        _banner(data), _cards(data), *sections,
-        "<h2>Figures and configuration</h2><div class=tables>",
-        _table(["final figures", ""], _final_rows(data)),
-        _table(["configuration", ""], [(key, str(value)) for key, value in _settings(data.config)]),
-        "</div></main></body></html>",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{name} · areal_megatron</title>",
+            f"<meta name=viewport content='width=device-width, initial-scale=1'>"
+            f"<style>{STYLE}</style></head><body><main>",
+            f"<h1>{name}</h1><p>{what}, {len(data.steps)} of {data.config.updates} {unit}, {started}</p>",
+            _banner(data),
+            _cards(data),
+            *sections,
+            "<h2>Figures and configuration</h2><div class=tables>",
+            _table(["final figures", ""], _final_rows(data)),
+            _table(["configuration", ""], [(key, str(value)) for key, value in _settings(data.config)]),
+            "</div></main></body></html>",
+        ]
+    )
 
 
 def _banner(data: Data) -> str:
@@ -305,29 +414,38 @@ def _banner(data: Data) -> str:
         return ""
     last = max([step["time"] for step in data.steps] + [span.end for span in data.spans], default=None)
     sign = f", last sign of life {time.strftime('%H:%M:%S', time.localtime(last))}" if last else ""
-    return (f"<div class=banner>This run is incomplete: {len(data.steps)} of {data.config.updates} updates, phase "
-            f"“{html.escape(str(data.status.get('phase', 'unknown')))}”{sign}. "
-            f"Its processes' logs are in {html.escape(data.config.name)}/logs/.</div>")  # fmt: skip
+    return (
+        f"<div class=banner>This run is incomplete: {len(data.steps)} of {data.config.updates} updates, phase "
+        f"“{html.escape(str(data.status.get('phase', 'unknown')))}”{sign}. "
+        f"Its processes' logs are in {html.escape(data.config.name)}/logs/.</div>"
+    )
 
 
 def _cards(data: Data) -> str:
     if data.config.mode == "sft":
         losses = data.values("loss")
-        cards = [(f"{losses[0]:.2f} → {losses[-1]:.3f}" if losses else "–", "loss"),
-                 (_median(data, "tokens_per_s"), "tokens/s")]  # fmt: skip
+        cards = [
+            (f"{losses[0]:.2f} → {losses[-1]:.3f}" if losses else "–", "loss"),
+            (_median(data, "tokens_per_s"), "tokens/s"),
+        ]
     else:
         accuracy = [f"{100 * e['accuracy']:.0f}%" for e in data.evaluations]
         cards = [
             (" → ".join([accuracy[0], accuracy[-1]][: len(accuracy)]) if accuracy else "–", "held-out accuracy"),
             (_median(data, "effective_tokens_per_s"), "effective tokens/s"),
-            (f"{max(data.values('staleness_max'), default=0):.0f}",
-             f"largest staleness, bound {data.config.rollout.max_staleness}"),
+            (
+                f"{max(data.values('staleness_max'), default=0):.0f}",
+                f"largest staleness, bound {data.config.rollout.max_staleness}",
+            ),
             (_percent(data.values("trainer_idle_share")), "trainer idle"),
             (_percent(data.values("engine_idle_share")), "engines idle"),
-        ]  # fmt: skip
+        ]
     cards.append((_duration(data.status.get("elapsed_s", _time_covered(data))), "duration"))
-    return "<div class=cards>" + "".join(f"<div class=card><b>{html.escape(value)}</b><span>{label}</span></div>"
-                                         for value, label in cards) + "</div>"  # fmt: skip
+    return (
+        "<div class=cards>"
+        + "".join(f"<div class=card><b>{html.escape(value)}</b><span>{label}</span></div>" for value, label in cards)
+        + "</div>"
+    )
 
 
 def _section(title: str, text: str, figures: list[str], table: str = "") -> str:

@@ -75,9 +75,16 @@ class RawLink:
         dtype = getattr(torch, init_info["dtype"])
         self._buffers = [(bucket, torch.ones(bucket.elements, dtype=dtype)) for bucket in own]
         self._trainers, self._timeout_s = trainers.ranks, init_info["timeout_s"]
-        self._link = Link(engine=RAW + init_info["engine"], epoch=init_info["epoch"], rank=rank,
-                          trainers=trainers.ranks, engine_ranks=engine.ranks, store=init_info["store"],
-                          device=torch.device("cpu"), timeout_s=self._timeout_s)  # fmt: skip
+        self._link = Link(
+            engine=RAW + init_info["engine"],
+            epoch=init_info["epoch"],
+            rank=rank,
+            trainers=trainers.ranks,
+            engine_ranks=engine.ranks,
+            store=init_info["store"],
+            device=torch.device("cpu"),
+            timeout_s=self._timeout_s,
+        )
 
     def start(self) -> list[Message]:
         if self._sends:
@@ -189,11 +196,19 @@ class TrainerRank:
         hf.load(self._parameters, megatron.layout(hf_config, sizes, rank), config.model.path)
         host, _, port = host_port.rpartition(":")
         self._publisher = Publisher(
-            parameters=lambda: self._parameters, hf_config=hf_config, sizes=sizes, rank=rank,
-            engine=EngineSizes.of(config.rollout), engines=config.rollout.engines, dtype=config.model.dtype,
-            store_host=host, store_port=int(port), timeout_s=self._timeout_s, on_delivered=self._delivered,
+            parameters=lambda: self._parameters,
+            hf_config=hf_config,
+            sizes=sizes,
+            rank=rank,
+            engine=EngineSizes.of(config.rollout),
+            engines=config.rollout.engines,
+            dtype=config.model.dtype,
+            store_host=host,
+            store_port=int(port),
+            timeout_s=self._timeout_s,
+            on_delivered=self._delivered,
             timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
-        )  # fmt: skip
+        )
         self._gathering = Gathering(config, self._model, rank)
 
     def join(self, init_infos: list[dict[str, Any]]) -> None:

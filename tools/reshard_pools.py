@@ -1,4 +1,5 @@
-"""The processes of bench_reshard.py as its main process sees them: a model, trainer ranks, engines and their answers."""
+"""The processes of bench_reshard.py as its main process sees them: a model, trainer ranks, engines and their
+answers."""
 
 from __future__ import annotations
 
@@ -25,11 +26,24 @@ from launch.orders import ON_CPU
 from launch.processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24, "num_attention_heads": 16,
-         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16384}  # fmt: skip
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 16384,
+}
 """A Qwen3 of 336 million parameters, 672 MB in bfloat16."""
-SMALL = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-                 "num_hidden_layers": 4, "vocab_size": 512}  # fmt: skip
+SMALL = SIZES | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+}
 ANSWERS, PROMPT_TOKENS, MAX_TOKENS = 8, 64, 4000
 """Of each engine while it generates."""
 START_TIMEOUT_S = 300.0
@@ -85,10 +99,15 @@ class Trainers:
             command = [sys.executable, str(ROOT / "tools" / "reshard_peers.py"), "--run", str(self._run.folder)]
             with self._run.log(f"trainer-{rank}").open("wb") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *command, "--index", str(rank), env=ENVIRONMENT,
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+                    *command,
+                    "--index",
+                    str(rank),
+                    env=ENVIRONMENT,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
                     preexec_fn=partial(os.sched_setaffinity, 0, self.cores),
-                )  # fmt: skip
+                )
             self._processes.append(process)
             self._readers.append(asyncio.create_task(self._read(rank, process.stdout)))
         return self
@@ -191,11 +210,14 @@ async def pools(run: Run, config: Config) -> AsyncIterator[tuple[Trainers, list[
     cores = sorted(os.sched_getaffinity(0))
     apart = config.trainer_ranks + config.rollout.engines * config.rollout.tp == 2
     with Children() as children:
-        engines = [Engine(run, config, index, children, cores[:1] if apart else cores)
-                   for index in range(config.rollout.engines)]  # fmt: skip
+        engines = [
+            Engine(run, config, index, children, cores[:1] if apart else cores)
+            for index in range(config.rollout.engines)
+        ]
         try:
-            async with Trainers(run, config.trainer_ranks, config.machine.timeout_s,
-                                cores[-1:] if apart else cores) as trainers:  # fmt: skip
+            async with Trainers(
+                run, config.trainer_ranks, config.machine.timeout_s, cores[-1:] if apart else cores
+            ) as trainers:
                 ready = (engine.ready(START_TIMEOUT_S) for engine in engines)
                 await asyncio.gather(trainers.ready(START_TIMEOUT_S), *ready)
                 yield trainers, engines

@@ -90,12 +90,24 @@ def chosen_rate(results: Results) -> str | None:
 def tables(results: Results) -> str:
     """Markdown: the grid, the table as the paper has it, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
-    lines = [_rates(results), _over_seeds(results, "held-out accuracy", accuracies),
-             _over_seeds(results, "accuracy of trained answers, second quarter of the updates", in_second_quarter),
-             _table(["objective", "η", "runs, with their binomial interval", "difference from η = 0", "staleness mean, max; of tokens",
-                     "clipped", "capped"],
-                    [_details(results, objective, eta) for objective in OBJECTIVES for eta in ETAS]),
-             f"Commits: {', '.join(commits)}. Settings: `{' '.join(results['overrides'])}`."]  # fmt: skip
+    lines = [
+        _rates(results),
+        _over_seeds(results, "held-out accuracy", accuracies),
+        _over_seeds(results, "accuracy of trained answers, second quarter of the updates", in_second_quarter),
+        _table(
+            [
+                "objective",
+                "η",
+                "runs, with their binomial interval",
+                "difference from η = 0",
+                "staleness mean, max; of tokens",
+                "clipped",
+                "capped",
+            ],
+            [_details(results, objective, eta) for objective in OBJECTIVES for eta in ETAS],
+        ),
+        f"Commits: {', '.join(commits)}. Settings: `{' '.join(results['overrides'])}`.",
+    ]
     return "\n\n".join(lines) + "\n"
 
 
@@ -145,7 +157,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(results: Results) -> str:
-    """SVG: accuracy over η, means with their intervals over seeds and each run; beside it the staleness that was trained."""
+    """SVG: accuracy over η, means with their intervals over seeds and each run; beside it the staleness that was
+    trained."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.8), layout="constrained", width_ratios=[3, 2])
     for shift, objective in zip((-0.09, 0.09), OBJECTIVES, strict=True):
         there = [(x, runs) for x, eta in enumerate(ETAS) if (runs := of(results, objective, eta))]

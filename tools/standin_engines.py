@@ -2,8 +2,9 @@
 
     python tools/standin_engines.py ENGINES SECONDS TOKENS GROUP
 
-Prints the port of 127.0.0.1 that it listens on; engine E is http://127.0.0.1:PORT/E. A request takes half to one and a half
-times SECONDS and has GROUP answers of TOKENS tokens. For tools/bench_controller.py, which measures what the controller can do, not an engine.
+Prints the port of 127.0.0.1 that it listens on; engine E is http://127.0.0.1:PORT/E. A request takes half to one and a
+half times SECONDS and has GROUP answers of TOKENS tokens. For tools/bench_controller.py, which measures what the
+controller can do, not an engine.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ class StandIn:
         return web.json_response({"seconds": 0.0})
 
     async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=f'vllm:num_requests_running{{e="0"}} {self._running}\nvllm:num_requests_waiting{{e="0"}} 0\n'
-                                 f'vllm:generation_tokens_total{{e="0"}} {self._sampled}\n')  # fmt: skip
+        return web.Response(
+            text=f'vllm:num_requests_running{{e="0"}} {self._running}\nvllm:num_requests_waiting{{e="0"}} 0\n'
+            f'vllm:generation_tokens_total{{e="0"}} {self._sampled}\n'
+        )
 
 
 @cache
@@ -62,9 +65,18 @@ def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
             {"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in zip(ids, logprobs, strict=True)
         ]
         content = [token | {"top_logprobs": [token]} for token in sampled]
-        choices.append({"index": index, "finish_reason": "stop", "stop_reason": None, "token_ids": ids, "routed_experts": None,
-                        "sampling_mask": None, "weight_versions": [{"version": version, "start": 0, "end": tokens}],
-                        "logprobs": {"content": content}})  # fmt: skip
+        choices.append(
+            {
+                "index": index,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": ids,
+                "routed_experts": None,
+                "sampling_mask": None,
+                "weight_versions": [{"version": version, "start": 0, "end": tokens}],
+                "logprobs": {"content": content},
+            }
+        )
     return msgspec.json.encode({"request_id": "0", "choices": choices})
 
 

@@ -2,12 +2,13 @@
 
     python tools/sweep_staleness.py [--out runs/sweep-staleness] [--cells 'PATTERN …'] [--list] [key=value …]
 
-A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, three seeds. Before them a
-grid of runs with η = 0 chooses the learning rate, which is then the same for all. Each cell that ends is kept in
+A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, three seeds. Before them
+a grid of runs with η = 0 chooses the learning rate, which is then the same for all. Each cell that ends is kept in
 OUT/results.json with its commit; the same command goes on with what is missing, and runs again what failed or was
 interrupted. `--cells 'grid-*'` or `--cells '*-seed1'` does a part; `--list` says what is there. OUT/staleness.md and
 OUT/staleness.svg hold the table and the plot of what is there so far. `key=value` overrides reach every cell and are
-fixed with the folder. Exit code 0: what was asked for is there, 1: a cell failed, 2: wrong input, 130 or 143: interrupted.
+fixed with the folder. Exit code 0: what was asked for is there, 1: a cell failed, 2: wrong input, 130 or 143:
+interrupted.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ SETTINGS = [
     "optimizer.schedule={constant: 0}",
     "rollout.max_running=512",
 ]
-"""What differs from configs/tiny_cpu.yaml in every cell. Small batches and many running answers, so that the trainer is what
-the others wait for, and trained answers are as stale as η allows."""
+"""What differs from configs/tiny_cpu.yaml in every cell. Small batches and many running answers, so that the trainer is
+what the others wait for, and trained answers are as stale as η allows."""
 BASE_SEED = 1
 RUN_TIMEOUT_S = 900
 
@@ -65,8 +66,12 @@ class Cell:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"ppo.objective={self.objective}", f"rollout.max_staleness={self.eta}", f"seed={self.seed}",
-                f"optimizer.lr={self.rate}"]  # fmt: skip
+        return [
+            f"ppo.objective={self.objective}",
+            f"rollout.max_staleness={self.eta}",
+            f"seed={self.seed}",
+            f"optimizer.lr={self.rate}",
+        ]
 
 
 def all_cells() -> list[Cell]:
@@ -76,7 +81,8 @@ def all_cells() -> list[Cell]:
 
 
 def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
-    """Those whose name matches any of the patterns, all without patterns. Raises ConfigError for one that matches none."""
+    """Those whose name matches any of the patterns, all without patterns. Raises ConfigError for one that matches
+    none."""
     for pattern in patterns:
         if not any(fnmatch(cell.name, pattern) for cell in cells):
             raise ConfigError(f"--cells: {pattern!r} matches no cell; --list names all {len(cells)}")
@@ -90,7 +96,8 @@ def missing(cells: list[Cell], results: Results) -> list[Cell]:
 
 
 class Sweep:
-    """A folder with its results; a context manager that keeps others out. Raises ConfigError for other settings' folder."""
+    """A folder with its results; a context manager that keeps others out. Raises ConfigError for other settings'
+    folder."""
 
     def __init__(self, out: Path, overrides: list[str]):
         self.out, self.results_file, self.base = out.absolute(), out / "results.json", out.absolute() / "base"
@@ -122,8 +129,17 @@ class Sweep:
         shutil.rmtree(self.base, ignore_errors=True)
         world = self.base / "world"
         self._run("base", "tools/make_arithmetic.py", str(world), f"--seed={BASE_SEED}")
-        self._run("base", "-m", "launch.local", "configs/tiny_sft.yaml", f"runs_dir={self.base}", "name=sft",
-                  f"seed={BASE_SEED}", f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}")  # fmt: skip
+        self._run(
+            "base",
+            "-m",
+            "launch.local",
+            "configs/tiny_sft.yaml",
+            f"runs_dir={self.base}",
+            "name=sft",
+            f"seed={BASE_SEED}",
+            f"model.path={world / 'model'}",
+            f"data.train={world / 'sft.jsonl'}",
+        )
         write_atomically(self.base / "done", commit() + "\n")
 
     def run(self, cell: Cell) -> dict[str, Any]:
@@ -131,10 +147,19 @@ class Sweep:
         cell = cell if cell.rate else replace(cell, rate=chosen_rate(self.results))
         folder, world, started = self.out / "runs" / cell.name, self.base / "world", time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
-        self._run(cell.name, "-m", "launch.local", "configs/tiny_cpu.yaml", f"runs_dir={folder.parent}",
-                  f"name={cell.name}", f"model.path={self.base / 'sft' / 'hf'}", f"data.train={world / 'train.jsonl'}",
-                  f"data.eval={world / 'heldout.jsonl'}", *self.results["overrides"],
-                  *cell.overrides)  # fmt: skip
+        self._run(
+            cell.name,
+            "-m",
+            "launch.local",
+            "configs/tiny_cpu.yaml",
+            f"runs_dir={folder.parent}",
+            f"name={cell.name}",
+            f"model.path={self.base / 'sft' / 'hf'}",
+            f"data.train={world / 'train.jsonl'}",
+            f"data.eval={world / 'heldout.jsonl'}",
+            *self.results["overrides"],
+            *cell.overrides,
+        )
         figures = measure(folder) | {"rate": cell.rate, "commit": commit(), "seconds": time.monotonic() - started}
         shutil.rmtree(folder / "hf", ignore_errors=True)
         return figures
@@ -147,9 +172,17 @@ class Sweep:
         """The lock goes on to the launcher, so that a folder with a run of a sweep that was killed is not free."""
         environment = dict(os.environ, PYTHONPATH=str(ROOT))
         try:
-            done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, timeout=RUN_TIMEOUT_S,
-                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                  pass_fds=[self._lock.fileno()])  # fmt: skip
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                timeout=RUN_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                pass_fds=[self._lock.fileno()],
+            )
         except subprocess.TimeoutExpired:
             raise RunFailed(f"{what}: took more than {RUN_TIMEOUT_S} s") from None
         if done.returncode:
@@ -210,7 +243,8 @@ def commit() -> str:
 
 
 def carry_out(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
-    """Runs them one after the other; yields a line for each. Raises ConfigError where the learning rate is not chosen yet."""
+    """Runs them one after the other; yields a line for each. Raises ConfigError where the learning rate is not chosen
+    yet."""
     sweep.make_base()
     for number, cell in enumerate(cells, 1):
         if not missing([cell], sweep.results):

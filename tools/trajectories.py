@@ -4,10 +4,10 @@
                                  [--truncated yes] [--json]
     python tools/trajectories.py RUN --show UID [--colour version|logprob|ratio] [--model FOLDER]
 
-RUN is a run folder with trajectories (rollout.dump=true) or one batch-*.msgpack of it. A range is `LOW..HIGH`, either end
-may be left out, or one value; `--reward=-5..0` where it begins with a minus. `--colour ratio` is log π_model − log π_behav with
-the model of --model, a Hugging Face folder such as RUN/hf. `--json` prints a line for each trajectory, with its tokens.
-Exit code 0: done, 2: wrong input.
+RUN is a run folder with trajectories (rollout.dump=true) or one batch-*.msgpack of it. A range is `LOW..HIGH`, either
+end may be left out, or one value; `--reward=-5..0` where it begins with a minus. `--colour ratio` is log π_model − log
+π_behav with the model of --model, a Hugging Face folder such as RUN/hf. `--json` prints a line for each trajectory,
+with its tokens. Exit code 0: done, 2: wrong input.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def span(text: str) -> tuple[float, float]:
 
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]:
-    """The text token by token, as (number of tokens, their text): several where only together they are whole characters."""
+    """The text token by token, as (number of tokens, their text): several where only together they are whole
+    characters."""
     found, begin, done = [], 0, 0
     for end in range(1, len(tokens) + 1):
         before = tokenizer.decode(tokens[begin:done], special=True)
@@ -150,10 +151,13 @@ def show(trained: Trained, tokenizer: Tokenizer, colour: str, ratios: np.ndarray
     """All that is known of it, a legend and the coloured text."""
     t = trained.trajectory
     text = Text()
-    text.append(f"trajectory {t.uid}: prompt {t.prompt_id} of epoch {t.epoch}, admitted at version {t.admission_version}, trained "
-                f"in batch {trained.batch} by version {trained.version} (staleness {trained.staleness})\n"
-                f"reward {t.reward:g}, {len(t.prompt)} + {len(t.response)} tokens, {int(t.loss_mask.sum())} of them trained"
-                f"{', cut' if t.truncated else ''}\n")  # fmt: skip
+    text.append(
+        f"trajectory {t.uid}: prompt {t.prompt_id} of epoch {t.epoch}, admitted at version {t.admission_version}, "
+        f"trained "
+        f"in batch {trained.batch} by version {trained.version} (staleness {trained.staleness})\n"
+        f"reward {t.reward:g}, {len(t.prompt)} + {len(t.response)} tokens, {int(t.loss_mask.sum())} of them trained"
+        f"{', cut' if t.truncated else ''}\n"
+    )
     text.append_text(_legend(t, colour, ratios))
     text.append("\n\n" + tokenizer.decode(t.prompt.tolist(), special=True), "dim")
     position, of_tokens = 0, styles(trained, colour, ratios)
@@ -183,8 +187,13 @@ def described(trained: Trained, tokenizer: Tokenizer, ratios: np.ndarray | None)
     }
     found |= {"batch": trained.batch, "version": trained.version, "staleness": trained.staleness}
     found |= {"prompt": tokenizer.decode(t.prompt.tolist()), "response": tokenizer.decode(t.response.tolist())}
-    arrays = {"prompt_tokens": t.prompt, "tokens": t.response, "logprobs": t.logprobs, "versions": t.versions,
-              "loss_mask": t.loss_mask}  # fmt: skip
+    arrays = {
+        "prompt_tokens": t.prompt,
+        "tokens": t.response,
+        "logprobs": t.logprobs,
+        "versions": t.versions,
+        "loss_mask": t.loss_mask,
+    }
     arrays |= {} if ratios is None else {"log_ratios": ratios}
     return found | {name: array.tolist() for name, array in arrays.items()}
 
@@ -196,8 +205,17 @@ def print_table(found: Iterator[Trained], tokenizer: Tokenizer, width: int) -> N
         t = trained.trajectory
         count, reward = count + 1, reward + t.reward
         versions = f"{min(t.versions)}–{max(t.versions)}" if len(set(t.versions.tolist())) > 1 else f"{t.versions[0]}"
-        line = COLUMNS.format(t.uid, trained.version, f"{t.epoch}:{t.prompt_id}", f"{t.reward:g}", trained.staleness,
-                              len(t.response), "cut" if t.truncated else "", versions, "")  # fmt: skip
+        line = COLUMNS.format(
+            t.uid,
+            trained.version,
+            f"{t.epoch}:{t.prompt_id}",
+            f"{t.reward:g}",
+            trained.staleness,
+            len(t.response),
+            "cut" if t.truncated else "",
+            versions,
+            "",
+        )
         print(line + " ".join(tokenizer.decode(t.response.tolist()).split())[: max(width - len(line), 10)])
     print(f"{count} trajectories" + (f", mean reward {reward / count:.3f}" if count else ""))
 

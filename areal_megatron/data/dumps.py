@@ -51,8 +51,9 @@ def dumped(folder: Path) -> dict[int, Path]:
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else ()
     found = {int(name[1]): path for path, name in names if name}
     if not found:
-        raise ConfigError(f"{folder}: no batch-*.msgpack in it; a run with rollout.dump=true writes them into its folder "
-                          "trajectories")  # fmt: skip
+        raise ConfigError(
+            f"{folder}: no batch-*.msgpack in it; a run with rollout.dump=true writes them into its folder trajectories"
+        )
     return dict(sorted(found.items()))
 
 

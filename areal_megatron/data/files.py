@@ -36,8 +36,8 @@ class Record:
 def sources(text: str | Path) -> list[Source]:
     """Of data.train or data.eval: a path, or `path,path`, or `path:weight,path:weight`.
 
-    A path is a JSONL or Parquet file, a folder of such shards or of a data set that `datasets` has saved, or a file of the
-    Hugging Face hub as hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises ConfigError.
+    A path is a JSONL or Parquet file, a folder of such shards or of a data set that `datasets` has saved, or a file of
+    the Hugging Face hub as hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises ConfigError.
     """
     text = str(text)
     if Path(text).exists():
@@ -74,10 +74,11 @@ def records(text: str | Path) -> Iterator[Record]:
 
 
 def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
-    """(rows, rows drawn an epoch) of each source of `text`, whose numbers `members` lists row by row; [] without weights.
+    """(rows, rows drawn an epoch) of each source of `text`, whose numbers `members` lists row by row; [] without
+    weights.
 
-    An epoch is as long as it can be with no row drawn twice: one source is drawn whole, of the others what their weights
-    say. Raises ConfigError where a weight leaves nothing to draw.
+    An epoch is as long as it can be with no row drawn twice: one source is drawn whole, of the others what their
+    weights say. Raises ConfigError where a weight leaves nothing to draw.
     """
     found = sources(text)
     if found[0].weight is None:
@@ -87,8 +88,10 @@ def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
     drawn = [min(size, round(source.weight * scale)) for size, source in zip(sizes, found, strict=True)]
     for source, count in zip(found, drawn, strict=True):
         if not count:
-            raise ConfigError(f"data: with a weight of {source.weight:g} not one row of {source.path} fits into an epoch of "
-                              f"{sum(drawn)}; raise its weight")  # fmt: skip
+            raise ConfigError(
+                f"data: with a weight of {source.weight:g} not one row of {source.path} fits into an epoch of "
+                f"{sum(drawn)}; raise its weight"
+            )
     return list(zip(sizes, drawn, strict=True))
 
 

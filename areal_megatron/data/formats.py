@@ -24,13 +24,25 @@ Chat = list[dict[str, str]]
 
 BOXED = "\n\nReason step by step and put the final answer into \\boxed{}."
 LETTER = "\n\nReason step by step and put the letter of the right choice into \\boxed{}."
-PROGRAM = ("\n\nWrite a Python program that reads the input from stdin and prints the output to stdout. "
-           "Put the whole program into one ```python block.")  # fmt: skip
+PROGRAM = (
+    "\n\nWrite a Python program that reads the input from stdin and prints the output to stdout. "
+    "Put the whole program into one ```python block."
+)
 FUNCTION = "\n\nComplete this Python code and put all of it into one ```python block:\n```python\n{}\n```"
 
 _UNPACKED_BYTES = 1 << 30
-_PICKLED_TEXT = {"PROTO", "FRAME", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "MEMOIZE", "PUT", "BINPUT",
-                 "STOP"}  # fmt: skip
+_PICKLED_TEXT = {
+    "PROTO",
+    "FRAME",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "UNICODE",
+    "MEMOIZE",
+    "PUT",
+    "BINPUT",
+    "STOP",
+}
 """Operations of a pickle that holds one string and nothing else."""
 
 
@@ -50,8 +62,10 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
     for mark, read in FORMATS.items():
         if mark in row:
             return read(row, where, seed)
-    raise ConfigError(f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
-                      f"{', '.join(map(repr, list(FORMATS)[1:]))}")  # fmt: skip
+    raise ConfigError(
+        f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
+        f"{', '.join(map(repr, list(FORMATS)[1:]))}"
+    )
 
 
 def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
@@ -126,8 +140,12 @@ def _asked(question: str, choices: list[str], right: int, seed: Sequence[int]) -
 
 
 def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
-    cases = [case for name in ("public_test_cases", "private_test_cases") if row.get(name)
-             for case in _test_cases(row, name, where)]  # fmt: skip
+    cases = [
+        case
+        for name in ("public_test_cases", "private_test_cases")
+        if row.get(name)
+        for case in _test_cases(row, name, where)
+    ]
     if not cases:
         raise ConfigError(f"{where}: no test in public_test_cases or private_test_cases")
     kinds = {case.get("testtype", "stdin") for case in cases}
@@ -144,8 +162,10 @@ def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
             "fn_name": json.loads(field(row, "metadata", (str,), where))["func_name"],
         }
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where}: functional tests need JSON values, one argument a line, and the name of the function "
-                          "as func_name in the JSON text of field 'metadata'") from None  # fmt: skip
+        raise ConfigError(
+            f"{where}: functional tests need JSON values, one argument a line, and the name of the function "
+            "as func_name in the JSON text of field 'metadata'"
+        ) from None
     return Item(question + FUNCTION.format(field(row, "starter_code", (str,), where)), json.dumps(tests), "code")
 
 
@@ -159,8 +179,10 @@ def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
         ):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error):
-        raise ConfigError(f"{where}: field {name!r} is no list of tests with a text `input` and a text `output`, neither "
-                          "as JSON nor packed as LiveCodeBench does it") from None  # fmt: skip
+        raise ConfigError(
+            f"{where}: field {name!r} is no list of tests with a text `input` and a text `output`, neither "
+            "as JSON nor packed as LiveCodeBench does it"
+        ) from None
     return cases
 
 

@@ -21,8 +21,17 @@ WORTH_A_MICROBATCH = 0.01
 better balanced: full micro-batches leave nothing to shift, and one more costs a few kernel launches."""
 
 
-def split(trajectories: Sequence[Trajectory], *, version: int, replicas: int, minibatches: int, cap: int, seed: int,
-          flops: SequenceFlops | None = None, multiple: int = 1) -> list[BatchPart]:  # fmt: skip
+def split(
+    trajectories: Sequence[Trajectory],
+    *,
+    version: int,
+    replicas: int,
+    minibatches: int,
+    cap: int,
+    seed: int,
+    flops: SequenceFlops | None = None,
+    multiple: int = 1,
+) -> list[BatchPart]:
     """The batch as one part for each data-parallel replica; see `partition`. The cost of a trajectory is what
     `flops` says, or its tokens."""
     lengths, costs = [t.length for t in trajectories], None
@@ -48,8 +57,15 @@ def split(trajectories: Sequence[Trajectory], *, version: int, replicas: int, mi
     return parts
 
 
-def partition(lengths: Sequence[int], replicas: int, minibatches: int, cap: int, seed: int,
-              costs: Sequence[float] | None = None, multiple: int = 1) -> list[list[list[list[int]]]]:  # fmt: skip
+def partition(
+    lengths: Sequence[int],
+    replicas: int,
+    minibatches: int,
+    cap: int,
+    seed: int,
+    costs: Sequence[float] | None = None,
+    multiple: int = 1,
+) -> list[list[list[list[int]]]]:
     """Indices of sequences by [replica][mini-batch][micro-batch].
 
     Every sequence comes once. Mini-batches hold equally many sequences (one more in the first ones where

@@ -46,10 +46,10 @@ class Example:
 def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of data.train or data.eval, as `key` says, those beyond data.max_prompt_tokens among them.
 
-    A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced length}
-    or of another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError that names file and row for an unreadable or empty file,
-    a row of no format, a missing field, a wrong type, a prompt that the chat template refuses, a forced length above
-    rollout.max_new_tokens, or if no prompt fits.
+    A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
+    length} or of another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError that
+    names file and row for an unreadable or empty file, a row of no format, a missing field, a wrong type, a prompt that
+    the chat template refuses, a forced length above rollout.max_new_tokens, or if no prompt fits.
     """
     text, limit = getattr(config.data, key), config.data.max_prompt_tokens
     found = list(records(text))
@@ -67,12 +67,15 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
 
 
 def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """One supervised example a row: {"prompt": text or messages, "response": text}. Raises ConfigError as `read_prompts`."""
+    """One supervised example a row: {"prompt": text or messages, "response": text}. Raises ConfigError as
+    `read_prompts`."""
     found = list(records(text))
     prompts = tokenizer.prompts([prompt_of(record.row, record.where) for record in found], [r.where for r in found])
     responses = tokenizer.responses([field(record.row, "response", (str,), record.where) for record in found])
-    return [Example(np.array([*prompt, *response], np.int32), len(prompt), record.source)
-            for record, prompt, response in zip(found, prompts, responses, strict=True)]  # fmt: skip
+    return [
+        Example(np.array([*prompt, *response], np.int32), len(prompt), record.source)
+        for record, prompt, response in zip(found, prompts, responses, strict=True)
+    ]
 
 
 def check_data(config: Config) -> None:
@@ -95,12 +98,18 @@ def check_data(config: Config) -> None:
 class Cursor:
     """Every position of a data set of `size` once an epoch, each epoch in an order of its own; endless.
 
-    Of a mixture (`shares`, of data/files.py) each source gives its share of an epoch, and other rows in the next one until
-    too few are left for another share. Which ones follows from seed and epoch alone.
+    Of a mixture (`shares`, of data/files.py) each source gives its share of an epoch, and other rows in the next one
+    until too few are left for another share. Which ones follows from seed and epoch alone.
     """
 
-    def __init__(self, size: int, seed: int, at: tuple[int, int] = (0, 0), shares: Sequence[tuple[int, int]] = (),
-                 ranks: Sequence[float] = ()):  # fmt: skip
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        at: tuple[int, int] = (0, 0),
+        shares: Sequence[tuple[int, int]] = (),
+        ranks: Sequence[float] = (),
+    ):
         """`ranks`: of every position, what an epoch is ordered by, the least first; empty: in a random order."""
         self._size, self._seed, self.shares = size, seed, list(shares)
         self._ranks = np.array(ranks, np.float64)
@@ -171,8 +180,10 @@ def pass_rate_of(record: Record) -> float | None:
 def _forced_length(record: Record, max_new_tokens: int) -> int | None:
     length = record.row.get("response_tokens")
     if length is not None and (type(length) is not int or not 0 < length <= max_new_tokens):
-        raise ConfigError(f"{record.where}: response_tokens is {length!r}, expected a whole number from 1 to "
-                          f"rollout.max_new_tokens={max_new_tokens}")  # fmt: skip
+        raise ConfigError(
+            f"{record.where}: response_tokens is {length!r}, expected a whole number from 1 to "
+            f"rollout.max_new_tokens={max_new_tokens}"
+        )
     return length
 
 
@@ -180,8 +191,10 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises ConfigError where rollout.pass_rate leaves nothing to draw, or nothing to order by."""
     bounds = sorted(config.rollout.pass_rate)
     if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
-        raise ConfigError(f"rollout.pass_rate: no row of {config.data.train} has a pass_rate to order by; "
-                          "tools/evaluate.py --pass-rates writes them")  # fmt: skip
+        raise ConfigError(
+            f"rollout.pass_rate: no row of {config.data.train} has a pass_rate to order by; "
+            "tools/evaluate.py --pass-rates writes them"
+        )
     fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
     if bounds and not any(rate is None or bounds[0] <= rate <= bounds[1] for rate in fitting):
         raise ConfigError(f"rollout.pass_rate: every prompt of {config.data.train} has one outside of {bounds}")
@@ -192,5 +205,7 @@ def _check_reward(config: Config, prompts: Sequence[Prompt], key: str) -> None:
     function = config.reward.function
     for prompt in prompts:
         if ":" not in function and prompt.reward not in ("", function):
-            raise ConfigError(f"reward.function: {function}, but row {prompt.id + 1} of {key} is of a format that is scored "
-                              f"by reward.function={prompt.reward}")  # fmt: skip
+            raise ConfigError(
+                f"reward.function: {function}, but row {prompt.id + 1} of {key} is of a format that is scored "
+                f"by reward.function={prompt.reward}"
+            )

@@ -52,7 +52,8 @@ class Tokenizer:
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
-        """Token ids of messages up to where the model answers. Without a chat template their contents, one after another.
+        """Token ids of messages up to where the model answers. Without a chat template their contents, one after
+        another.
 
         Raises ConfigError if the template refuses them.
         """
@@ -60,16 +61,19 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=plain).ids
 
     def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
-        """Token ids of what follows the content of messages[answer], an answer of the model, up to where it answers next.
+        """Token ids of what follows the content of messages[answer], an answer of the model, up to where it answers
+        next.
 
-        They begin with the end token where the template ends an answer with it. Raises ConfigError if the template refuses
-        the messages, or does not show the answer.
+        They begin with the end token where the template ends an answer with it. Raises ConfigError if the template
+        refuses the messages, or does not show the answer.
         """
         replaced = [*messages[:answer], {"role": "assistant", "content": _ANSWER}, *messages[answer + 1 :]]
         _, *after = self._rendered(replaced, tools).split(_ANSWER)
         if len(after) != 1:
-            raise ConfigError(f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
-                              "follows it, expected once")  # fmt: skip
+            raise ConfigError(
+                f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
+                "follows it, expected once"
+            )
         return self._tokenizer.encode(after[0], add_special_tokens=False).ids
 
     def _rendered(self, messages: Chat, tools: Sequence[Any] | None) -> str:
@@ -132,8 +136,10 @@ class Tokenizer:
 
 def _plain(prompt: str | Chat, place: str) -> str:
     if not isinstance(prompt, str):
-        raise ConfigError(f"{place}: the prompt is a list of messages, but the model has no chat template; give it one "
-                          "(chat_template.jinja) or make the prompt a text")  # fmt: skip
+        raise ConfigError(
+            f"{place}: the prompt is a list of messages, but the model has no chat template; give it one "
+            "(chat_template.jinja) or make the prompt a text"
+        )
     return prompt
 
 

@@ -99,12 +99,17 @@ class Console:
 
     def _tell(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
-            self._note(record["time"],
-                       f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
-                       f"{record.get('items', '?')} prompts")  # fmt: skip
+            self._note(
+                record["time"],
+                f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
+                f"{record.get('items', '?')} prompts",
+            )
         elif record["kind"] == "start":
-            self._note(record["time"], "first batch trained {first_batch_s:.0f} s after the launch; engines served after "
-                       "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record))  # fmt: skip
+            self._note(
+                record["time"],
+                "first batch trained {first_batch_s:.0f} s after the launch; engines served after "
+                "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record),
+            )
         elif record["kind"] == "resume":
             self._note(record["time"], f"going on from version {record['version']}")
         elif not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):
@@ -130,9 +135,15 @@ class Console:
             body += [Text(), _engine_table(status.get("engines", []), self._config.rollout.engines)]
         body += [Text(), Text("\n".join(self._events), style="dim")]
         elapsed = status.get("elapsed_s")
-        return Panel(Group(*body), title=f"[bold]{self._config.name}[/bold]  {self._phase}", title_align="left",
-                     subtitle=_duration(elapsed) if elapsed is not None else None, subtitle_align="right",
-                     border_style="cyan", width=min(100, self._terminal.width))  # fmt: skip
+        return Panel(
+            Group(*body),
+            title=f"[bold]{self._config.name}[/bold]  {self._phase}",
+            title_align="left",
+            subtitle=_duration(elapsed) if elapsed is not None else None,
+            subtitle_align="right",
+            border_style="cyan",
+            width=min(100, self._terminal.width),
+        )
 
     def _progress(self) -> Table:
         done, total = len(self._steps), self._config.updates
@@ -141,9 +152,11 @@ class Console:
         row.add_column(ratio=1)
         row.add_column(justify="right")
         left = _seconds_left(self._steps[self._resumed_after :], total - done)
-        row.add_row(self._unit,
-                    ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),
-                    f"{done} of {total}" + (f", {_duration(left)} left" if left else ""))  # fmt: skip
+        row.add_row(
+            self._unit,
+            ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),
+            f"{done} of {total}" + (f", {_duration(left)} left" if left else ""),
+        )
         return row
 
     def _rl_facts(self, status: dict[str, Any]) -> dict[str, str]:
@@ -153,16 +166,16 @@ class Console:
             "held-out": self._held_out(),
             "reward": f"{_number(last.get('reward_mean')):<6}  {_trend(self._steps, 'reward_mean')}",
             "answers": f"{_number(last.get('response_tokens_mean'))} tokens mean, "
-                       f"{_number(last.get('response_tokens_max'), 0)} longest, "
-                       f"{_percent(last.get('truncated_share'))} cut",
+            f"{_number(last.get('response_tokens_max'), 0)} longest, "
+            f"{_percent(last.get('truncated_share'))} cut",
             "staleness": f"{_number(last.get('staleness_mean'))} mean, {_number(last.get('staleness_max'), 0)} max "
-                         f"(bound {self._config.rollout.max_staleness})",
+            f"(bound {self._config.rollout.max_staleness})",
             "trained": f"{_number(last.get('effective_tokens_per_s'), 0)} tokens/s",
             "idle": f"trainer {_percent(last.get('trainer_idle_share'))}, "
-                    f"engines {_percent(last.get('engine_idle_share'))}",
+            f"engines {_percent(last.get('engine_idle_share'))}",
             "waiting": f"{status.get('buffer_groups', 0)} groups in the buffer, "
-                       f"{status.get('running_groups', 0)} being answered",
-        }  # fmt: skip
+            f"{status.get('running_groups', 0)} being answered",
+        }
 
     def _held_out(self) -> str:
         if not self._evaluations:
@@ -188,14 +201,18 @@ def _stamped(when: float, text: str) -> str:
 
 def _line(record: dict[str, Any], count: int, total: int) -> str:
     if record["kind"] == "sft":
-        return (f"step {count}/{total}  loss {_number(record.get('loss'), 4)}  "
-                f"{_number(record.get('tokens_per_s'), 0)} tokens/s")  # fmt: skip
-    return (f"update {count}/{total}  reward {_number(record.get('reward_mean'))}  "
-            f"accuracy {_percent(record.get('accuracy'))}  staleness {_number(record.get('staleness_mean'))} "
-            f"(max {_number(record.get('staleness_max'), 0)})  "
-            f"{_number(record.get('effective_tokens_per_s'), 0)} tokens/s  "
-            f"idle trainer {_percent(record.get('trainer_idle_share'))} "
-            f"engines {_percent(record.get('engine_idle_share'))}")  # fmt: skip
+        return (
+            f"step {count}/{total}  loss {_number(record.get('loss'), 4)}  "
+            f"{_number(record.get('tokens_per_s'), 0)} tokens/s"
+        )
+    return (
+        f"update {count}/{total}  reward {_number(record.get('reward_mean'))}  "
+        f"accuracy {_percent(record.get('accuracy'))}  staleness {_number(record.get('staleness_mean'))} "
+        f"(max {_number(record.get('staleness_max'), 0)})  "
+        f"{_number(record.get('effective_tokens_per_s'), 0)} tokens/s  "
+        f"idle trainer {_percent(record.get('trainer_idle_share'))} "
+        f"engines {_percent(record.get('engine_idle_share'))}"
+    )
 
 
 def _facts(facts: dict[str, str]) -> Table:
@@ -214,8 +231,13 @@ def _engine_table(engines: list[dict[str, Any]], expected: int) -> Table | Text:
     for name in ("engine", "state", "version", "requests", "tokens/s"):
         table.add_column(name, justify="left" if name in ("engine", "state") else "right")
     for engine in engines:
-        table.add_row(engine["name"], engine.get("state", "–"), str(engine.get("version", "–")),
-                      str(engine.get("running", "–")), _number(engine.get("tokens_per_s"), 0))  # fmt: skip
+        table.add_row(
+            engine["name"],
+            engine.get("state", "–"),
+            str(engine.get("version", "–")),
+            str(engine.get("running", "–")),
+            _number(engine.get("tokens_per_s"), 0),
+        )
     return table
 
 

@@ -21,7 +21,8 @@ class Estimate:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate, from n answers of which c are correct, of the chance that one of k is: 1 − C(n−c, k) / C(n, k).
+    """Unbiased estimate, from n answers of which c are correct, of the chance that one of k is: 1 − C(n−c, k) / C(n,
+    k).
 
     Chen et al. 2021 (arXiv 2107.03374), Eq. 1; computed in whole numbers and rounded once. Raises ValueError unless
     1 ≤ k ≤ n and 0 ≤ c ≤ n.
@@ -35,9 +36,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean over items, of values in [0, 1], with the percentile bootstrap interval over items (Efron 1979).
 
-    Items are what is drawn anew: the answers to one item are alike, and would make an interval over answers too narrow. It
-    stays in [0, 1] and is skewed near its ends, where a normal interval is not. If every item has 0, or every item 1,
-    resampling has nothing to vary: then the exact binomial interval (Clopper and Pearson 1934). Always the same for the same values.
+    Items are what is drawn anew: the answers to one item are alike, and would make an interval over answers too narrow.
+    It stays in [0, 1] and is skewed near its ends, where a normal interval is not. If every item has 0, or every item
+    1, resampling has nothing to vary: then the exact binomial interval (Clopper and Pearson 1934). Always the same for
+    the same values.
     """
     items, tail = np.asarray(values, np.float64), (1 - CONFIDENCE) / 2
     mean, m = float(items.mean()), len(items)

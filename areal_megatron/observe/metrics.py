@@ -30,15 +30,19 @@ class MetricsWriter:
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Appends {"time", "kind", "version", **values}; `time` is seconds since the epoch.
 
-        `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the step) and
-        the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or dicts of them
-        (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other values.
+        `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
+        step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
+        dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
+        values.
         """
         now = time.time()
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        scalars = [Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
-                   for key, value in values.items() if isinstance(value, Real)]  # fmt: skip
+        scalars = [
+            Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
+            for key, value in values.items()
+            if isinstance(value, Real)
+        ]
         self._tensorboard.add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))
 
     def close(self) -> None:

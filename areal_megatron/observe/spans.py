@@ -56,8 +56,17 @@ def merge(run: Run) -> Path:
     for span, lane in _in_lanes(read_spans(run)):
         pid = processes.setdefault(span.process, len(processes) + 1)
         tid = lanes.setdefault((span.process, span.thread, lane), len(lanes) + 1)
-        events.append({"name": span.name, "ph": "X", "ts": span.start * 1e6, "dur": span.duration * 1e6, "pid": pid,
-                       "tid": tid, "args": span.args})  # fmt: skip
+        events.append(
+            {
+                "name": span.name,
+                "ph": "X",
+                "ts": span.start * 1e6,
+                "dur": span.duration * 1e6,
+                "pid": pid,
+                "tid": tid,
+                "args": span.args,
+            }
+        )
     for process, pid in processes.items():
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
     for (process, thread, lane), tid in lanes.items():
@@ -75,8 +84,11 @@ def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, int]]:
         lanes = open_spans.setdefault((span.process, span.thread), [])
         for lane in lanes:
             lane[:] = [earlier for earlier in lane if earlier.end > span.start]
-        fits = (number for number, lane in enumerate(lanes)
-                if all(outer.end >= span.end and outer.name != span.name for outer in lane))  # fmt: skip
+        fits = (
+            number
+            for number, lane in enumerate(lanes)
+            if all(outer.end >= span.end and outer.name != span.name for outer in lane)
+        )
         number = next(fits, len(lanes))
         if number == len(lanes):
             lanes.append([])
@@ -106,12 +118,15 @@ def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
     for span in spans:
         by_process.setdefault(span.process, []).append((span.start, span.end))
     covered = [union(intervals) for intervals in by_process.values()]
-    return [sum(overlap(intervals, a, b) for intervals in covered) / ((b - a) * max(1, len(covered)))
-            for a, b in itertools.pairwise(edges)]  # fmt: skip
+    return [
+        sum(overlap(intervals, a, b) for intervals in covered) / ((b - a) * max(1, len(covered)))
+        for a, b in itertools.pairwise(edges)
+    ]
 
 
 def speed_by_company(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
-    """Tokens/s of the `work` spans (args["tokens"]) that share time with one of `other` in their process, and of the rest.
+    """Tokens/s of the `work` spans (args["tokens"]) that share time with one of `other` in their process, and of the
+    rest.
 
     A span is counted whole, so the difference is what the company costs at the grain of the work spans. None if
     fewer than FEWEST_DISTURBED have company, or none is without.

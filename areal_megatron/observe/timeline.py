@@ -31,8 +31,15 @@ class Timeline:
 
     def event(self, name: str, start_ns: int, end_ns: int, **args) -> None:
         """Records a span whose wall-clock times (time.time_ns) are known."""
-        event = {"name": name, "ph": "X", "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "pid": self.process,
-                 "tid": threading.current_thread().name, "args": args}  # fmt: skip
+        event = {
+            "name": name,
+            "ph": "X",
+            "ts": start_ns / 1e3,
+            "dur": (end_ns - start_ns) / 1e3,
+            "pid": self.process,
+            "tid": threading.current_thread().name,
+            "args": args,
+        }
         with self._lock:
             self._file.write(json.dumps(event) + "\n")
 

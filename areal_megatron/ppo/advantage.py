@@ -1,8 +1,8 @@
 """Advantages without a critic (with one: critic.py): what a trajectory's reward is above what was to be expected.
 
-With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch may be spread
-over replicas, also in the middle of a group: `reduce` sums a float64 tensor over all of them. What has no trained token
-counts nowhere.
+With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch may be
+spread over replicas, also in the middle of a group: `reduce` sums a float64 tensor over all of them. What has no
+trained token counts nowhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Rewards:
 
 
 def batch_tokens(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """(r − mean) / (deviation + ε) over the batch, a trajectory counting once for each trained token (AReaL, Section 5)."""
+    """(r − mean) / (deviation + ε) over the batch, a trajectory counting once for each trained token (AReaL, Section
+    5)."""
     return normalised(rewards.values, rewards.trained.double(), reduce)
 
 
@@ -67,8 +68,8 @@ def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
 def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
     """Mean, deviation, least and largest advantage of the trained tokens of all replicas; {} if there are none.
 
-    advantages float64 [n] and trained int64 [n]: of the trajectories of a replica; `largest` reduces as `reduce` does, to
-    the element-wise maximum.
+    advantages float64 [n] and trained int64 [n]: of the trajectories of a replica; `largest` reduces as `reduce` does,
+    to the element-wise maximum.
     """
     count, mean, deviation = described(reduce(moments(advantages, trained.double()).sum(1)))
     own = advantages[trained > 0]

@@ -21,13 +21,13 @@ class Algorithm:
     advantages: Callable[[Rewards, Reduce], Tensor]
     loss: Callable[[Tokens, Bounds], Tensor]
     mean: str
-    """`tokens`: the mean over trained tokens; `sequences`: over sequences of the mean over each one's tokens; `longest`: over
-    sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
+    """`tokens`: the mean over trained tokens; `sequences`: over sequences of the mean over each one's tokens;
+    `longest`: over sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
     whole: bool = False
     """One ratio and one weight for a sequence: loss.Bounds."""
     critic: Callable[[Tensor], Tensor] | None = None
-    """With a critic: trained tokens of a sequence → what each of them counts in the mean and deviation of advantages. None:
-    the other answers of the group are the baseline, and a critic has no place."""
+    """With a critic: trained tokens of a sequence → what each of them counts in the mean and deviation of advantages.
+    None: the other answers of the group are the baseline, and a critic has no place."""
 
 
 ALGORITHMS = {
@@ -46,7 +46,8 @@ ALGORITHMS = {
 def token_weights(mean: str, lengths: Tensor, tokens: int, sequences: int, longest: int) -> Tensor:
     """float32 [n]: what a token of each sequence counts in a mean over the mini-batch's tokens.
 
-    lengths [n]: trained tokens of the sequences. `tokens`, `sequences`: trained ones of the mini-batch, all replicas together.
+    lengths [n]: trained tokens of the sequences. `tokens`, `sequences`: trained ones of the mini-batch, all replicas
+    together.
     """
     if mean == "tokens":
         return torch.ones(len(lengths))

@@ -1,9 +1,9 @@
 """What is done about weights π_prox/π_behav far from 1; `ppo.correction` names what is applied, with a threshold each.
 
 A correction changes the weight of a token, or masks the token: its weight becomes 0. What is masked adds nothing to the
-loss and stays in the number of tokens, and of sequences, that the loss is divided by, as in the sources. A weight that is
-not a number is never masked, so that its step is skipped. Another correction is a function, a line in CORRECTIONS and its
-name in config.py.
+loss and stays in the number of tokens, and of sequences, that the loss is divided by, as in the sources. A weight that
+is not a number is never masked, so that its step is skipped. Another correction is a function, a line in CORRECTIONS
+and its name in config.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def icepop(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Ten
 
 
 def sequence_mask(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Tensor:
-    """Masks sequences whose geometric mean of weights is outside [1/bound, bound]: unlike their product it does not grow
-    with the length (Geo-Mask: Li and Liu, "When Speed Kills Stability", part 3)."""
+    """Masks sequences whose geometric mean of weights is outside [1/bound, bound]: unlike their product it does not
+    grow with the length (Geo-Mask: Li and Liu, "When Speed Kills Stability", part 3)."""
     return weights.masked_fill(sequence_mean(lag, sequences).abs() > math.log(bound), 0)
 
 
@@ -46,7 +46,8 @@ CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
 
 
 def corrected(lag: Tensor, sequences: Tensor, kept: Tensor, thresholds: Mapping[str, float]) -> Tensor:
-    """Weights [N] from their logarithms; 0 where `kept` is False. Of whole sequences, so that packing changes nothing."""
+    """Weights [N] from their logarithms; 0 where `kept` is False. Of whole sequences, so that packing changes
+    nothing."""
     weights = lag.exp()
     for name, correct in CORRECTIONS.items():
         if name in thresholds:

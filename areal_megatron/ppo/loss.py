@@ -1,7 +1,8 @@
 """Policy losses with the behaviour and the proximal policy decoupled (AReaL, Equation 5).
 
-All tensors are [N], an element for each trained token of a micro-batch, its sequences one after another; `sequences` says
-to which each belongs. Only `current` gets a gradient. Naive PPO is the same with the behaviour policy as the proximal one.
+All tensors are [N], an element for each trained token of a micro-batch, its sequences one after another; `sequences`
+says to which each belongs. Only `current` gets a gradient. Naive PPO is the same with the behaviour policy as the
+proximal one.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
 
 
 def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """−w · clip(u) · A · log π_θ, u without gradient: every token has one (CISPO, arXiv 2506.13585, Equation 4), w corrected."""
+    """−w · clip(u) · A · log π_θ, u without gradient: every token has one (CISPO, arXiv 2506.13585, Equation 4), w
+    corrected."""
     drift, lag = _log_ratios(tokens, bounds)
     ratio = _clip(drift.detach().exp(), bounds)
     return -_weights(lag, tokens, bounds) * ratio * tokens.advantages * tokens.current
 
 
 def log_linear(current: Tensor, behaviour: Tensor, staleness: Tensor, ahead: float) -> Tensor:
-    """log π_prox ≈ log π_behav + α · (log π_θ − log π_behav), α = (v_prox − v_behav) / (v_θ − v_behav), from the versions v
-    (AReaL's log-linear approximation of the proximal policy).
+    """log π_prox ≈ log π_behav + α · (log π_θ − log π_behav), α = (v_prox − v_behav) / (v_θ − v_behav), from the
+    versions v (AReaL's log-linear approximation of the proximal policy).
 
-    staleness [N]: v_prox − v_behav; ahead: v_θ − v_prox, the share of the update's steps that were taken. Before the first
-    one the current policy is the proximal one.
+    staleness [N]: v_prox − v_behav; ahead: v_θ − v_prox, the share of the update's steps that were taken. Before the
+    first one the current policy is the proximal one.
     """
     if not ahead:
         return current

@@ -1,12 +1,12 @@
 """What is added to the policy loss; `ppo.penalty` names it, with a coefficient each.
 
-It is added for every trained token, also for one that a correction masks, and averaged as the policy loss is; `kl_k1` alone
-is part of the advantage. Another penalty is a function, a line in PENALTIES and its name in config.py.
+It is added for every trained token, also for one that a correction masks, and averaged as the policy loss is; `kl_k1`
+alone is part of the advantage. Another penalty is a function, a line in PENALTIES and its name in config.py.
 
-Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ: k1 = log π_θ − log π_ref, k2 = k1² / 2 and
-k3 = π_ref/π_θ − 1 + k1. As values k1 and k3 have the right mean. As losses, that is by their gradients, it is k2: its mean
-gradient is that of KL(π_θ ‖ π_ref), as is that of k1 taken off the reward. The mean gradient of k1 itself is 0, and that of k3
-is of KL(π_ref ‖ π_θ), equal near the reference only (Liu et al., arXiv 2510.01555). Tokens of an older policy are taken as
+Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ: k1 = log π_θ − log π_ref, k2 = k1² / 2 and k3 = π_ref/π_θ −
+1 + k1. As values k1 and k3 have the right mean. As losses, that is by their gradients, it is k2: its mean gradient is
+that of KL(π_θ ‖ π_ref), as is that of k1 taken off the reward. The mean gradient of k1 itself is 0, and that of k3 is
+of KL(π_ref ‖ π_θ), equal near the reference only (Liu et al., arXiv 2510.01555). Tokens of an older policy are taken as
 if they were of π_θ, but for k1, which is weighed as rewards are.
 """
 
@@ -56,8 +56,8 @@ def penalty(current: Tensor, entropy: Tensor, reference: Tensor | None, coeffici
 def penalised(
     advantages: Tensor, current: Tensor, reference: Tensor | None, coefficients: Mapping[str, float]
 ) -> Tensor:
-    """Advantages [N] less the coefficient of `kl_k1` times k1 of the token itself, without gradient (arXiv 2203.02155 takes
-    it off the reward)."""
+    """Advantages [N] less the coefficient of `kl_k1` times k1 of the token itself, without gradient (arXiv 2203.02155
+    takes it off the reward)."""
     if IN_REWARD not in coefficients:
         return advantages
     return advantages - coefficients[IN_REWARD] * (current.detach() - reference)

@@ -13,11 +13,12 @@ _BINS = 256
 
 
 def first_beyond(values: Tensor, within: Callable[[Tensor, Tensor], Tensor], reduce: Reduce) -> float:
-    """The smallest of the values for which, of all values up to and including it, `within` is False; inf if there is none.
+    """The smallest of the values for which, of all values up to and including it, `within` is False; inf if there is
+    none.
 
-    values: float32 [n], not negative. within: (count, sum), float64 [k] each → bool [k]; once False, it must be so for all
-    larger values. Radix selection: non-negative floats are ordered as their bits are, and four times 256 counts and sums,
-    by eight bits each, are reduced whatever n is.
+    values: float32 [n], not negative. within: (count, sum), float64 [k] each → bool [k]; once False, it must be so for
+    all larger values. Radix selection: non-negative floats are ordered as their bits are, and four times 256 counts and
+    sums, by eight bits each, are reduced whatever n is.
     """
     keys = values.contiguous().view(torch.int32)
     chosen, prefix, below = torch.ones_like(keys, dtype=torch.bool), 0, torch.zeros(2, 1, dtype=torch.float64)

@@ -23,10 +23,16 @@ def check(config: Config, require: Require) -> None:
         bound = ppo.correction.get(name, math.inf)
         require(bound > 1, "ppo.correction", f"{name}, the b of [1/b, b], must be above 1, is {bound}")
     masks = [name for name in ppo.correction if name != "truncated"]
-    require(ppo.objective != "naive" or not masks, "ppo.correction",
-            f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1")  # fmt: skip
-    require(ppo.objective != "loglinear" or "m2po" not in masks, "ppo.correction",
-            "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled")  # fmt: skip
+    require(
+        ppo.objective != "naive" or not masks,
+        "ppo.correction",
+        f"{', '.join(masks)} would change nothing: with ppo.objective=naive every weight is 1",
+    )
+    require(
+        ppo.objective != "loglinear" or "m2po" not in masks,
+        "ppo.correction",
+        "m2po has to know the proximal policy before the loss: it needs ppo.objective=decoupled",
+    )
     if ppo.critic:
         _check_critic(config, require)
 
@@ -35,11 +41,16 @@ def _check_critic(config: Config, require: Require) -> None:
     algorithm, critic = config.ppo.algorithm, config.ppo.critic
     require(config.mode != "sft", "ppo.critic", "supervised runs have no critic")
     require("lr" in critic, "ppo.critic", "needs lr, the critic's learning rate: {lr: 1e-5}")
-    require(algorithm in OF_CRITIC, "ppo.critic", f"ppo.algorithm={algorithm} has the other answers of the group as its "
-            f"baseline; with a critic set it to {' or '.join(OF_CRITIC)}")  # fmt: skip
+    require(
+        algorithm in OF_CRITIC,
+        "ppo.critic",
+        f"ppo.algorithm={algorithm} has the other answers of the group as its "
+        f"baseline; with a critic set it to {' or '.join(OF_CRITIC)}",
+    )
     for name in ("gamma", "lambda"):
         require(critic.get(name, 1) <= 1, "ppo.critic", f"{name} must be at most 1, is {critic.get(name)}")
     warmup = critic.get("warmup", 0)
     require(warmup == int(warmup), "ppo.critic", f"warmup, a number of updates, must be whole, is {warmup}")
-    require(warmup < config.updates, "ppo.critic",
-            f"warmup={warmup:g} leaves the policy none of updates={config.updates}")  # fmt: skip
+    require(
+        warmup < config.updates, "ppo.critic", f"warmup={warmup:g} leaves the policy none of updates={config.updates}"
+    )

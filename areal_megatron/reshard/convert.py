@@ -40,7 +40,8 @@ from areal_megatron.reshard.layout import Box, Shape, numbers
 BLOCK_BYTES = 4 * 2**20
 """Read at once, while another is written."""
 WRITE_BYTES = 256 * 2**10
-"""A call of write; the kernel (6.18, ext4) takes four times as long for the bytes of larger ones, of a megabyte and more."""
+"""A call of write; the kernel (6.18, ext4) takes four times as long for the bytes of larger ones, of a megabyte and
+more."""
 CHUNK_BYTES = 32 * 2**20
 """Of a tensor that from_hf stores as one; the writer keeps the last one of each tensor's name."""
 WRITE_BEHIND_BYTES = 64 * 2**20
@@ -136,9 +137,12 @@ def from_hf(
     for plain, fused in dist_checkpoint.ALIASES.items():
         held[fused], pieces[fused] = held[plain], pieces[plain]
     tensors = {name: (dtype or model.dtype(pieces[name][0].tensor), shape) for name, shape in held.items()}
-    chunks = [(name, block) for name, (kind, shape) in tensors.items()
-              for box in _singles(shape, numbers(pieces[name][0].tensor))
-              for block in blocks(box, numbers(pieces[name][0].tensor), kind, CHUNK_BYTES)]  # fmt: skip
+    chunks = [
+        (name, block)
+        for name, (kind, shape) in tensors.items()
+        for box in _singles(shape, numbers(pieces[name][0].tensor))
+        for block in blocks(box, numbers(pieces[name][0].tensor), kind, CHUNK_BYTES)
+    ]
     total = sum(prod(shape) * ITEMSIZE[kind] for kind, shape in tensors.values())
     dtypes = {piece.tensor: tensors[piece.parameter][0] for piece in layout.pieces}
     written = entries(layout.canonical, dtypes.__getitem__)
@@ -199,7 +203,8 @@ def compare(source: Source, result: Source, model: list[Entry], progress: _Progr
 
 @contextlib.contextmanager
 def whole_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
-    """A folder to fill, which becomes `path`, with `sync` once everything in it is on disk; removed if an error is raised.
+    """A folder to fill, which becomes `path`, with `sync` once everything in it is on disk; removed if an error is
+    raised.
 
     size: bytes that are to be written. Raises CheckpointError where `path` exists or cannot be written.
     """
@@ -213,8 +218,9 @@ def whole_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         if (free := shutil.disk_usage(partial).free) < size:
-            raise CheckpointError(f"{path} needs {size / 1e9:.3f} GB and {free / 1e9:.3f} GB are free: make room or "
-                                  "choose another disk")  # fmt: skip
+            raise CheckpointError(
+                f"{path} needs {size / 1e9:.3f} GB and {free / 1e9:.3f} GB are free: make room or choose another disk"
+            )
         yield partial
         for folder, _, files in os.walk(partial) if sync else ():
             for file in files:
@@ -249,8 +255,10 @@ def _folders(checkpoint: Path, description: Path | None) -> tuple[Path, Path]:
             f"{checkpoint} is no folder; give a checkpoint folder such as RUN/checkpoints/version-000012"
         )
     if description is None:
-        raise CheckpointError(f"{checkpoint} has no folder {TRAINER}: give a checkpoint folder, or for a torch_dist folder "
-                              "alone --config HF_DIR, a folder with config.json and tokenizer")  # fmt: skip
+        raise CheckpointError(
+            f"{checkpoint} has no folder {TRAINER}: give a checkpoint folder, or for a torch_dist folder "
+            "alone --config HF_DIR, a folder with config.json and tokenizer"
+        )
     return checkpoint, description
 
 

@@ -77,8 +77,9 @@ class DistCheckpoint:
         self.folder = folder
         self._stored = stored_tensors(folder, MODEL_PREFIXES)
         expected = layout(hf_config)
-        self._name_of = {name: ALIASES[name] if name not in self._stored and name in ALIASES else name
-                         for name in expected.held}  # fmt: skip
+        self._name_of = {
+            name: ALIASES[name] if name not in self._stored and name in ALIASES else name for name in expected.held
+        }
         self._check_shapes(expected, architecture(hf_config).name)
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in expected.pieces:
@@ -115,8 +116,10 @@ class DistCheckpoint:
     def _check_shapes(self, expected: Layout, model: str) -> None:
         for name, shape in expected.held.items():
             if self._name_of[name] not in self._stored:
-                raise CheckpointError(f"{self.folder} has no tensor {name}, which config.json ({model}) asks for; "
-                                      "give the config of the model that was saved")  # fmt: skip
+                raise CheckpointError(
+                    f"{self.folder} has no tensor {name}, which config.json ({model}) asks for; "
+                    "give the config of the model that was saved"
+                )
             found = self._stored[self._name_of[name]].shape
             if found != shape and not (name in PADDED and found[1:] == shape[1:] and found[0] > shape[0]):
                 raise CheckpointError(
@@ -139,6 +142,8 @@ class DistCheckpoint:
                 found[number].append(chunk)
         size, whole = sum(chunk.box.size for chunk in stored.chunks), prod(stored.shape)
         if size != whole:
-            raise CheckpointError(f"{self.folder}: {name} has {size} of its {whole} elements; it was not saved whole, "
-                                  "take another checkpoint")  # fmt: skip
+            raise CheckpointError(
+                f"{self.folder}: {name} has {size} of its {whole} elements; it was not saved whole, "
+                "take another checkpoint"
+            )
         return dict(found)

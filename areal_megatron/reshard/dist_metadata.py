@@ -59,8 +59,10 @@ class Chunk:
                 raise ValueError("it is longer than its place")
         except Exception as e:  # reading a damaged file raises almost anything
             problem = str(e).strip().partition("\n")[0]
-            raise CheckpointError(f"{self.file} is damaged: cannot read {self.tensor} from byte {self.start} on "
-                                  f"({problem}); take another checkpoint") from None  # fmt: skip
+            raise CheckpointError(
+                f"{self.file} is damaged: cannot read {self.tensor} from byte {self.start} on "
+                f"({problem}); take another checkpoint"
+            ) from None
         return Extent(self.file, self.start + offset, dtype, self.box)
 
 
@@ -104,8 +106,10 @@ def _check_backend(folder: Path) -> None:
     try:
         backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
     except OSError as e:
-        raise CheckpointError(f"{folder} is no whole torch_dist checkpoint: cannot read metadata.json ({e.strerror}), "
-                              "which is written last") from None  # fmt: skip
+        raise CheckpointError(
+            f"{folder} is no whole torch_dist checkpoint: cannot read metadata.json ({e.strerror}), "
+            "which is written last"
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{folder}/metadata.json names no sharded_backend; take another checkpoint") from None
     if backend != BACKEND["sharded_backend"]:
@@ -134,8 +138,10 @@ def _check_files(folder: Path, places: Any, files: set[Path]) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; take another checkpoint or copy it whole")
         if (size := path.stat().st_size) < ends[path]:
-            raise CheckpointError(f"{path} has {size:,} bytes and should have {ends[path]:,}: it is truncated; take "
-                                  "another checkpoint or copy it whole")  # fmt: skip
+            raise CheckpointError(
+                f"{path} has {size:,} bytes and should have {ends[path]:,}: it is truncated; take "
+                "another checkpoint or copy it whole"
+            )
 
 
 def _dtype(name: str, stored: Any) -> str:

@@ -31,8 +31,9 @@ def write(
 ) -> None:
     """Writes a torch_dist folder of files of at most file_bytes (or one chunk).
 
-    tensors: name → dtype and whole shape; `resolve` makes the array of a chunk (name, box), as extents.empty does,
-    when its turn has come, in the order of `chunks`. objects: names of entries that hold None. Raises CheckpointError where writing fails.
+    tensors: name → dtype and whole shape; `resolve` makes the array of a chunk (name, box), as extents.empty does, when
+    its turn has come, in the order of `chunks`. objects: names of entries that hold None. Raises CheckpointError where
+    writing fails.
     """
     items = [[WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, BytesIOWriteData(0)) for name in objects]]
     size = 0

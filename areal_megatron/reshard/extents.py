@@ -151,8 +151,9 @@ def safetensors_extents(path: Path) -> dict[str, Extent]:
         for name, entry in header.items():
             box, (start, stop) = whole(entry["shape"]), entry["data_offsets"]
             if entry["dtype"] not in SAFETENSORS_DTYPES:
-                raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}; supported are "
-                                      f"{', '.join(SAFETENSORS_DTYPES)}")  # fmt: skip
+                raise CheckpointError(
+                    f"{path}: {name} has dtype {entry['dtype']}; supported are {', '.join(SAFETENSORS_DTYPES)}"
+                )
             dtype = SAFETENSORS_DTYPES[entry["dtype"]]
             if stop - start != box.size * ITEMSIZE[dtype] or 8 + length + stop > size:
                 raise ValueError(f"{name} does not lie in it whole")

@@ -169,8 +169,10 @@ def _bring(
         part = torch.empty(need.receive.box.shape, dtype=tensor.dtype)
         dist.recv(part, holder, group=group)
     if tensor is not None:
-        region = tuple(slice(a - base, b - base) for a, b, base in
-                       zip(need.receive.box.start, need.receive.box.stop, box.start, strict=True))  # fmt: skip
+        region = tuple(
+            slice(a - base, b - base)
+            for a, b, base in zip(need.receive.box.start, need.receive.box.stop, box.start, strict=True)
+        )
         tensor[region].copy_(part.view(need.receive.box.shape))
 
 

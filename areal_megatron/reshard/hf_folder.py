@@ -35,8 +35,9 @@ class HfFolder:
             if name not in self._extents:
                 raise CheckpointError(f"{folder} has no tensor {name}, which config.json ({model.name}) asks for")
             if (found := self._extents[name].box.shape) != shape:
-                raise CheckpointError(f"{folder}: {name} has shape {list(found)}, config.json ({model.name}) asks for "
-                                      f"{list(shape)}")  # fmt: skip
+                raise CheckpointError(
+                    f"{folder}: {name} has shape {list(found)}, config.json ({model.name}) asks for {list(shape)}"
+                )
         for name in self._extents.keys() - expected.keys():
             if not (name == "lm_head.weight" and model.tied) and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{folder} has a tensor {name}, which config.json ({model.name}) does not have")

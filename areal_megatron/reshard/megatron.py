@@ -56,16 +56,26 @@ class MegatronSizes:
 
     def __post_init__(self):
         if self.tp * self.cp * self.dp % (self.expert_tp * self.ep):
-            raise ConfigError(f"trainer.ep: {self.ep} times etp={self.expert_tp} does not divide the "
-                              f"{self.tp * self.cp * self.dp} ranks of a pipeline stage")  # fmt: skip
+            raise ConfigError(
+                f"trainer.ep: {self.ep} times etp={self.expert_tp} does not divide the "
+                f"{self.tp * self.cp * self.dp} ranks of a pipeline stage"
+            )
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"trainer.vpp: {self.vpp} virtual stages need trainer.pp above 1")
 
     @classmethod
     def of(cls, trainer: Trainer, transformer_engine: bool = False) -> MegatronSizes:
         """The sizes that a run's config asks for."""
-        return cls(tp=trainer.tp, pp=trainer.pp, dp=trainer.dp, ep=trainer.ep, etp=trainer.etp, vpp=trainer.vpp,
-                   fused_layernorm=transformer_engine, grouped_experts=transformer_engine)  # fmt: skip
+        return cls(
+            tp=trainer.tp,
+            pp=trainer.pp,
+            dp=trainer.dp,
+            ep=trainer.ep,
+            etp=trainer.etp,
+            vpp=trainer.vpp,
+            fused_layernorm=transformer_engine,
+            grouped_experts=transformer_engine,
+        )
 
     @property
     def expert_tp(self) -> int:
@@ -103,8 +113,10 @@ class MegatronSizes:
             stages = [rest - last, *[middle] * (pp - 2), last]
             if pp > 1 and min(stages) > 0 and (rest - last) % unit == 0:
                 return stages
-        raise ConfigError(f"trainer.pp: num_hidden_layers={layers} of the model cannot be divided over {pp} stages"
-                          + (f" of {unit} virtual ones (trainer.vpp)" if unit > 1 else ""))  # fmt: skip
+        raise ConfigError(
+            f"trainer.pp: num_hidden_layers={layers} of the model cannot be divided over {pp} stages"
+            + (f" of {unit} virtual ones (trainer.vpp)" if unit > 1 else "")
+        )
 
     def uneven_stages(self, layers: int) -> dict[str, int]:
         """What megatron-core's TransformerConfig must be told of stage_sizes."""
@@ -129,7 +141,8 @@ def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int) -> Lay
 
 
 def without_head(layout: Layout) -> Layout:
-    """The layout of the same model but for its output layer: of one with another, which no Hugging Face folder holds."""
+    """The layout of the same model but for its output layer: of one with another, which no Hugging Face folder
+    holds."""
     pieces = tuple(piece for piece in layout.pieces if not is_head(piece.parameter))
     held = {name: shape for name, shape in layout.held.items() if not is_head(name)}
     return Layout(held, {piece.tensor: layout.canonical[piece.tensor] for piece in pieces}, pieces)

@@ -90,8 +90,10 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks if and only if they expect the same messages."""
-        text = [(t.source, t.destination, t.receive.tensor, t.receive.box, t.receive.parameter, t.receive.local)
-                for t in self.transfers]  # fmt: skip
+        text = [
+            (t.source, t.destination, t.receive.tensor, t.receive.box, t.receive.parameter, t.receive.local)
+            for t in self.transfers
+        ]
         return hashlib.sha256(repr((self.bucket_elements, text)).encode()).hexdigest()
 
     def _buckets(self, own: Iterable[Transfer]) -> list[Bucket]:
@@ -188,8 +190,10 @@ def _holdings(sources: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]
     for tensor, boxes in held.items():
         covered = sum(box.size for box in boxes)
         if covered != prod(shapes[tensor]):
-            raise LayoutError(f"{tensor} of shape {list(shapes[tensor])}: the sources' boxes hold {covered} elements "
-                              f"instead of {prod(shapes[tensor])}")  # fmt: skip
+            raise LayoutError(
+                f"{tensor} of shape {list(shapes[tensor])}: the sources' boxes hold {covered} elements "
+                f"instead of {prod(shapes[tensor])}"
+            )
     return held
 
 

@@ -1,4 +1,5 @@
-"""vLLM's general plugin: registers the weight transfer backends "areal" and "areal-streamed" in every process of an engine.
+"""vLLM's general plugin: registers the weight transfer backends "areal" and "areal-streamed" in every process of an
+engine.
 
 Every vLLM process of an environment with this package loads it, so it imports nothing heavy at module level.
 """

@@ -30,9 +30,9 @@ OnDelivered = Callable[[int, int, int, float, int, str], None]
 class Publisher:
     """Sends the live parameters of one trainer rank; every trainer rank has one and calls it alike.
 
-    `parameters` returns this rank's settled parameters by Megatron's names; their storage is read in place,
-    so no step may change them between `publish` and the return of `wait_until_read`. Each engine has
-    the sizes `engine` and holds `dtype`; `engines` of them are there from the start. `on_delivered` is called on global rank 0 alone, once for each
+    `parameters` returns this rank's settled parameters by Megatron's names; their storage is read in place, so no step
+    may change them between `publish` and the return of `wait_until_read`. Each engine has the sizes `engine` and holds
+    `dtype`; `engines` of them are there from the start. `on_delivered` is called on global rank 0 alone, once for each
     version and link. Raises ConfigError or LayoutError at once where model, sizes and parameters disagree.
     """
 
@@ -104,7 +104,8 @@ class Publisher:
         return {update.outlet.key for update in list(self._updates) if update.thread.is_alive()}
 
     def give_up(self, engine: int, epoch: int) -> None:
-        """The engine will never have what is under way in this epoch: no rank waits for it any longer; from any thread."""
+        """The engine will never have what is under way in this epoch: no rank waits for it any longer; from any
+        thread."""
         for update in list(self._updates):
             if update.outlet.key == (engine, epoch) and update.thread.is_alive():
                 update.give_up(f"engine {engine} has left epoch {epoch}")
@@ -160,8 +161,16 @@ class Outlet:
         if self._broken:
             raise LinkError(f"engine {self.engine} needs a new epoch after {self.epoch}, which failed: {self._broken}")
         if self._link is None:
-            self._link = Link(engine=self.engine, epoch=self.epoch, rank=p.rank, trainers=p.trainers,
-                              engine_ranks=p.engine_ranks, store=p.store, device=p.device, timeout_s=p.timeout_s)  # fmt: skip
+            self._link = Link(
+                engine=self.engine,
+                epoch=self.epoch,
+                rank=p.rank,
+                trainers=p.trainers,
+                engine_ranks=p.engine_ranks,
+                store=p.store,
+                device=p.device,
+                timeout_s=p.timeout_s,
+            )
         return self._link
 
     def break_link(self, update: int, reason: str) -> str:
@@ -200,10 +209,13 @@ class Outlet:
             self._messages = [
                 Outgoing(bucket, held[0].view(-1), None)
                 if as_is
-                else Outgoing(bucket, buffer := next(turns)[: bucket.elements],
-                              bind((transfer.send for transfer in bucket.transfers), parameters, buffer))
+                else Outgoing(
+                    bucket,
+                    buffer := next(turns)[: bucket.elements],
+                    bind((transfer.send for transfer in bucket.transfers), parameters, buffer),
+                )
                 for bucket, held, as_is in zip(self.buckets, views, direct, strict=True)
-            ]  # fmt: skip
+            ]
             self._bound_to = storage
         return self._messages
 
@@ -258,7 +270,8 @@ class Update:
                 self.cut_off(f"not read within {self.deadline.timeout_s:.0f} s and given up for the next step")
 
     def cut_off(self, reason: str) -> None:
-        """The update fails unless all of it has been read by now; nothing read from here on reaches an engine's commit."""
+        """The update fails unless all of it has been read by now; nothing read from here on reaches an engine's
+        commit."""
         with self._reading:
             self._cut_off = reason
             self.read.set()
@@ -297,8 +310,10 @@ class Update:
         ready = {f"ready/{n}/{r}": f"engine rank {r} to start update {n}" for r in range(publisher.engine_ranks)}
         for rank, digest in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
             if digest != outlet.plan.digest:
-                raise LinkError(f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
-                                "the same release, with the same model and sizes?")  # fmt: skip
+                raise LinkError(
+                    f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
+                    "the same release, with the same model and sizes?"
+                )
         link.say(f"sending/{n}/{publisher.rank}", "")
         size = sum(bucket.elements for bucket in outlet.buckets) * publisher.dtype.itemsize
         span = publisher.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
@@ -333,7 +348,9 @@ class Update:
 
     def _stop(self) -> None:
         if self._cut_off:
-            raise LinkError(f"engine {self.outlet.engine}, epoch {self.outlet.epoch}, version {self.version}: {self._cut_off}")  # fmt: skip
+            raise LinkError(
+                f"engine {self.outlet.engine}, epoch {self.outlet.epoch}, version {self.version}: {self._cut_off}"
+            )
 
     def _wait_received(self) -> int:
         """Bytes that the engine received, once all its ranks have them and no sender was cut off."""

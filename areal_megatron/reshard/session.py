@@ -6,7 +6,7 @@ One update of one engine:
 |---|---|---|
 | /init_weight_transfer_engine | init_body(…) | once per epoch: joins the link in the background, returns at once |
 | /start_weight_update | {} | receives the next version of this epoch into staging, in the background |
-| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies staging into the live parameters, resumes (rollout/commit.py) |
+| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (rollout/commit.py) |
 
 A link numbers its updates: the n-th /start_weight_update of an epoch receives the n-th `publish` that
 names this epoch on the trainer's side. After a failed or abandoned update post ABORT_BODY to

@@ -38,8 +38,16 @@ class ShardBuilder:
     """Collects the parameters of one rank: its `tensor` share of everything, of the experts in `experts` its
     `expert_tensor` share."""
 
-    def __init__(self, dimensions: Dimensions, *, tensor: Share, expert_tensor: Share, experts: range,
-                 vocabulary: int, fuse_heads: FuseHeads):  # fmt: skip
+    def __init__(
+        self,
+        dimensions: Dimensions,
+        *,
+        tensor: Share,
+        expert_tensor: Share,
+        experts: range,
+        vocabulary: int,
+        fuse_heads: FuseHeads,
+    ):
         self.dimensions, self.tensor, self.expert_tensor, self.experts = dimensions, tensor, expert_tensor, experts
         self.padded_vocabulary, self.fuse_heads = vocabulary, fuse_heads
         self._held: dict[str, Shape] = {}
@@ -52,8 +60,10 @@ class ShardBuilder:
         else:
             tensor.check("intermediate_size", dimensions.ffn)
         if dimensions.kv_heads % tensor.count and tensor.count % dimensions.kv_heads:
-            raise ConfigError(f"{tensor.key}: {tensor.count} is neither a divisor nor a multiple of "
-                              f"num_key_value_heads={dimensions.kv_heads} of the model")  # fmt: skip
+            raise ConfigError(
+                f"{tensor.key}: {tensor.count} is neither a divisor nor a multiple of "
+                f"num_key_value_heads={dimensions.kv_heads} of the model"
+            )
 
     def add(self, row: Row, parameter: str, layers: range | None = None) -> None:
         """Adds the pattern `parameter`, which holds this rank's part of the row's tensors in those layers."""

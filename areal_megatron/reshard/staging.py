@@ -91,9 +91,16 @@ class Inlet:
 
         def join() -> None:
             try:
-                self.link = Link(engine=engine, epoch=epoch, rank=trainers.ranks + shard.rank, trainers=trainers.ranks,
-                                 engine_ranks=engine_sizes.ranks, store=store, device=shard.staging.device,
-                                 timeout_s=timeout_s)  # fmt: skip
+                self.link = Link(
+                    engine=engine,
+                    epoch=epoch,
+                    rank=trainers.ranks + shard.rank,
+                    trainers=trainers.ranks,
+                    engine_ranks=engine_sizes.ranks,
+                    store=store,
+                    device=shard.staging.device,
+                    timeout_s=timeout_s,
+                )
                 self._index(Planner(hf_config, trainers, engine_sizes, bucket_elements).plan(engine))
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
@@ -125,8 +132,9 @@ class Inlet:
         largest = max((bucket.elements for bucket in self.buckets), default=1)
         self.slots = self.shard.staging.numel() // largest if self.shard.streamed else len(self.buckets)
         if self.buckets and not self.slots:
-            raise LayoutError(f"{self.name}: staging of {self.shard.staging.numel()} elements has no room for a "
-                              f"message of {largest}")  # fmt: skip
+            raise LayoutError(
+                f"{self.name}: staging of {self.shard.staging.numel()} elements has no room for a message of {largest}"
+            )
         offset = 0
         for number, bucket in enumerate(self.buckets):
             if self.shard.streamed:

@@ -95,8 +95,18 @@ class Link:
     One thread at a time may use it; what it says and hears of failures, any thread.
     """
 
-    def __init__(self, *, engine: int, epoch: int, rank: int, trainers: int, engine_ranks: int, store: str,
-                 device: torch.device, timeout_s: float):  # fmt: skip
+    def __init__(
+        self,
+        *,
+        engine: int,
+        epoch: int,
+        rank: int,
+        trainers: int,
+        engine_ranks: int,
+        store: str,
+        device: torch.device,
+        timeout_s: float,
+    ):
         self.name = f"link to engine {engine}, epoch {epoch}"
         self.device = device
         prefix = f"link/{engine}/{epoch}"
@@ -117,7 +127,8 @@ class Link:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """Frees the GPU of messages that nobody will send or take; the link is unusable then. gloo's end by themselves."""
+        """Frees the GPU of messages that nobody will send or take; the link is unusable then. gloo's end by
+        themselves."""
         if self._stream:
             with contextlib.suppress(RuntimeError):  # of a group that has failed already
                 self._group.abort()

@@ -1,4 +1,5 @@
-"""Scores from a service: POST {"prompt", "response", "answer"}, answered by {"score": number} and maybe {"feedback": text}."""
+"""Scores from a service: POST {"prompt", "response", "answer"}, answered by {"score": number} and maybe {"feedback":
+text}."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ def function(url: str, limit_s: float):
     if not named:
         raise ConfigError(f"reward.function: {url!r} is no address, expected http://host:port/path")
     if parts.username is not None:
-        raise ConfigError("reward.function: the address holds a user name, which everybody would read in the list of "
-                          "processes; put a function of yours between that reads it from a file")  # fmt: skip
+        raise ConfigError(
+            "reward.function: the address holds a user name, which everybody would read in the list of "
+            "processes; put a function of yours between that reads it from a file"
+        )
     return functools.partial(score, url=url, limit_s=limit_s)
 
 
 def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
-    """What the service gives as score and as feedback, not checked. Raises ValueError for any other reply, OSError without one."""
+    """What the service gives as score and as feedback, not checked. Raises ValueError for any other reply, OSError
+    without one."""
     question = {"prompt": prompt, "response": response, "answer": answer}
     return asyncio.run(_ask(url, question, limit_s))
 

@@ -81,18 +81,20 @@ def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
 
 
 def check_isolation(key: str = "reward.function") -> None:
-    """Runs one program that tries the limits. Raises ConfigError, naming the config's key that wants it, where the machine
-    does not offer the isolation."""
+    """Runs one program that tries the limits. Raises ConfigError, naming the config's key that wants it, where the
+    machine does not offer the isolation."""
     try:
         outcome = run(_PROBE, limits=Limits(wall_s=30, threads=8))
         problem = "" if outcome.good else outcome.stderr.strip().rpartition("\n")[2] or f"ended by {outcome.ended}"
     except (SandboxError, OSError, AttributeError) as e:
         problem = str(e)
     if problem:
-        raise ConfigError(f"{key}: programs cannot be isolated on this machine, so none is run: it needs "
-                          "Linux 5.14 on x86_64 or aarch64 that lets its users make user namespaces "
-                          "(docs/rewards.md says which settings forbid it); "
-                          f"what failed: {problem}")  # fmt: skip
+        raise ConfigError(
+            f"{key}: programs cannot be isolated on this machine, so none is run: it needs "
+            "Linux 5.14 on x86_64 or aarch64 that lets its users make user namespaces "
+            "(docs/rewards.md says which settings forbid it); "
+            f"what failed: {problem}"
+        )
 
 
 _PROBE = """
@@ -131,8 +133,17 @@ class _Guard:
             command = [sys._base_executable, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
             pipe = subprocess.PIPE
             try:
-                self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env={},
-                                                 cwd="/", pass_fds=passed, start_new_session=True)  # fmt: skip
+                self._process = subprocess.Popen(
+                    command,
+                    bufsize=0,
+                    stdin=pipe,
+                    stdout=pipe,
+                    stderr=pipe,
+                    env={},
+                    cwd="/",
+                    pass_fds=passed,
+                    start_new_session=True,
+                )
             except BaseException:
                 os.close(self._reports)
                 raise

@@ -3,8 +3,8 @@
 Three processes. The guard makes the namespaces and stays outside of the new pid namespace. Init is process 1 of it: it
 builds the file system and waits for the program, which is the third. When init ends, the kernel kills whatever is left
 in its namespace; the guard kills init when standard input is closed, which the death of its parent does too, and the
-kernel kills init when the guard dies. Nothing of that rests on the program: it can neither see nor signal the guard, and
-init ignores its signals and holds capabilities that keep it from being traced.
+kernel kills init when the guard dies. Nothing of that rests on the program: it can neither see nor signal the guard,
+and init ignores its signals and holds capabilities that keep it from being traced.
 
 Imports little, since every program that is run waits for it. man pages: namespaces(7), user_namespaces(7),
 pid_namespaces(7), pivot_root(2), mount_setattr(2), seccomp(2).
@@ -38,15 +38,25 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the table below and linux/audit.h's name of the machine."""
 _REFUSED = {
-    "fork": (57, None), "vfork": (58, None), "unshare": (272, 97), "setns": (308, 268),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "unshare": (272, 97),
+    "setns": (308, 268),
     # vsock is in no namespace, and other families are kernel code that no program needs; socketpair stays
     "socket": (41, 198),
     # memory that RLIMIT_AS does not count
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "mq_open": (240, 180), "io_uring_setup": (425, 425),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "io_uring_setup": (425, 425),
     # the machine's kernel log; and keyrings, which are handed down to children even into a new user namespace
-    "syslog": (103, 116), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-}  # fmt: skip
+    "syslog": (103, 116),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+}
 _CLONE, _CLONE3, _CLONE_THREAD = (56, 220), 435, 0x00010000
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -109,8 +109,9 @@ class _Worker:
                 ready = _decode_ready(await worker._read())
         except (TimeoutError, asyncio.IncompleteReadError):
             await worker.kill()
-            raise ConfigError(f"reward.function: {function} did not load within {_START_TIMEOUT_S} s; "
-                              "its output is above") from None  # fmt: skip
+            raise ConfigError(
+                f"reward.function: {function} did not load within {_START_TIMEOUT_S} s; its output is above"
+            ) from None
         if ready.problem:
             await worker.kill()
             raise ConfigError(ready.problem)

@@ -53,11 +53,16 @@ class Batches:
     """One batch at a time: asked for, formed, handed to every replica, trained."""
 
     def __init__(
-        self, config: Config, schedule: Schedule, generation: Generation, flops: SequenceFlops, first: int = 0,
+        self,
+        config: Config,
+        schedule: Schedule,
+        generation: Generation,
+        flops: SequenceFlops,
+        first: int = 0,
         dumps: Path | None = None,
-    ):  # fmt: skip
-        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before; `dumps`: folder
-        in which every batch is kept."""
+    ):
+        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before; `dumps`:
+        folder in which every batch is kept."""
         self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
         self.number = first
         self._batch: asyncio.Future[tuple[list[Packed], dict[str, Any]]] | None = None
@@ -80,8 +85,10 @@ class Batches:
             await asyncio.sleep(0.05)
             return NotYet()
         if request.number != self.number or request.version != self._schedule.version:
-            return Refused(f"batch {request.number} of version {request.version} is not next: "
-                           f"that is batch {self.number} of version {self._schedule.version}")  # fmt: skip
+            return Refused(
+                f"batch {request.number} of version {request.version} is not next: "
+                f"that is batch {self.number} of version {self._schedule.version}"
+            )
         if not 0 <= request.replica < self._config.trainer.dp:
             return Refused(f"there is no replica {request.replica}, trainer.dp is {self._config.trainer.dp}")
         if request.replica in self._to_publish:
@@ -140,17 +147,26 @@ class Batches:
 
     def _pack(self, trajectories: list[Trajectory], number: int, version: int) -> tuple[list[Packed], dict[str, Any]]:
         config = self._config
-        parts = split(trajectories, version=version, replicas=config.trainer.dp, seed=config.seed + number,
-                      minibatches=config.ppo.minibatches, cap=config.trainer.microbatch_tokens, flops=self._flops,
-                      multiple=config.trainer.microbatch_multiple)  # fmt: skip
+        parts = split(
+            trajectories,
+            version=version,
+            replicas=config.trainer.dp,
+            seed=config.seed + number,
+            minibatches=config.ppo.minibatches,
+            cap=config.trainer.microbatch_tokens,
+            flops=self._flops,
+            multiple=config.trainer.microbatch_multiple,
+        )
         return [packed(part) for part in parts], describe(trajectories, version, config.reward.range[1])
 
     def trained(self, message: Trained) -> dict[str, Any] | Refused:
         """Moves the schedule on; the numbers of the update, the trainer's own among them."""
         in_training = self._batch is not None and self._batch.done()
         if not in_training or message.number != self.number or message.version != self._schedule.version:
-            return Refused(f"batch {message.number} of version {message.version} is not in training: "
-                           f"that is batch {self.number} of version {self._schedule.version}")  # fmt: skip
+            return Refused(
+                f"batch {message.number} of version {message.version} is not in training: "
+                f"that is batch {self.number} of version {self._schedule.version}"
+            )
         if message.applied:
             self._schedule.applied()
         else:

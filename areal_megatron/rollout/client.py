@@ -41,7 +41,8 @@ class Completion:
     finish_reason: str
     """`stop`, `length` (cut at max_tokens) or `abort`."""
     routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
-    """uint8 or uint16 [tokens, layers, k], flat: the experts of the tokens that were asked for, up to the last but one."""
+    """uint8 or uint16 [tokens, layers, k], flat: the experts of the tokens that were asked for, up to the last but
+    one."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +121,34 @@ class EngineClient:
         self._generating: set[str] = set()
         """Requests of `generate` without an answer yet."""
 
-    async def generate(self, prompt: list[int], *, n: int, max_tokens: int, temperature: float,
-                       stop_tokens: list[int], request_id: str, cache_salt: str | None = None,
-                       seed: int | None = None, routes_from: int | None = None) -> list[Completion]:  # fmt: skip
+    async def generate(
+        self,
+        prompt: list[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        stop_tokens: list[int],
+        request_id: str,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        routes_from: int | None = None,
+    ) -> list[Completion]:
         """n independent answers to one prompt, as one request: half the engine's cost of n requests.
 
         Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has. With a
         `seed` (rollout/seeds.py) the k-th answer is a function of weights, prompt and seed + k. With `routes_from` the
         experts of all tokens from that place on come along. Raises EngineError.
         """
-        sampling = {"n": n, "temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False,
-                    "ignore_eos": True, "stop_token_ids": stop_tokens}  # fmt: skip
+        sampling = {
+            "n": n,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "logprobs": 0,
+            "detokenize": False,
+            "ignore_eos": True,
+            "stop_token_ids": stop_tokens,
+        }
         if seed is not None:
             sampling["seed"] = seed
         if routes_from is not None:
@@ -228,8 +246,15 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _call(self, method: str, path: str, body: Any = None, *, timeout: aiohttp.ClientTimeout | None = None,
-                    keep_alive: bool = False) -> bytes:  # fmt: skip
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout: aiohttp.ClientTimeout | None = None,
+        keep_alive: bool = False,
+    ) -> bytes:
         """The body of the answer. Only frequent calls keep their connection: vLLM drops one on which it failed."""
         headers = {} if body is None else dict(_JSON)
         if not keep_alive:

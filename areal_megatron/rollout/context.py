@@ -52,7 +52,8 @@ class Context:
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [R]; the environment's tokens have that of the sampled token before them, so that they add no version"""
+        """int32 [R]; the environment's tokens have that of the sampled token before them, so that they add no
+        version"""
         return _joined([part.versions for part in self.parts], np.int32)
 
     @property
@@ -95,7 +96,8 @@ class Context:
         return replace(self, parts=(*self.parts, part), ended=completion.finish_reason == "stop", cut=cut)
 
     def told(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Context:
-        """With tokens of the environment. The end token that they may begin with is left out where the answer has one."""
+        """With tokens of the environment. The end token that they may begin with is left out where the answer has
+        one."""
         last = self.parts[-1] if self.parts else None
         if last and tokens and tokens[0] in stop_tokens and last.tokens[-1] in stop_tokens:
             tokens = tokens[1:]

@@ -1,8 +1,9 @@
 """The controller of a run: `python -m areal_megatron.rollout.controller --run RUN_DIR`.
 
-One asyncio process without torch. It samples from the engines under the schedule, scores the answers, serves
-batches to the trainers, drives the weight updates and evaluates. It ends with code 0 after the trainers' Bye and
-the last evaluation (a replay: without engines and evaluations, see replay.py), with code 1 and one line that names the process if anything fails, with code 2 for wrong input.
+One asyncio process without torch. It samples from the engines under the schedule, scores the answers, serves batches to
+the trainers, drives the weight updates and evaluates. It ends with code 0 after the trainers' Bye and the last
+evaluation (a replay: without engines and evaluations, see replay.py), with code 1 and one line that names the process
+if anything fails, with code 2 for wrong input.
 """
 
 from __future__ import annotations
@@ -78,23 +79,57 @@ class Controller:
         held_out = read_prompts(config, "eval", tokenizer) if config.data.eval else []
         self.hf_config = read_config(config.model.path)
         self.start = run.start
-        self.schedule = Schedule(batch_size=config.batch_size, group_size=config.rollout.group_size,
-                                 max_staleness=config.rollout.max_staleness,
-                                 updates=config.updates - (self.start.batches - self.start.version))  # fmt: skip
+        self.schedule = Schedule(
+            batch_size=config.batch_size,
+            group_size=config.rollout.group_size,
+            max_staleness=config.rollout.max_staleness,
+            updates=config.updates - (self.start.batches - self.start.version),
+        )
         self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
         self.metrics = MetricsWriter(run)
         self.rewards = RewardWorkers(config.reward, config.model.path)
         scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
         self.episodes = episodes_of(config, tokenizer, scorer)
-        self.members = Members(config, run, self.hf_config, self.schedule, wake=lambda: self.generation.wake(),
-                               on_lost=lambda engine: self.generation.lose(engine), on_committed=self._committed)  # fmt: skip
-        self.generation = Generation(config, self.schedule, self.members.engines, prompts, tokenizer.stop_tokens, scorer,
-                                     self.timeline, on_finished=lambda: self.batches.try_form(),
-                                     is_lost=self.members.is_lost, episodes=self.episodes)  # fmt: skip
-        self.batches = Batches(config, self.schedule, self.generation, SequenceFlops.of(self.hf_config),
-                               self.start.batches, run.trajectories if config.rollout.dump else None)  # fmt: skip
-        self.evaluation = Evaluation(config, self.members.engines, held_out, tokenizer.stop_tokens, scorer, self.timeline,
-                                     self.members.is_lost, self.generation.wake, self.episodes)  # fmt: skip
+        self.members = Members(
+            config,
+            run,
+            self.hf_config,
+            self.schedule,
+            wake=lambda: self.generation.wake(),
+            on_lost=lambda engine: self.generation.lose(engine),
+            on_committed=self._committed,
+        )
+        self.generation = Generation(
+            config,
+            self.schedule,
+            self.members.engines,
+            prompts,
+            tokenizer.stop_tokens,
+            scorer,
+            self.timeline,
+            on_finished=lambda: self.batches.try_form(),
+            is_lost=self.members.is_lost,
+            episodes=self.episodes,
+        )
+        self.batches = Batches(
+            config,
+            self.schedule,
+            self.generation,
+            SequenceFlops.of(self.hf_config),
+            self.start.batches,
+            run.trajectories if config.rollout.dump else None,
+        )
+        self.evaluation = Evaluation(
+            config,
+            self.members.engines,
+            held_out,
+            tokenizer.stop_tokens,
+            scorer,
+            self.timeline,
+            self.members.is_lost,
+            self.generation.wake,
+            self.episodes,
+        )
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
         self.startup = Startup(self.start.time)
@@ -206,8 +241,10 @@ class Controller:
 
     async def _save(self, message: Checkpoint) -> Reply:
         if self.batches.number != message.batches or self.schedule.version != message.version:
-            return Refused(f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
-                           f"the checkpoint at batch {message.batches} of version {message.version}")  # fmt: skip
+            return Refused(
+                f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
+                f"the checkpoint at batch {message.batches} of version {message.version}"
+            )
         if self.batches.stopping:
             await self.generation.break_off()
         saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
@@ -267,16 +304,19 @@ class Controller:
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self) -> None:
-        write_status(self.run, {
-            "phase": self.phase,
-            "version": self.schedule.version,
-            "updates": self.config.updates,
-            "elapsed_s": time.monotonic() - self._started_at,
-            "engines": [engine.status() for engine in self.members.engines],
-            "buffer_groups": len(self.schedule.finished),
-            "running_groups": len(self.schedule.running),
-            "last": self._last_update,
-        })  # fmt: skip
+        write_status(
+            self.run,
+            {
+                "phase": self.phase,
+                "version": self.schedule.version,
+                "updates": self.config.updates,
+                "elapsed_s": time.monotonic() - self._started_at,
+                "engines": [engine.status() for engine in self.members.engines],
+                "buffer_groups": len(self.schedule.finished),
+                "running_groups": len(self.schedule.running),
+                "last": self._last_update,
+            },
+        )
 
 
 async def control(config: Config, run: Run) -> None:

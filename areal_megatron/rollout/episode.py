@@ -1,4 +1,5 @@
-"""An episode: what a workflow gets to sample one trajectory, of several answers with tokens of the environment between."""
+"""An episode: what a workflow gets to sample one trajectory, of several answers with tokens of the environment
+between."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Place:
 
 
 class Episode:
-    """Answers are sampled one after the other (`sample`, `say`), or by an agent that speaks the OpenAI API (`openai`)."""
+    """Answers are sampled one after the other (`sample`, `say`), or by an agent that speaks the OpenAI API
+    (`openai`)."""
 
     def __init__(self, setting: Setting, sampling: Sampling, place: Place):
         self._setting, self._sampling, self._place = setting, sampling, place
@@ -90,8 +92,8 @@ class Episode:
         return self.text
 
     def say(self, messages: str | Chat) -> None:
-        """Untrained messages after the answer; a text is one message of the user. Raises EpisodeOver if no token would be
-        left to answer with, ConfigError if the chat template refuses them."""
+        """Untrained messages after the answer; a text is one message of the user. Raises EpisodeOver if no token would
+        be left to answer with, ConfigError if the chat template refuses them."""
         if not self.context.answered:
             raise RuntimeError("say: there is no answer yet that it could follow")
         new = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -108,7 +110,8 @@ class Episode:
         return self._judged[1]
 
     def openai(self) -> AbstractAsyncContextManager[Api]:
-        """`async with episode.openai() as api:` serves the model to an agent at api.url for api.key: rollout/proxy.py."""
+        """`async with episode.openai() as api:` serves the model to an agent at api.url for api.key:
+        rollout/proxy.py."""
         return self._setting.proxy.serve(self, self._setting.tokenizer)
 
     def room(self, context: Context) -> int:
@@ -118,8 +121,8 @@ class Episode:
         return min(self.prompt.response_tokens or config.rollout.max_new_tokens, held) - used
 
     async def answer(self, context: Context, max_tokens: int | None = None) -> Context:
-        """`context` with another answer; the episode's from now on. Raises EpisodeOver; EngineError and BrokenOff end the
-        episode whatever becomes of them."""
+        """`context` with another answer; the episode's from now on. Raises EpisodeOver; EngineError and BrokenOff end
+        the episode whatever becomes of them."""
         if self._sampling.may_break_off():
             self.failure = self.failure or BrokenOff()
         if self.failure:
@@ -129,8 +132,14 @@ class Episode:
         left = self._checked_room(context)
         turn, self._asked = self._asked, self._asked + 1
         limit = min(left, max_tokens or left)
-        question = Question([*context.prompt, *context.tokens.tolist()], limit, not self.prompt.response_tokens,
-                            f"{self._place.request_id}-{turn}", self._seed(turn), context.routed)  # fmt: skip
+        question = Question(
+            [*context.prompt, *context.tokens.tolist()],
+            limit,
+            not self.prompt.response_tokens,
+            f"{self._place.request_id}-{turn}",
+            self._seed(turn),
+            context.routed,
+        )
         try:
             with self.busy():
                 (completion,) = await ask(self._sampling, question)
@@ -146,7 +155,8 @@ class Episode:
         return self.context
 
     def told(self, context: Context, tokens: list[int]) -> Context:
-        """`context` with tokens of the environment. Raises EpisodeOver, and counts the answer as cut, if they leave no room."""
+        """`context` with tokens of the environment. Raises EpisodeOver, and counts the answer as cut, if they leave no
+        room."""
         told = context.told(tokens, self._sampling.stop_tokens)
         if self.room(told) <= 0 and context is self.context and not self.prompt.response_tokens:
             self.context = replace(context, cut=True)

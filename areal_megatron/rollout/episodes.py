@@ -51,8 +51,11 @@ class Episodes:
 
     def account(self) -> dict[str, int]:
         """Since the controller started."""
-        return {"workflow_failures": self.failures, "untrained_answers": self.untrained_answers,
-                "refused_calls": self._proxy.refused}  # fmt: skip
+        return {
+            "workflow_failures": self.failures,
+            "untrained_answers": self.untrained_answers,
+            "refused_calls": self._proxy.refused,
+        }
 
     async def close(self) -> None:
         await self._proxy.close()
@@ -125,8 +128,10 @@ class Episodes:
             log.warning("workflow failure %d, prompt %d: %s", self.failures, prompt.id, problem)
         self._empty += not sampled
         if self._empty >= self._config.batch_size and not self._sampled:
-            raise ConfigError(f"{KEY}: none of the first {self._empty} episodes got an answer of the model; of the last one: "
-                              f"{problem}")  # fmt: skip
+            raise ConfigError(
+                f"{KEY}: none of the first {self._empty} episodes got an answer of the model; of the last one: "
+                f"{problem}"
+            )
 
 
 def episodes_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> Episodes | None:

@@ -30,9 +30,18 @@ class _AllLost(EngineError):
 class Evaluation:
     """Of the prompts of data.eval that fit."""
 
-    def __init__(self, config: Config, engines: list[Engine], prompts: list[Prompt], stop_tokens: list[int],
-                 scorer: Scorer, timeline: Timeline, is_lost: IsLost, on_room: Callable[[], None],
-                 episodes: Episodes | None = None):  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        engines: list[Engine],
+        prompts: list[Prompt],
+        stop_tokens: list[int],
+        scorer: Scorer,
+        timeline: Timeline,
+        is_lost: IsLost,
+        on_room: Callable[[], None],
+        episodes: Episodes | None = None,
+    ):
         """`on_room`: an engine may take another request; `episodes`: of the config's workflow, None for single_turn."""
         self._episodes = episodes
         self._prompts = [p for p in prompts if len(p.tokens) <= config.data.max_prompt_tokens]
@@ -42,8 +51,8 @@ class Evaluation:
     async def run(self, version: int, share: float = 1.0) -> dict[str, float] | None:
         """accuracy, items and response_tokens_mean over the engines that have `version` or a later one.
 
-        Takes at most `share` of rollout.max_running of each engine; None without held-out prompts, and where the engines
-        that had the version were lost. Raises EngineError if a request fails or no engine has the version.
+        Takes at most `share` of rollout.max_running of each engine; None without held-out prompts, and where the
+        engines that had the version were lost. Raises EngineError if a request fails or no engine has the version.
         """
         if not self._prompts:
             return None

@@ -72,8 +72,14 @@ class Engine:
         return idle
 
     def status(self) -> dict[str, object]:
-        return {"name": self.name, "state": self.state, "version": self.version, "running": self.running,
-                "losses": self.losses, "tokens_per_s": round(self.tokens_per_s, 1)}  # fmt: skip
+        return {
+            "name": self.name,
+            "state": self.state,
+            "version": self.version,
+            "running": self.running,
+            "losses": self.losses,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+        }
 
     @property
     def gone(self) -> bool:
@@ -99,7 +105,8 @@ class Engine:
         self.state = "ready"
 
     async def watch(self, timeout_s: float, on_room: Callable[[], None]) -> None:
-        """Polls the engine's own counters until it is gone. Raises EngineError if it dies or samples nothing for timeout_s."""
+        """Polls the engine's own counters until it is gone. Raises EngineError if it dies or samples nothing for
+        timeout_s."""
         tokens, seen, progress = None, time.monotonic(), time.monotonic()
         while not self.gone:
             started = self._started
@@ -113,8 +120,10 @@ class Engine:
             if load.generated_tokens != tokens or not load.running + load.waiting or self.state == "receiving":
                 progress = now
             elif now - progress > timeout_s:
-                raise EngineError(f"{self.name} holds {load.running + load.waiting} requests but has sampled "
-                                  f"nothing for {timeout_s:.0f} s")  # fmt: skip
+                raise EngineError(
+                    f"{self.name} holds {load.running + load.waiting} requests but has sampled "
+                    f"nothing for {timeout_s:.0f} s"
+                )
             tokens, seen = load.generated_tokens, now
             await asyncio.sleep(_POLL_S - _ARRIVES_S)
 

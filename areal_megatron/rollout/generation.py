@@ -39,9 +39,19 @@ IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
 class Generation:
     """Owns the cursor, the requests in flight and the trajectories of finished groups."""
 
-    def __init__(self, config: Config, schedule: Schedule, engines: list[Engine], prompts: list[Prompt],
-                 stop_tokens: list[int], scorer: Scorer, timeline: Timeline, on_finished: Callable[[], None],
-                 is_lost: IsLost, episodes: Episodes | None = None):  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        engines: list[Engine],
+        prompts: list[Prompt],
+        stop_tokens: list[int],
+        scorer: Scorer,
+        timeline: Timeline,
+        on_finished: Callable[[], None],
+        is_lost: IsLost,
+        episodes: Episodes | None = None,
+    ):
         """`episodes`: of the config's workflow, None for single_turn."""
         self._episodes = episodes
         self._config, self._schedule, self._engines = config, schedule, engines
@@ -101,8 +111,8 @@ class Generation:
         self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:
-        """Admits groups for ever, those that were broken off first. Raises EngineError when a request fails for the last
-        time."""
+        """Admits groups for ever, those that were broken off first. Raises EngineError when a request fails for the
+        last time."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._wake.clear()
@@ -153,8 +163,10 @@ class Generation:
         room = self._config.rollout.max_running - self._config.rollout.group_size
         whole = [e for e in self._engines if e.state != "torn"]
         if not whole:
-            raise EngineError("every engine holds a mixture of versions after a streamed update that failed (the "
-                              "reason is logged above); nothing can generate the batch that would bring the next")  # fmt: skip
+            raise EngineError(
+                "every engine holds a mixture of versions after a streamed update that failed (the "
+                "reason is logged above); nothing can generate the batch that would bring the next"
+            )
         with_weights = [e for e in whole if e.index in self._schedule.engines]
         with_room = [e for e in with_weights if not e.draining and e.running <= room]
         free = [e for e in with_room if self._schedule.begun or self._schedule.may_admit(e.index)]
@@ -167,7 +179,8 @@ class Generation:
         return self._schedule.admit(engine.index, epoch, prompt.id)
 
     def _draw(self) -> tuple[int, Prompt]:
-        """Next prompt that fits; those that do not are skipped and counted. Raises RunError if none is left that does."""
+        """Next prompt that fits; those that do not are skipped and counted. Raises RunError if none is left that
+        does."""
         skipped = 0
         while True:
             if self._again:
@@ -182,8 +195,10 @@ class Generation:
             self.prompts_too_long += reason == _TOO_LONG
             skipped += 1
             if skipped % len(self._prompts) == 0 and all(map(self._reason_to_skip, self._prompts)):
-                raise RunError(f"rollout.pass_rate: no prompt is left that is not too easy, too hard or too long for "
-                               f"{sorted(self._config.rollout.pass_rate)}")  # fmt: skip
+                raise RunError(
+                    f"rollout.pass_rate: no prompt is left that is not too easy, too hard or too long for "
+                    f"{sorted(self._config.rollout.pass_rate)}"
+                )
 
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = len(prompt.tokens) <= self._config.data.max_prompt_tokens
@@ -192,8 +207,13 @@ class Generation:
     async def _run_group(self, engine: Engine, group: Group) -> None:
         rollout, prompt = self._config.rollout, self._by_id[group.prompt_id]
         n, client = rollout.group_size, engine.client
-        sampling = Sampling(client, rollout, self._stop_tokens, cache_salt(rollout, engine.version),
-                            may_break_off=lambda: self._breaking_off)  # fmt: skip
+        sampling = Sampling(
+            client,
+            rollout,
+            self._stop_tokens,
+            cache_salt(rollout, engine.version),
+            may_break_off=lambda: self._breaking_off,
+        )
         begun = self._begun.pop(group.number, [])
         # Random numbers of their own for what is sampled later
         place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in begun)] if begun else []))
@@ -233,8 +253,10 @@ class Generation:
         with self._timeline.span("reward", prompt=prompt.id):
             scores = await self._scorer.score(prompt, answers)
         context = Context(prompt.tokens, 0)
-        return [Ended(context.with_answer(answer, score.truncated), score)
-                for answer, score in zip(answers, scores, strict=True)]  # fmt: skip
+        return [
+            Ended(context.with_answer(answer, score.truncated), score)
+            for answer, score in zip(answers, scores, strict=True)
+        ]
 
     def _is_useless(self, prompt: Prompt, sampled: list[Ended]) -> bool:
         trained = any(ended.score.trained and ended.context.answers for ended in sampled)

@@ -34,7 +34,8 @@ def longest_answer(config: Config) -> int:
 
 
 def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
-    """Of one rank on a machine of `memory` bytes: rollout.max_running answers of full length, within SHARE; one at least."""
+    """Of one rank on a machine of `memory` bytes: rollout.max_running answers of full length, within SHARE; one at
+    least."""
     block = CPU_BLOCK_TOKENS * bytes_per_token(config, hf_config)
     answer = -(-longest_answer(config) // CPU_BLOCK_TOKENS)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)

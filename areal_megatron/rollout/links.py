@@ -38,8 +38,14 @@ class _Update:
 class EngineLink:
     """The updates of one engine, one after the other."""
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], engine: Engine, on_committed: Callable[[int, int], None],
-                 on_torn: Callable[[], None]):  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        engine: Engine,
+        on_committed: Callable[[int, int], None],
+        on_torn: Callable[[], None],
+    ):
         self._config, self._hf_config, self._engine = config, hf_config, engine
         self._on_committed, self._on_torn = on_committed, on_torn
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
@@ -104,8 +110,15 @@ class EngineLink:
     async def _carry_out(self, update: _Update) -> None:
         client, config = self._engine.client, self._config
         if update.opens_epoch:
-            await client.join_link(init_body(config=config, engine=self._engine.index, epoch=update.epoch,
-                                             store=update.store, hf_config=self._hf_config))  # fmt: skip
+            await client.join_link(
+                init_body(
+                    config=config,
+                    engine=self._engine.index,
+                    epoch=update.epoch,
+                    store=update.store,
+                    hf_config=self._hf_config,
+                )
+            )
         streamed = config.reshard.staging == "streamed"
         if streamed:
             start = self._stop_for("receiving")
@@ -116,8 +129,10 @@ class EngineLink:
             async with asyncio.timeout(2 * config.reshard.timeout_s):
                 delivered = await update.delivered
         except TimeoutError:
-            raise EngineError(f"the trainers did not report the delivery of version {update.version} to "
-                              f"{self._engine.name} within {2 * config.reshard.timeout_s:.0f} s") from None  # fmt: skip
+            raise EngineError(
+                f"the trainers did not report the delivery of version {update.version} to "
+                f"{self._engine.name} within {2 * config.reshard.timeout_s:.0f} s"
+            ) from None
         if delivered.error:
             await client.abandon_update()
             self._fail(update, delivered.error)
@@ -167,5 +182,11 @@ class EngineLink:
             self._on_torn()
         if update.epoch == self._epoch:
             self._usable = False
-        log.error("%s stays at version %d: version %d did not arrive in epoch %d: %s", self._engine.name,
-                  self._engine.version, update.version, update.epoch, reason)  # fmt: skip
+        log.error(
+            "%s stays at version %d: version %d did not arrive in epoch %d: %s",
+            self._engine.name,
+            self._engine.version,
+            update.version,
+            update.epoch,
+            reason,
+        )

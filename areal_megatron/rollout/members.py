@@ -24,10 +24,20 @@ _ATTEMPTS = 3
 
 
 class Members:
-    """Connects to the engines and looks after them; one that is lost leaves the schedule until another process serves."""
+    """Connects to the engines and looks after them; one that is lost leaves the schedule until another process
+    serves."""
 
-    def __init__(self, config: Config, run: Run, hf_config: Mapping[str, Any], schedule: Schedule, *,
-                 wake: Callable[[], None], on_lost: Callable[[Engine], None], on_committed: Callable[[int], None]):  # fmt: skip
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        hf_config: Mapping[str, Any],
+        schedule: Schedule,
+        *,
+        wake: Callable[[], None],
+        on_lost: Callable[[Engine], None],
+        on_committed: Callable[[int], None],
+    ):
         """`wake`: something may be admitted. `on_lost`: before that, for an engine whose requests are gone."""
         self._config, self._run, self._hf_config, self._schedule = config, run, hf_config, schedule
         self._wake, self._on_lost, self._on_committed = wake, on_lost, on_committed
@@ -92,8 +102,11 @@ class Members:
         """A version that is published again goes to those who lack it."""
         await self._connected.wait()
         again, self._published = message.version == self._published, message.version
-        taking = [self._links[e.index] for e in self.engines
-                  if (self._links[e.index].lacks(message.version) if again else not e.gone)]  # fmt: skip
+        taking = [
+            self._links[e.index]
+            for e in self.engines
+            if (self._links[e.index].lacks(message.version) if again else not e.gone)
+        ]
         return Links([link.publish(message) for link in taking])
 
     def delivered(self, message: Delivered) -> Reply:
@@ -106,7 +119,8 @@ class Members:
         return Links([link for link in message.links if self._links[link.engine].is_cut(link.epoch)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:
-        """To engines that serve without, unless the next version is on its way. Raises EngineError after many attempts."""
+        """To engines that serve without, unless the next version is on its way. Raises EngineError after many
+        attempts."""
         version = self._schedule.version
         lacking = [index for index in self._lacking if self._links[index].lacks(version)]
         if not lacking or not publish_again():

@@ -35,8 +35,12 @@ class Call(msgspec.Struct):
 
     def check(self) -> None:
         """Raises BadCall for what would change the distribution of tokens, and is not just left aside."""
-        refused = {"n": self.n not in (None, 1), "stop": bool(self.stop), "logit_bias": bool(self.logit_bias),
-                   "response_format": (self.response_format or {}).get("type", "text") != "text"}  # fmt: skip
+        refused = {
+            "n": self.n not in (None, 1),
+            "stop": bool(self.stop),
+            "logit_bias": bool(self.logit_bias),
+            "response_format": (self.response_format or {}).get("type", "text") != "text",
+        }
         if wrong := [name for name, used in refused.items() if used]:
             raise BadCall(f"{', '.join(wrong)}: not served here, answers are sampled as the run's config says")
         if (limit := self.limit) is not None and limit < 1:
@@ -112,9 +116,13 @@ class Record:
 
     def longest(self, messages: list[Message], tools: Any) -> Known | None:
         """The answer that these messages go on from, the latest one if there are several."""
-        before = [known for known in reversed(self._known)
-                  if len(known.messages) < len(messages) and known.tools == tools
-                  and messages[: len(known.messages)] == known.messages]  # fmt: skip
+        before = [
+            known
+            for known in reversed(self._known)
+            if len(known.messages) < len(messages)
+            and known.tools == tools
+            and messages[: len(known.messages)] == known.messages
+        ]
         return max(before, key=lambda known: len(known.messages), default=None)
 
     def add(self, messages: list[Message], tools: Any, context: Context) -> None:

@@ -76,8 +76,8 @@ class Delivered(msgspec.Struct, tag=True):
 
 
 class Sending(msgspec.Struct, tag=True):
-    """From global rank 0, now and then while versions are on their way. Answered with Links, those of them that are cut:
-    their engine will never have what is on its way."""
+    """From global rank 0, now and then while versions are on their way. Answered with Links, those of them that are
+    cut: their engine will never have what is on its way."""
 
     links: list[Link]
 
@@ -219,8 +219,10 @@ class ControllerClient:
                     f"controller at {self.endpoint} refused {type(body).__name__}: {answer.body.reason}"
                 )
             return answer.body
-        raise ControllerError(f"controller at {self.endpoint} did not answer {type(body).__name__} of {self.sender} "
-                              f"within {self.timeout_s:.0f} s")  # fmt: skip
+        raise ControllerError(
+            f"controller at {self.endpoint} did not answer {type(body).__name__} of {self.sender} "
+            f"within {self.timeout_s:.0f} s"
+        )
 
     def close(self) -> None:
         self._socket.close()

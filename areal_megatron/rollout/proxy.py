@@ -1,8 +1,8 @@
 """Serves the policy to agents as an OpenAI endpoint on the loopback, and records what they do as trajectories.
 
-Every episode has a key of its own, which is valid as long as the episode lasts. The tokens of a call that goes on from an
-earlier answer of its episode are those that were sampled then, followed by what the chat template puts after them; text is
-never tokenised again. Any other call begins a trajectory of its own.
+Every episode has a key of its own, which is valid as long as the episode lasts. The tokens of a call that goes on from
+an earlier answer of its episode are those that were sampled then, followed by what the chat template puts after them;
+text is never tokenised again. Any other call begins a trajectory of its own.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Proxy:
 
 
 async def _answered(session: _Session, call: Call) -> tuple[Message, Context]:
-    """The model's message, and the tokens up to it. Raises BadCall, ConfigError, EpisodeOver, EngineError or BrokenOff."""
+    """The model's message, and the tokens up to it. Raises BadCall, ConfigError, EpisodeOver, EngineError or
+    BrokenOff."""
     messages, tools = [plain(message) for message in call.messages], call.tools
     if not messages or messages[-1]["role"] == "assistant":
         raise BadCall("the last message must be one that the model is to answer")
@@ -160,9 +161,17 @@ def _begin(session: _Session, known: Known | None, messages: list[Message], tool
 def _reply(message: Message, context: Context) -> dict[str, Any]:
     shown = {"role": "assistant", "content": message["content"] or None}
     if calls := message.get("tool_calls"):
-        shown["tool_calls"] = [{"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": {
-            "name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
-            for call in calls]  # fmt: skip
+        shown["tool_calls"] = [
+            {
+                "id": f"call_{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
     elif not shown["content"]:
         shown["content"] = ""
     sampled = len(context.answer)

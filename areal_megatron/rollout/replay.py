@@ -54,8 +54,10 @@ class Recording:
             return None
         dump = read(path := self.left.popleft())
         if dump.version != self.version:
-            raise RunError(f"{path} trained version {dump.version}, but the replay is at version {self.version}: an update "
-                           "was applied in one of them only (see skipped_steps in metrics.jsonl)")  # fmt: skip
+            raise RunError(
+                f"{path} trained version {dump.version}, but the replay is at version {self.version}: an update "
+                "was applied in one of them only (see skipped_steps in metrics.jsonl)"
+            )
         return [dump]
 
     def take(self, dump: Dump) -> list[Trajectory]:
@@ -72,7 +74,8 @@ class Recording:
 
 
 class Replay:
-    """Lives until the trainers have trained config.updates batches; where fewer are left they save a checkpoint and end.
+    """Lives until the trainers have trained config.updates batches; where fewer are left they save a checkpoint and
+    end.
 
     Raises ConfigError for a folder without the batches that are asked for.
     """
@@ -82,8 +85,9 @@ class Replay:
         start = run.start
         files = recorded(Path(config.data.train), start.batches, config.batch_size)
         self._recording = Recording(files, start.version)
-        self._batches = Batches(config, self._recording, self._recording, SequenceFlops.of(read_config(config.model.path)),
-                                start.batches)  # fmt: skip
+        self._batches = Batches(
+            config, self._recording, self._recording, SequenceFlops.of(read_config(config.model.path)), start.batches
+        )
         self._service = Service(address(config.machine.host), run.token, self._handle)
         self._metrics = MetricsWriter(run)
         if start.incarnation:
@@ -141,11 +145,14 @@ class Replay:
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self, phase: str) -> None:
-        write_status(self.run, {
-            "phase": phase,
-            "version": self._recording.version,
-            "updates": self.config.updates,
-            "elapsed_s": time.monotonic() - self._begun,
-            "engines": [],
-            "last": self._last,
-        })  # fmt: skip
+        write_status(
+            self.run,
+            {
+                "phase": phase,
+                "version": self._recording.version,
+                "updates": self.config.updates,
+                "elapsed_s": time.monotonic() - self._begun,
+                "engines": [],
+                "last": self._last,
+            },
+        )

@@ -91,8 +91,10 @@ class Schedule:
     def committed(self, engine: int, version: int) -> None:
         """The engine samples from `version` now."""
         if not self.engines[engine] <= version <= self.version:
-            raise ScheduleError(f"engine {engine} cannot go from version {self.engines[engine]} to {version}, "
-                                f"the policy is at {self.version}")  # fmt: skip
+            raise ScheduleError(
+                f"engine {engine} cannot go from version {self.engines[engine]} to {version}, "
+                f"the policy is at {self.version}"
+            )
         self.engines[engine] = version
 
     def may_admit(self, engine: int) -> bool:
@@ -115,7 +117,8 @@ class Schedule:
         return group
 
     def go_on(self, engine: int) -> Group:
-        """The begun group with the oldest deadline runs again, on this engine; it counts as admitted when it first was."""
+        """The begun group with the oldest deadline runs again, on this engine; it counts as admitted when it first
+        was."""
         if engine not in self.engines or not self.begun:
             raise ScheduleError(f"engine {engine} has nothing to go on with")
         first = min(self.begun.values(), key=_by_deadline)
@@ -187,7 +190,8 @@ class Schedule:
         self.running, self.begun, self.finished, self.training = {}, {}, {}, []
 
     def save(self, broken_off: Collection[int] = ()) -> Saved:
-        """Everything but engines and what runs on them, except for the groups `broken_off`. No batch may be in training."""
+        """Everything but engines and what runs on them, except for the groups `broken_off`. No batch may be in
+        training."""
         if self.training:
             raise ScheduleError(f"the batch of version {self.version} is still in training")
         disposed = [(epoch, prompt_id, kind) for (epoch, prompt_id), kind in self.dispositions.items()]
@@ -204,8 +208,10 @@ class Schedule:
         for epoch, prompt_id, disposition in saved.dispositions:
             self._dispose(epoch, prompt_id, disposition)
         finished = {group.number for group in saved.finished}
-        bounded = [replace(group, deadline=group.admission_version + self.max_staleness)
-                   for group in (*saved.finished, *saved.begun)]  # fmt: skip
+        bounded = [
+            replace(group, deadline=group.admission_version + self.max_staleness)
+            for group in (*saved.finished, *saved.begun)
+        ]
         lost = []
         for group in sorted(bounded, key=_by_deadline):
             # All kept so far have a deadline as early or earlier, and must train up to this one.

@@ -30,19 +30,25 @@ class Scorer:
         self._config, self._workers, self._max_new_tokens = config, workers, max_new_tokens
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is correct.
+        """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is
+        correct.
 
         With reward.truncated=overlong half the range times `overlong` is added, unless the length is forced.
         """
         free = prompt.response_tokens is None
         cut = [c.finish_reason == "length" and free for c in completions]
         asked = [not truncated or self.scores_cut for truncated in cut]
-        answers = [Answer(prompt.text, "", prompt.answer, c.tokens.tobytes())
-                   for c, ask in zip(completions, asked, strict=True) if ask]  # fmt: skip
+        answers = [
+            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes())
+            for c, ask in zip(completions, asked, strict=True)
+            if ask
+        ]
         given = iter(await self._workers.score(answers) if answers else [])
         scores = [next(given) if ask else 0.0 for ask in asked]
-        return [self.reward(score, len(c.tokens), truncated, free)
-                for score, c, truncated in zip(scores, completions, cut, strict=True)]  # fmt: skip
+        return [
+            self.reward(score, len(c.tokens), truncated, free)
+            for score, c, truncated in zip(scores, completions, cut, strict=True)
+        ]
 
     @property
     def scores_cut(self) -> bool:
@@ -67,7 +73,7 @@ class Scorer:
 
 
 def overlong(tokens: int, longest: int) -> float:
-    """0 up to 4/5 of the longest answer, and from there linearly to −1 (DAPO, arXiv 2503.14476, Equation 13, where answers
-    have up to 20,480 tokens and L_cache is 4,096 of them)."""
+    """0 up to 4/5 of the longest answer, and from there linearly to −1 (DAPO, arXiv 2503.14476, Equation 13, where
+    answers have up to 20,480 tokens and L_cache is 4,096 of them)."""
     cache = longest / 5
     return -min(max(tokens - (longest - cache), 0.0) / cache, 1.0)

@@ -76,6 +76,8 @@ class Service:
 
 def greet(hello: Hello) -> Reply:
     if hello.protocol != PROTOCOL:
-        return Refused(f"trainer rank {hello.rank} speaks protocol {hello.protocol}, the controller {PROTOCOL}; "
-                       "install the same areal_megatron in both pools")  # fmt: skip
+        return Refused(
+            f"trainer rank {hello.rank} speaks protocol {hello.protocol}, the controller {PROTOCOL}; "
+            "install the same areal_megatron in both pools"
+        )
     return Welcome()

@@ -121,13 +121,24 @@ class _FromBlocks(torch.autograd.Function):
 class CoreAttention(MegatronModule):
     """softmax(q·kᵀ/√d)·v, causal within each sequence; the tensor-parallel rank's own heads."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
-                 softmax_scale=None, cp_comm_type=None, pg_collection=None, **_):  # fmt: skip
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **_,
+    ):
         super().__init__(config=config)
         self.scale = softmax_scale
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                packed_seq_params=None):  # fmt: skip
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
         """[s, b, heads, d], [s, b, groups, d] twice → [s, b, heads × d]."""
         if packed_seq_params is None:
             out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
@@ -149,8 +160,18 @@ def _packed_varlen(query, key, value, packed, scale):
     from torch.nn.attention.varlen import varlen_attn  # imports compiler machinery that a CPU does without
 
     longest = max(packed.lengths)
-    return varlen_attn(query, key, value, packed.boundaries, packed.boundaries, longest, longest, scale=scale,
-                       window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1))  # fmt: skip
+    return varlen_attn(
+        query,
+        key,
+        value,
+        packed.boundaries,
+        packed.boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.size(1) != key.size(1),
+    )
 
 
 def _packed_blocks(query, key, value, packed, scale):

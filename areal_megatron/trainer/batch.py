@@ -97,7 +97,8 @@ def pack_trajectories(
     device: torch.device,
     routing: Routing | None = None,
 ) -> PPOMicroBatch:
-    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is kept.
+    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is
+    kept.
 
     Routes are replayed if `routing` says what the model's are like.
     """

@@ -73,8 +73,10 @@ class Saver:
         Raises RunError after machine.timeout_s.
         """
         if self._thread and not self._read.wait(self._timeout_s):
-            raise RunError(f"trainer-{self._trainer.rank}: the state for a checkpoint was not copied within "
-                           f"{self._timeout_s:.0f} s; is the device stuck?")  # fmt: skip
+            raise RunError(
+                f"trainer-{self._trainer.rank}: the state for a checkpoint was not copied within "
+                f"{self._timeout_s:.0f} s; is the device stuck?"
+            )
 
     def done(self) -> bool:
         """Whether nothing is being saved, on this rank (rank 0: on all of them). Raises RunError if it failed."""
@@ -90,8 +92,10 @@ class Saver:
         if self._thread:
             self._thread.join(2 * self._timeout_s)  # its own waits end by then
             if not self.done():
-                raise RunError(f"trainer-{self._trainer.rank}: its part of a checkpoint was not written within "
-                               f"{2 * self._timeout_s:.0f} s; is the file system stuck?")  # fmt: skip
+                raise RunError(
+                    f"trainer-{self._trainer.rank}: its part of a checkpoint was not written within "
+                    f"{2 * self._timeout_s:.0f} s; is the file system stuck?"
+                )
 
     def _lay_out(self) -> None:
         trainer = self._trainer
@@ -157,8 +161,10 @@ class Saver:
         for rank in range(1, self._trainer.parallel.world if self._trainer.is_first else 0):
             while not store.check([f"{key}{rank}"]):
                 if time.monotonic() > deadline:
-                    raise RunError(f"trainer-{rank} has not written its part of the checkpoint in {path} within "
-                                   f"{self._timeout_s:.0f} s after trainer-0")  # fmt: skip
+                    raise RunError(
+                        f"trainer-{rank} has not written its part of the checkpoint in {path} within "
+                        f"{self._timeout_s:.0f} s after trainer-0"
+                    )
                 time.sleep(_POLL_S)
             errors += filter(None, [store.get(f"{key}{rank}").decode()])
         if errors:
@@ -195,8 +201,10 @@ def load(trainer: Trainer, path: Path) -> None:
             with torch.no_grad():
                 learner.optimizer.load(found["optimizer"], found["schedule"])
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError, AssertionError) as e:
-        raise RunError(f"trainer-{trainer.rank}: the checkpoint in {path} cannot be loaded into this model and these "
-                       f"sizes: {_said(e)}") from e  # fmt: skip
+        raise RunError(
+            f"trainer-{trainer.rank}: the checkpoint in {path} cannot be loaded into this model and these "
+            f"sizes: {_said(e)}"
+        ) from e
     if "generators" in loaded:
         stored.set_generators(loaded["generators"])
 

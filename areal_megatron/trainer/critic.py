@@ -32,7 +32,8 @@ MEANS = ("value_loss", "value_clip_share", "value_mean", "return_mean")
 
 
 class Critic:
-    """It lies on the policy's ranks in the policy's layout, and begins with the weights of model.path and a head of zeros.
+    """It lies on the policy's ranks in the policy's layout, and begins with the weights of model.path and a head of
+    zeros.
 
     `ppo.critic` has its settings.
     """
@@ -115,8 +116,10 @@ class Critic:
 
     def _described(self, known: list[PPOMicroBatch], advantages: Tensor) -> dict[str, float]:
         nothing, parallel = torch.zeros(0), self._parallel
-        values, returns = (torch.cat([nothing, *(own.cpu() for own in column)]).double()
-                           for column in ([e.values for e in known], [e.returns for e in known]))  # fmt: skip
+        values, returns = (
+            torch.cat([nothing, *(own.cpu() for own in column)]).double()
+            for column in ([e.values for e in known], [e.returns for e in known])
+        )
         found = over_tokens(
             advantages, torch.ones_like(advantages), parallel.sum_of_last_stages, parallel.max_over_ranks
         )

@@ -69,8 +69,8 @@ class ValueModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """Final hidden states [T, 1, hidden] ([T / tp, 1, hidden] under sequence parallelism) → values, float32 [T], the same on
-    all tensor-parallel ranks. It begins as zero: no state is worth more than another."""
+    """Final hidden states [T, 1, hidden] ([T / tp, 1, hidden] under sequence parallelism) → values, float32 [T], the
+    same on all tensor-parallel ranks. It begins as zero: no state is worth more than another."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

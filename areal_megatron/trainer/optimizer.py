@@ -86,7 +86,8 @@ class ModelOptimizer:
         self.megatron.step_with_ready_grads()
 
     def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-        """What megatron-core's dist_checkpointing is to load; `model` is the sharded state of all chunks. Collective."""
+        """What megatron-core's dist_checkpointing is to load; `model` is the sharded state of all chunks.
+        Collective."""
         self._allocate()
         with cpu_passes_for_cuda():
             return self.megatron.sharded_state_dict(model, True, metadata=metadata)
@@ -105,7 +106,8 @@ class ModelOptimizer:
         return result
 
     def common_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """What is the same on all ranks, as `sharded_state` finds it in a checkpoint: settings and step of each group."""
+        """What is the same on all ranks, as `sharded_state` finds it in a checkpoint: settings and step of each
+        group."""
         kind = metadata["distrib_optim_sharding_type"]
         optimizers = self.megatron.chained_optimizers
         if len(optimizers) > 1:

@@ -89,8 +89,10 @@ class Parallel:
                 buffer[:] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             dist.broadcast(buffer, source, group=group)
         except RuntimeError as e:
-            raise RunError(f"trainer-{self.rank}: lost trainer-{source}, or a rank between, while it shared data: "
-                           f"{str(e).splitlines()[0]}") from e  # fmt: skip
+            raise RunError(
+                f"trainer-{self.rank}: lost trainer-{source}, or a rank between, while it shared data: "
+                f"{str(e).splitlines()[0]}"
+            ) from e
         return buffer.numpy().tobytes()
 
 
@@ -112,8 +114,10 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
             backend, store=dist.PrefixStore("world", store), rank=rank, world_size=world, timeout=timeout
         )
     except RuntimeError as e:
-        raise RunError(f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.timeout_s:.0f} s "
-                       f"({str(e).splitlines()[0]}); see the logs of the others in {run.folder / 'logs'}") from e  # fmt: skip
+        raise RunError(
+            f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.timeout_s:.0f} s "
+            f"({str(e).splitlines()[0]}); see the logs of the others in {run.folder / 'logs'}"
+        ) from e
     sizes = MegatronSizes.of(config.trainer)
     parallel_state.initialize_model_parallel(
         sizes.tp,

@@ -14,7 +14,8 @@ from torch import Tensor
 from areal_megatron.trainer.batch import MicroBatch, pack
 
 Work = tuple[MicroBatch, Callable[[Tensor], Any]]
-"""A micro-batch, and what the last stage makes of what the model gives: final hidden states [T, 1, h], or values [T]."""
+"""A micro-batch, and what the last stage makes of what the model gives: final hidden states [T, 1, h], or values
+[T]."""
 
 Chunks = list[DistributedDataParallel]
 """The models of this rank, one for each of its virtual pipeline stages."""

@@ -18,8 +18,8 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model computes with the frozen weights. The live ones stay where they are, so that whoever holds
-        their storage (publishing, checkpoints, the optimizer) may go on."""
+        """Within it the model computes with the frozen weights. The live ones stay where they are, so that whoever
+        holds their storage (publishing, checkpoints, the optimizer) may go on."""
         live = [parameter.data for parameter in self._parameters]
         try:
             self._bind(self._weights)

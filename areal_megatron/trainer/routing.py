@@ -42,8 +42,8 @@ class Routing:
         return cls(config.num_layers, config.num_moe_experts, config.moe_router_topk)
 
     def pack(self, trajectories: Sequence[Trajectory], tokens: int) -> Tensor | None:
-        """int16 [layers, tokens, k] of a packed row, −1 at tokens without routes; None if no token has any. It stays on the
-        CPU: of a batch it is larger than all else.
+        """int16 [layers, tokens, k] of a packed row, −1 at tokens without routes; None if no token has any. It stays on
+        the CPU: of a batch it is larger than all else.
 
         Raises ConfigError for routes of another model.
         """
@@ -53,8 +53,10 @@ class Routing:
         for t in trajectories:
             rows, rest = divmod(len(t.routes), self.layers * self.chosen)
             if rest or rows > t.length or t.routes.max(initial=0) >= self.experts:
-                raise ConfigError(f"trajectory {t.uid}: {len(t.routes)} expert numbers for {t.length} tokens are of another "
-                                  f"model: this one has {self.layers} layers that choose {self.chosen} of {self.experts}")  # fmt: skip
+                raise ConfigError(
+                    f"trajectory {t.uid}: {len(t.routes)} expert numbers for {t.length} tokens are of another "
+                    f"model: this one has {self.layers} layers that choose {self.chosen} of {self.experts}"
+                )
             packed[start : start + rows] = t.routes.reshape(rows, self.layers, self.chosen)
             start += t.length
         return torch.from_numpy(np.ascontiguousarray(packed.transpose(1, 0, 2)))
@@ -77,8 +79,8 @@ class Replay:
 
 
 def replay_routes(chunk: GPTModel) -> None:
-    """Every forward pass of the chunk's layers with experts takes the routes of its micro-batch (`Packed.routes`), the one
-    that recomputes activations too: both are given the same micro-batch, whatever the pipeline's schedule."""
+    """Every forward pass of the chunk's layers with experts takes the routes of its micro-batch (`Packed.routes`), the
+    one that recomputes activations too: both are given the same micro-batch, whatever the pipeline's schedule."""
     for layer in chunk.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             number, replay = layer.layer_number - 1, layer.mlp.router.router_replay

@@ -55,8 +55,8 @@ class BatchResult:
     version: int
     """The version that was trained (i)."""
     applied: bool
-    """False: every step was skipped because its gradient was not finite; the weights are as before. Where the critic warms
-    up, it is the critic's steps that count."""
+    """False: every step was skipped because its gradient was not finite; the weights are as before. Where the critic
+    warms up, it is the critic's steps that count."""
     metrics: dict[str, float]
     """Means over trained tokens, mean gradient norm and last learning rate of the steps taken, counts.
     `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens
@@ -192,8 +192,9 @@ class Trainer:
         trainer = self.config.trainer
         lengths, prompts = [len(tokens) for tokens, _ in examples], [prompt for _, prompt in examples]
         costs = self._flops(lengths, np.subtract(lengths, prompts))
-        plan = partition(lengths, trainer.dp, 1, trainer.microbatch_tokens, seed=0, costs=costs,
-                         multiple=trainer.microbatch_multiple)  # fmt: skip
+        plan = partition(
+            lengths, trainer.dp, 1, trainer.microbatch_tokens, seed=0, costs=costs, multiple=trainer.microbatch_multiple
+        )
         tally, steps, work = Tally(), Steps(before_step), []
         for members in plan[self.replica][0]:
             chosen = [examples[i] for i in members]
@@ -227,7 +228,8 @@ class Trainer:
         }
 
     def _assessed(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], dict[str, float]]:
-        """The micro-batches of each mini-batch, their advantages known where they are needed, and what these are like."""
+        """The micro-batches of each mini-batch, their advantages known where they are needed, and what these are
+        like."""
         trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
         if self.critic:
             minibatches = self._microbatches(part, trained, [0.0] * len(trained))
@@ -243,8 +245,16 @@ class Trainer:
             found.append([])
             for members in minibatch:
                 content = ([values[i] for i in members] for values in (part.trajectories, advantages, weights))
-                found[-1].append(pack_trajectories(*content, part.version, self.config.rollout.kv_policy, self._row_multiple,
-                                                   self.device, self._routing))  # fmt: skip
+                found[-1].append(
+                    pack_trajectories(
+                        *content,
+                        part.version,
+                        self.config.rollout.kv_policy,
+                        self._row_multiple,
+                        self.device,
+                        self._routing,
+                    )
+                )
         return found
 
     def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
@@ -263,8 +273,8 @@ class Trainer:
         )
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
-        """The first mini-batch needs none, but for what has to know it before the loss: until its step the current policy
-        is the proximal one."""
+        """The first mini-batch needs none, but for what has to know it before the loss: until its step the current
+        policy is the proximal one."""
         settings = self.config.ppo
         if settings.objective == "naive":
             for sampled in (e for minibatch in minibatches for e in minibatch):
@@ -298,8 +308,9 @@ class Trainer:
         """What the second moment of the weights of a whole mini-batch does not allow. Collective."""
         known = minibatch if self.parallel.is_last_stage else []
         lags = [sampled.proximal - sampled.behaviour for sampled in known]
-        kept = within_second_moment(torch.cat([torch.zeros(0, device=self.device), *lags]), threshold,
-                                    self.parallel.sum_of_last_stages)  # fmt: skip
+        kept = within_second_moment(
+            torch.cat([torch.zeros(0, device=self.device), *lags]), threshold, self.parallel.sum_of_last_stages
+        )
         for sampled, own in zip(known, kept.split([len(lag) for lag in lags]), strict=True):
             sampled.kept = own
 

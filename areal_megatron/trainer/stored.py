@@ -53,7 +53,8 @@ def replicas() -> torch.distributed.ProcessGroup:
 
 
 def prefix(name: str) -> str:
-    """Of the names of a learner's tensors in a checkpoint; the policy's have none, as megatron-core alone would save it."""
+    """Of the names of a learner's tensors in a checkpoint; the policy's have none, as megatron-core alone would save
+    it."""
     return "" if name == "policy" else f"{name}."
 
 

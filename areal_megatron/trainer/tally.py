@@ -36,7 +36,8 @@ class Tally:
         return dict(zip((*sums, *maxima), (*total.tolist(), *largest.tolist()), strict=True))
 
     def quantile(self, parallel: Parallel, name: str, share: float, count: float) -> float:
-        """Of the named values over all ranks, `count` together and more than 0: the least that `share` do not exceed."""
+        """Of the named values over all ranks, `count` together and more than 0: the least that `share` do not
+        exceed."""
         values = torch.cat(self.values.get(name, [torch.zeros(0)]))
         return quantile(values, share, count, parallel.sum_of_last_stages)
 

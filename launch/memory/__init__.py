@@ -43,8 +43,8 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     """What a run of `config` (machine.device chosen) takes on slots of `gpu_gib` GiB; 0: not known, nothing checked.
 
     Raises ConfigError, with the figure, the limit and what to change, for trainers that do not fit, and for engines
-    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in bytes
-    that all engines share; 0: that of this machine.
+    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in
+    bytes that all engines share; 0: that of this machine.
     """
     on_cuda = config.machine.device == "cuda"
     trainer = trainer_memory(config, hf_config, on_cuda)
@@ -64,8 +64,10 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
 
 def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
     largest = sorted(found.parts, key=lambda part: -part.bytes)[:3]
-    problem = (f"a {found.holder} needs {_gib(found.total)} GiB "
-               f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}")  # fmt: skip
+    problem = (
+        f"a {found.holder} needs {_gib(found.total)} GiB "
+        f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}"
+    )
     for text, trainer in _smaller_trainers(config):
         try:
             total = trainer_memory(replace(config, trainer=trainer), hf_config, on_cuda=True).total
@@ -109,16 +111,21 @@ def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankM
 
 
 def _machine_too_small(config: Config, found: RankMemory, memory: int) -> str:
-    return (f"rollout.max_new_tokens: an engine needs {_gib(found.total * config.rollout.tp)} GiB with a KV cache for one answer of "
-            f"{longest_answer(config):,} tokens with its prompt, this machine has {_gib(memory)}: lower it")  # fmt: skip
+    return (
+        f"rollout.max_new_tokens: an engine needs {_gib(found.total * config.rollout.tp)} GiB with a KV cache for "
+        f"one answer of "
+        f"{longest_answer(config):,} tokens with its prompt, this machine has {_gib(memory)}: lower it"
+    )
 
 
 def _engine_too_small(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
     left, longest = found.of("KV cache"), longest_answer(config)
     tokens = kv_tokens(config, hf_config, left, on_cuda=True)
     used = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in found.parts if part.name != "KV cache")
-    problem = (f"an engine rank has {_gib(left)} GiB left for its KV cache on a GPU of {gpu_gib:g} ({used}): {tokens:,} "
-               f"tokens, an answer may have {longest:,} with its prompt")  # fmt: skip
+    problem = (
+        f"an engine rank has {_gib(left)} GiB left for its KV cache on a GPU of {gpu_gib:g} ({used}): {tokens:,} "
+        f"tokens, an answer may have {longest:,} with its prompt"
+    )
     for text, changed in _smaller_engines(config):
         try:
             engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda=True)

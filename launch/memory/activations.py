@@ -143,8 +143,10 @@ def activations(config: Config, layer: Layer, stage: int) -> int:
 
 def describe(config: Config, stage: int) -> str:
     passes = in_flight(config, stage)
-    return (f"trainer.recompute={config.trainer.recompute}, {microbatch_tokens(config):,} tokens, "
-            f"{passes} forward pass{'es' if passes > 1 else ''} in flight")  # fmt: skip
+    return (
+        f"trainer.recompute={config.trainer.recompute}, {microbatch_tokens(config):,} tokens, "
+        f"{passes} forward pass{'es' if passes > 1 else ''} in flight"
+    )
 
 
 def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) -> Layer:

@@ -26,8 +26,9 @@ BLOCK_TOKENS = {True: 16, False: kv_cache.CPU_BLOCK_TOKENS}
 
 
 def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool) -> RankMemory:
-    """The fullest rank of an engine; its KV cache is what is left of the `available` bytes of a GPU (0: not known; may be
-    negative), on CPU what requests need on a machine of as many bytes. Raises ConfigError where the sizes do not fit the model."""
+    """The fullest rank of an engine; its KV cache is what is left of the `available` bytes of a GPU (0: not known; may
+    be negative), on CPU what requests need on a machine of as many bytes. Raises ConfigError where the sizes do not fit
+    the model."""
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
     layout = max((vllm.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
     weights, staged = _elements(layout), staging_elements(layout, config.reshard.staging == "streamed")
@@ -55,8 +56,10 @@ def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: 
 
 def kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
     tokens, longest = kv_tokens(config, hf_config, size, on_cuda), longest_answer(config)
-    return (f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
-            f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}")  # fmt: skip
+    return (
+        f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
+        f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}"
+    )
 
 
 def staging_elements(layout: Layout, streamed: bool) -> int:

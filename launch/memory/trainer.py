@@ -34,8 +34,8 @@ class Held(NamedTuple):
 
 
 def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic: bool = False) -> Held:
-    """Of the first rank of a pipeline stage; those beside it hold as many. A critic has a head with one row in place of the
-    output layer. Raises ConfigError."""
+    """Of the first rank of a pipeline stage; those beside it hold as many. A critic has a head with one row in place of
+    the output layer. Raises ConfigError."""
     layout = megatron.layout(hf_config, sizes, stage * sizes.tp * sizes.cp * sizes.dp)
     if critic:
         layout = megatron.without_head(layout)
@@ -49,8 +49,10 @@ def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic:
 
 def trainer_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> RankMemory:
     """The fullest rank of the pipeline. Raises ConfigError where the sizes do not fit the model."""
-    return max((stage_memory(config, hf_config, stage, on_cuda) for stage in range(config.trainer.pp)),
-               key=lambda memory: memory.total)  # fmt: skip
+    return max(
+        (stage_memory(config, hf_config, stage, on_cuda) for stage in range(config.trainer.pp)),
+        key=lambda memory: memory.total,
+    )
 
 
 def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cuda: bool) -> RankMemory:
@@ -65,13 +67,21 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
         # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
         Part("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
         Part("optimizer", *_optimizer(config, sizes, own)),
-        Part("reference", element * own.all if config.mode != "sft" and config.ppo.has_reference else 0, "frozen parameters"),
+        Part(
+            "reference",
+            element * own.all if config.mode != "sft" and config.ppo.has_reference else 0,
+            "frozen parameters",
+        ),
         Part("critic", *_critic(config, hf_config, sizes, stage)),
         Part("activations", kept, activations.describe(config, stage)),
         Part("log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"),
-        Part("sending weights", _sending(config, own, element), f"two buckets for each of {config.rollout.engines} engines"),
+        Part(
+            "sending weights",
+            _sending(config, own, element),
+            f"two buckets for each of {config.rollout.engines} engines",
+        ),
         Part("CUDA and NCCL", _communication(config, hf_config, sizes, element) if on_cuda else 0, "an allowance"),
-    ]  # fmt: skip
+    ]
     fixed = sum(part.bytes for part in parts if part.name not in ("activations", "log-probabilities"))
     working = sum(part.bytes for part in parts) - fixed
     # torch's AdamW takes the roots of all second moments at once; TransformerEngine's and apex's need no room
@@ -109,8 +119,8 @@ def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, 
 
 
 def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:
-    """trainer/logprobs.py: the logits of a chunk (12 bytes each), a gradient of the output layer in float32 and twice in
-    its dtype, and the final hidden states of a micro-batch gathered, picked, and their gradient."""
+    """trainer/logprobs.py: the logits of a chunk (12 bytes each), a gradient of the output layer in float32 and twice
+    in its dtype, and the final hidden states of a micro-batch gathered, picked, and their gradient."""
     model, element = architecture(hf_config).dimensions, ITEMSIZE[config.model.dtype]
     tokens = activations.microbatch_tokens(config)
     chunk = max(1, LOGITS_ELEMENTS * sizes.tp // model.vocabulary)

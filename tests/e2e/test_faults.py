@@ -109,8 +109,15 @@ def test_whatever_dies_ten_times_is_started_again(local_run, world):
     """Engines, trainer ranks and the controller at random moments; the launcher brings the run to its end by itself."""
     victims = ["engine-0", "engine-1", "trainer-0", "trainer-1", "controller", "controller"] * 5
     random.shuffle(victims)
-    changes = {"updates": 100000, "held_out": 4, "rollout.engines": 2, "trainer.pp": 2, "machine.slots": 4,
-               "rollout.max_staleness": 2, "checkpoint.every": 1}  # fmt: skip
+    changes = {
+        "updates": 100000,
+        "held_out": 4,
+        "rollout.engines": 2,
+        "trainer.pp": 2,
+        "machine.slots": 4,
+        "rollout.max_staleness": 2,
+        "checkpoint.every": 1,
+    }
     started = local_run("survivor", f"--restarts={len(victims)}", *small(world, **changes))
     run = Run(started.folder)
     started.wait_for(lambda: updates(run) >= 2)

@@ -13,8 +13,15 @@ from tests.hostile import WITHOUT_NAMESPACES
 
 
 def arguments_of(world, tmp_path, *overrides):
-    return [str(ROOT / "configs/tiny_cpu.yaml"), f"runs_dir={tmp_path}", "name=x", f"model.path={world / 'model'}",
-            f"data.train={world / 'train.jsonl'}", f"data.eval={world / 'heldout.jsonl'}", *overrides]  # fmt: skip
+    return [
+        str(ROOT / "configs/tiny_cpu.yaml"),
+        f"runs_dir={tmp_path}",
+        "name=x",
+        f"model.path={world / 'model'}",
+        f"data.train={world / 'train.jsonl'}",
+        f"data.eval={world / 'heldout.jsonl'}",
+        *overrides,
+    ]
 
 
 def launch(world, tmp_path, *overrides):

@@ -24,11 +24,23 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
     control = out / "control.jsonl"
     control.write_text("".join(json.dumps(line | {"answer": MARK}) + "\n" for line in prompts))
     subprocess.run(
-        [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml", f"runs_dir={out}", "name=control", f"seed={seed}",
-         f"model.path={out / 'sft' / 'hf'}", f"data.train={control}", f"data.eval={out / 'world' / 'heldout.jsonl'}",
-         "reward.function=tests.e2e.controls:shuffled"],
-        cwd=ROOT, check=True, timeout=600,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "launch.local",
+            "configs/tiny_cpu.yaml",
+            f"runs_dir={out}",
+            "name=control",
+            f"seed={seed}",
+            f"model.path={out / 'sft' / 'hf'}",
+            f"data.train={control}",
+            f"data.eval={out / 'world' / 'heldout.jsonl'}",
+            "reward.function=tests.e2e.controls:shuffled",
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=600,
+    )
     control_before, control_after = demo.accuracy(out / "control")
     print(f"seed {seed}: {before:.3f} → {after:.3f}; shuffled rewards: {control_before:.3f} → {control_after:.3f}")
     assert before < 0.6 and after >= 0.9

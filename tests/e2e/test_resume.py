@@ -27,8 +27,13 @@ def trained(run: Run) -> list[int]:
     return [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 
 
-CHANGES = {"held_out": 4, "rollout.max_staleness": 2, "resume": "auto", "rollout.pass_rate": [0, 1],
-           "reward.function": "tests.e2e.rewards:coarse"}  # fmt: skip
+CHANGES = {
+    "held_out": 4,
+    "rollout.max_staleness": 2,
+    "resume": "auto",
+    "rollout.pass_rate": [0, 1],
+    "reward.function": "tests.e2e.rewards:coarse",
+}
 
 
 def rated(world) -> str:
@@ -43,9 +48,15 @@ def rated(world) -> str:
 def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
     """Of the launcher everything dies with it; a trainer rank and the controller take the run along. Asked to stop, it
     keeps what was sampled. The bound becomes another one each time, and prompts are drawn from the easiest on."""
-    changes = CHANGES | {"updates": 1000, "checkpoint.every": 2, "checkpoint.hf_every": 10, "data.train": rated(world),
-                         "rollout.pass_rate": [0.9, 0.1], "rollout.dump": True,
-                         "rollout.max_running": 4}  # fmt: skip
+    changes = CHANGES | {
+        "updates": 1000,
+        "checkpoint.every": 2,
+        "checkpoint.hf_every": 10,
+        "data.train": rated(world),
+        "rollout.pass_rate": [0.9, 0.1],
+        "rollout.dump": True,
+        "rollout.max_running": 4,
+    }
     settings = small(world, **changes)
     for incarnation, (victim, eta) in enumerate((("launcher", 4), ("trainer-0", 1), ("controller", 0))):
         started = local_run("killed", *settings, f"rollout.max_staleness={eta}")
@@ -67,8 +78,10 @@ def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
     assert again.wait() == 0, again.output
     assert f"{last} of {last} updates done" in again.output
     assert "resuming from" in again.output
-    kept, gone_on_with = (re.findall(rf"{verb} (\d+ tokens of [1-9]\d* answers)", run.log("controller").read_text())
-                          for verb in ("kept", "going on with"))  # fmt: skip
+    kept, gone_on_with = (
+        re.findall(rf"{verb} (\d+ tokens of [1-9]\d* answers)", run.log("controller").read_text())
+        for verb in ("kept", "going on with")
+    )
     assert kept == gone_on_with and kept
     assert trained(run) == list(range(1, last + 1))
     assert audit(run) == []

@@ -55,12 +55,22 @@ def ledger(run: Run):
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta):
-    """The longest one has a workflow of several turns, and keeps its trajectories, which are read and replayed afterwards."""
-    changes = {"rollout.max_staleness": eta, "rollout.pass_rate": [0, 1], "reward.function": "tests.e2e.rewards:coarse",
-               "reshard.staging": "streamed" if eta == 1 else "full"}  # fmt: skip
+    """The longest one has a workflow of several turns, and keeps its trajectories, which are read and replayed
+    afterwards."""
+    changes = {
+        "rollout.max_staleness": eta,
+        "rollout.pass_rate": [0, 1],
+        "reward.function": "tests.e2e.rewards:coarse",
+        "reshard.staging": "streamed" if eta == 1 else "full",
+    }
     if eta == 4:
-        changes |= {"rollout.dump": True, "trainer.dp": 2, "machine.slots": 3, "rollout.max_new_tokens": 64,
-                    "rollout.workflow": "{tests.e2e.workflows:twice: 2}"}  # fmt: skip
+        changes |= {
+            "rollout.dump": True,
+            "trainer.dp": 2,
+            "machine.slots": 3,
+            "rollout.max_new_tokens": 64,
+            "rollout.workflow": "{tests.e2e.workflows:twice: 2}",
+        }
     started = local_run(f"eta-{eta}", *small(world, **changes))
     assert started.wait() == 0, started.output
     run = Run(started.folder)
@@ -104,10 +114,21 @@ def check_replay(run, started):
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     """TP2×PP2 trainers with a critic, and a TP2 engine: every seam of the update path is between several ranks."""
-    started = local_run("tp2-pp2", *small(world, **{
-        "trainer.tp": 2, "trainer.pp": 2, "rollout.tp": 2, "machine.slots": 6,
-        "rollout.max_staleness": 1, "held_out": 300, "ppo.critic": "{lr: 1e-3, lambda: 0.95, warmup: 1}",
-    }))  # fmt: skip
+    started = local_run(
+        "tp2-pp2",
+        *small(
+            world,
+            **{
+                "trainer.tp": 2,
+                "trainer.pp": 2,
+                "rollout.tp": 2,
+                "machine.slots": 6,
+                "rollout.max_staleness": 1,
+                "held_out": 300,
+                "ppo.critic": "{lr: 1e-3, lambda: 0.95, warmup: 1}",
+            },
+        ),
+    )
     run = Run(started.folder)
     started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
     members = started.members()

@@ -49,8 +49,9 @@ def started_engine(run):
     """engine-0 of `run`, healthy; ended afterwards."""
     command = [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", str(run.folder), "--index", "0"]
     with run.log("engine-0").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                   env=os.environ | {"AREAL_CPUS": "0"})  # fmt: skip
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"AREAL_CPUS": "0"}
+        )
     server = psutil.Process(process.pid)
     members: set[psutil.Process] = {server}
     try:

@@ -53,9 +53,15 @@ def live(rank: int, port: str, folder: Path) -> None:
     result = {}
     cases = json.loads((folder / "cases.json").read_text())
     for name, tp, expert_parallel in cases:
-        config = EngineArgs(model=str(folder / name), dtype="float32", tensor_parallel_size=tp, enforce_eager=True,
-                            enable_expert_parallel=expert_parallel, max_model_len=64,
-                            distributed_executor_backend="external_launcher").create_engine_config()  # fmt: skip
+        config = EngineArgs(
+            model=str(folder / name),
+            dtype="float32",
+            tensor_parallel_size=tp,
+            enforce_eager=True,
+            enable_expert_parallel=expert_parallel,
+            max_model_len=64,
+            distributed_executor_backend="external_launcher",
+        ).create_engine_config()
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
                 world = max(tp for _, tp, _ in cases)

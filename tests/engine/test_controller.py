@@ -235,8 +235,12 @@ def test_wrong_input_ends_the_controller_with_code_2(start):
     process.kill()
     config.reward.function = "tests.e2e.rewards:missing"
     save(config, run.config)
-    ended = subprocess.run([sys.executable, "-m", "areal_megatron.rollout.controller", "--run", str(run.folder)],
-                           capture_output=True, text=True, timeout=60)  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, "-m", "areal_megatron.rollout.controller", "--run", str(run.folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == "error: reward.function: tests.e2e.rewards has no function missing"
 

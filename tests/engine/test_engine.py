@@ -67,8 +67,11 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference,
 
 
 def test_the_benchmarks_stand_in_answers_as_an_engine_does(run):
-    request = {"request_id": "raw", "token_ids": PROMPT,
-               "sampling_params": {"n": 2, "max_tokens": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True}}  # fmt: skip
+    request = {
+        "request_id": "raw",
+        "token_ids": PROMPT,
+        "sampling_params": {"n": 2, "max_tokens": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True},
+    }
     answered = json.loads(ask(run, lambda client: client._call("POST", "/inference/v1/generate", request)))
     stood_in = json.loads(answers("default", tokens=7, group=2, variant=0))
     assert [*map(form, stood_in["choices"])] == [*map(form, answered["choices"])]
@@ -238,7 +241,8 @@ async def talk(episode):
 
 @pytest.mark.parametrize("name", ["multi_turn", "tool_use", "openai"])
 def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, isolation, name):
-    """All of a trajectory's tokens at once through the Hugging Face model: what was said between stands in the context."""
+    """All of a trajectory's tokens at once through the Hugging Face model: what was said between stands in the
+    context."""
     workflow, between = {
         "multi_turn": (multi_turn.run, "42"),
         "tool_use": (lambda episode: tool_use.run(episode, lambda text: "print(6 * 7)"), "\n```output\n42\n```\n"),
@@ -286,17 +290,28 @@ def test_a_paused_engine_answers_after_it_resumes(run):
     assert stalled and len(completions) == 4
 
 
-@pytest.mark.parametrize("headers", [
-    {},
-    {"Authorization": "Bearer wrong"},
-    {"Authorization": "Basic {secret}"},
-    {"Authorization": "{secret}"},
-    {"X-Token": "Bearer {secret}"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic {secret}"},
+        {"Authorization": "{secret}"},
+        {"X-Token": "Bearer {secret}"},
+    ],
+)
 def test_every_route_refuses_a_stranger(run, headers):
     headers = {name: value.format(secret=run.token) for name, value in headers.items()}
-    named = [("POST", "/commit"), ("POST", "/pause?mode=abort"), ("POST", "/update_weights"), ("POST", "/collective_rpc"), ("GET", "/health"),
-             ("GET", "/metrics"), ("GET", "/nowhere"), ("POST", "/inference/v1/generate")]  # fmt: skip
+    named = [
+        ("POST", "/commit"),
+        ("POST", "/pause?mode=abort"),
+        ("POST", "/update_weights"),
+        ("POST", "/collective_rpc"),
+        ("GET", "/health"),
+        ("GET", "/metrics"),
+        ("GET", "/nowhere"),
+        ("POST", "/inference/v1/generate"),
+    ]
 
     async def statuses(client):
         async with aiohttp.ClientSession(client.endpoint) as friend:

@@ -19,12 +19,34 @@ ITEMS, N = 40, 4
 
 class Started:
     def __init__(self, world, data, out, *more):
-        command = [sys.executable, "tools/evaluate.py", str(world / "model"), str(data), "--n", str(N), "--k", "1,2,4",
-                   "--max-new-tokens", "40", "--reward", "tests.e2e.rewards:coarse", "--out", str(out), *more]  # fmt: skip
+        command = [
+            sys.executable,
+            "tools/evaluate.py",
+            str(world / "model"),
+            str(data),
+            "--n",
+            str(N),
+            "--k",
+            "1,2,4",
+            "--max-new-tokens",
+            "40",
+            "--reward",
+            "tests.e2e.rewards:coarse",
+            "--out",
+            str(out),
+            *more,
+        ]
         self.data, self.out = data, out
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, text=True, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                                        preexec_fn=take_interrupts)  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            preexec_fn=take_interrupts,
+        )
 
     def lines(self):
         path = self.out / "answers.jsonl"

@@ -18,8 +18,14 @@ from areal_megatron.reshard.megatron import MegatronSizes
 from launch.processes import end_sessions
 from launch.shared_memory import SharedMemory
 
-WRITTEN = ["llama-converted", "qwen2-converted", "qwen3-tied-converted", "qwen3-moe-converted",
-           "qwen2-tied-exported", "qwen3-moe-exported"]  # fmt: skip
+WRITTEN = [
+    "llama-converted",
+    "qwen2-converted",
+    "qwen3-tied-converted",
+    "qwen3-moe-converted",
+    "qwen2-tied-exported",
+    "qwen3-moe-exported",
+]
 CASES = [
     *((name, tp, False) for tp in (1, 2) for name in MODELS),
     *((name, 1, False) for name in WRITTEN),
@@ -39,8 +45,15 @@ def write_again(folder: Path, name: str, tensors: dict) -> None:
     config, sizes = read_config(folder / name), MegatronSizes()
     from_hf(folder / name, folder / f"{name}-checkpoint")
     to_hf(folder / f"{name}-checkpoint", folder / f"{name}-converted", shard_bytes=SHARD_BYTES)
-    hf.export(megatron_shard(tensors, config, sizes, 0), hf_config=config, sizes=sizes, rank=0, source=folder / name,
-              path=folder / f"{name}-exported", shard_bytes=SHARD_BYTES)  # fmt: skip
+    hf.export(
+        megatron_shard(tensors, config, sizes, 0),
+        hf_config=config,
+        sizes=sizes,
+        rank=0,
+        source=folder / name,
+        path=folder / f"{name}-exported",
+        shard_bytes=SHARD_BYTES,
+    )
     for by in ("converted", "exported"):
         index = json.loads((folder / f"{name}-{by}" / INDEX).read_text())
         assert index["weight_map"].keys() == tensors.keys()
@@ -62,8 +75,13 @@ def loaded(tmp_path_factory):
     script = Path(__file__).with_name("loaded_parameters.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": f"layouts-{port}"}
     with (folder / "out").open("w+") as output:
-        ranks = subprocess.Popen([sys.executable, script, str(RANKS), str(port), folder], stdout=output,
-                                 stderr=subprocess.STDOUT, env=environment, start_new_session=True)  # fmt: skip
+        ranks = subprocess.Popen(
+            [sys.executable, script, str(RANKS), str(port), folder],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
     try:
         code = ranks.wait(300)
     finally:

@@ -50,31 +50,51 @@ class Server:
         self.run = Run(folder / "run")
         self.run.create()
         OmegaConf.save(
-            {"name": "run", "runs_dir": str(folder), "updates": 1, "batch_size": 8,
-             "model": {"path": str(self.folders[0]), "dtype": "float32"}, "data": {"train": "none", "max_prompt_tokens": 32},
-             "machine": {"device": "cpu", "timeout_s": 20}, "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
-             "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8}},
+            {
+                "name": "run",
+                "runs_dir": str(folder),
+                "updates": 1,
+                "batch_size": 8,
+                "model": {"path": str(self.folders[0]), "dtype": "float32"},
+                "data": {"train": "none", "max_prompt_tokens": 32},
+                "machine": {"device": "cpu", "timeout_s": 20},
+                "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
+                "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8},
+            },
             self.run.config,
-        )  # fmt: skip
+        )
         self.config = load(self.run.config)
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
-                stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"), stderr=subprocess.STDOUT,
-                start_new_session=True)
+                stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             for part in range(parts)
-        ]  # fmt: skip
+        ]
         self.shared = SharedMemory()
         self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
         self.live = [self._shard(0, rank) for rank in range(sizes.ranks)]
         self.publishers = [
-            Publisher(parameters=lambda rank=rank: self.live[rank], hf_config=self.hf_config, sizes=sizes, rank=rank,
-                      engine=engine, engines=1, dtype="float32", store_host="127.0.0.1", store_port=self.store.port,
-                      timeout_s=20, on_delivered=self._delivered, timeline=timeline)
+            Publisher(
+                parameters=lambda rank=rank: self.live[rank],
+                hf_config=self.hf_config,
+                sizes=sizes,
+                rank=rank,
+                engine=engine,
+                engines=1,
+                dtype="float32",
+                store_host="127.0.0.1",
+                store_port=self.store.port,
+                timeout_s=20,
+                on_delivered=self._delivered,
+                timeline=timeline,
+            )
             for rank in range(sizes.ranks)
-        ]  # fmt: skip
+        ]
         self.epoch = 0
 
     def client(self) -> EngineClient:
@@ -88,8 +108,13 @@ class Server:
         self.loop.call_soon_threadsafe(self.delivery.set_result, (version, received, error))
 
     def body(self, **changes):
-        body = init_body(config=self.config, engine=0, epoch=self.epoch, store=f"127.0.0.1:{self.store.port}",
-                         hf_config=self.hf_config)  # fmt: skip
+        body = init_body(
+            config=self.config,
+            engine=0,
+            epoch=self.epoch,
+            store=f"127.0.0.1:{self.store.port}",
+            hf_config=self.hf_config,
+        )
         return {"init_info": body["init_info"] | changes}
 
     async def join(self, client):
@@ -180,9 +205,16 @@ async def stream_through(server, versions, *, clear_cache):
         await server.assert_holds(client, 0)
         await server.join(client)
     answer = asyncio.create_task(
-        client.generate(PROMPT, n=1, max_tokens=LONGEST, temperature=1.0, stop_tokens=[], request_id=f"r{versions[0]}",
-                        cache_salt=f"v{versions[0]}")
-    )  # fmt: skip
+        client.generate(
+            PROMPT,
+            n=1,
+            max_tokens=LONGEST,
+            temperature=1.0,
+            stop_tokens=[],
+            request_id=f"r{versions[0]}",
+            cache_salt=f"v{versions[0]}",
+        )
+    )
     while (await client.load()).running == 0:
         await asyncio.sleep(0.02)
     for version in versions[1:]:

@@ -30,13 +30,28 @@ class MpiRun:
     def __init__(self, folder: Path, count: int, *overrides: str):
         self._output = folder.with_suffix(".out")
         program = debian.openmpi().program("mpirun")
-        command = [program, "-n", str(count), sys.executable, "-m", "launch.mpi", "configs/tiny_cpu.yaml",
-                   f"name={folder.name}", f"runs_dir={folder.parent}", *overrides]  # fmt: skip
+        command = [
+            program,
+            "-n",
+            str(count),
+            sys.executable,
+            "-m",
+            "launch.mpi",
+            "configs/tiny_cpu.yaml",
+            f"name={folder.name}",
+            f"runs_dir={folder.parent}",
+            *overrides,
+        ]
         self.traces = Traces(folder.parent)
         environment = debian.mpi_environment(os.environ | {"TMPDIR": str(self.traces.temporary)})
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment,
-                                        stdin=subprocess.DEVNULL, stdout=self._output.open("wb"),
-                                        stderr=subprocess.STDOUT)  # fmt: skip
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output.open("wb"),
+            stderr=subprocess.STDOUT,
+        )
 
     @property
     def output(self) -> str:

@@ -61,10 +61,25 @@ def submit(cluster, monkeypatch, traces):
 
 def tiny(world: Path, runs: Path, **changes) -> list[str]:
     """Overrides of the 32B run: a trainer rank or an engine on each node."""
-    keys = {"name": "run", "runs_dir": runs, "machine.device": "cpu", "machine.slots": 1, "machine.host": "127.0.0.1", "model.dtype": "float32",
-            "trainer.tp": 1, "trainer.pp": 2, "trainer.dp": 1, "trainer.microbatch_tokens": 2048, "rollout.tp": 1,
-            "rollout.engines": 2, "rollout.max_new_tokens": 24, "data.max_prompt_tokens": 32,
-            "checkpoint.hf_every": 0, "optimizer.lr": 3e-3, **changes}  # fmt: skip
+    keys = {
+        "name": "run",
+        "runs_dir": runs,
+        "machine.device": "cpu",
+        "machine.slots": 1,
+        "machine.host": "127.0.0.1",
+        "model.dtype": "float32",
+        "trainer.tp": 1,
+        "trainer.pp": 2,
+        "trainer.dp": 1,
+        "trainer.microbatch_tokens": 2048,
+        "rollout.tp": 1,
+        "rollout.engines": 2,
+        "rollout.max_new_tokens": 24,
+        "data.max_prompt_tokens": 32,
+        "checkpoint.hf_every": 0,
+        "optimizer.lr": 3e-3,
+        **changes,
+    }
     return small(world, **keys)
 
 

@@ -120,8 +120,14 @@ def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | No
     """Updates `first` … `last` − 1 on recorded trajectories; what is the same under every layout."""
     metrics = []
     for version in range(first, last):
-        part = split(make_trajectories(12, version, seed=20 + version), version=version, minibatches=2, cap=128,
-                     seed=version, replicas=subject.config.trainer.dp)[subject.replica]  # fmt: skip
+        part = split(
+            make_trajectories(12, version, seed=20 + version),
+            version=version,
+            minibatches=2,
+            cap=128,
+            seed=version,
+            replicas=subject.config.trainer.dp,
+        )[subject.replica]
         result = subject.train_batch(part, before_step=saver.wait_until_read if saver else lambda: None)
         assert result.applied
         metrics.append({key: result.metrics[key] for key in (*REPORTED, *(OF_CRITIC if subject.critic else ()))})
@@ -129,8 +135,11 @@ def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | No
 
 
 def held(subject: Trainer) -> dict[str, torch.Tensor]:
-    return {f"{learner}: {name}": values for learner, of in subject.learners.items()
-            for name, values in of.parameters().items()}  # fmt: skip
+    return {
+        f"{learner}: {name}": values
+        for learner, of in subject.learners.items()
+        for name, values in of.parameters().items()
+    }
 
 
 def make_folder(subject: Trainer, path: Path) -> Path:

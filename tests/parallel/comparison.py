@@ -49,7 +49,8 @@ def whole_gradients(learner: Learner) -> dict[str, Tensor]:
 def pieces(
     trainer: Trainer, held: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, ours, theirs) for each part of a canonical tensor that this rank holds; a critic's have a head of their own."""
+    """(name, ours, theirs) for each part of a canonical tensor that this rank holds; a critic's have a head of their
+    own."""
     whole = layout(trainer.hf_config, trainer.sizes, trainer.rank)
     if "head.weight" in expected:
         whole = without_head(whole)

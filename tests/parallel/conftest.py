@@ -39,7 +39,8 @@ def on_ranks(tmp_path, start_ranks):
 
 @pytest.fixture(scope="session")
 def start_ranks(forks):
-    """start_ranks(folder, check, world, **arguments): calls <module>.<check>(folder, rank, **arguments) on `world` ranks.
+    """start_ranks(folder, check, world, **arguments): calls <module>.<check>(folder, rank, **arguments) on `world`
+    ranks.
 
     The module is trainer_checks unless the check is named module:check.
 

@@ -47,8 +47,10 @@ def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
         forward = torch.cuda.max_memory_allocated() - before
         logprobs.sum().backward()
         peak = torch.cuda.max_memory_allocated() - before
-        print(f"32k tokens x 152k columns: {forward / 2**30:.2f} GiB forward, {peak / 2**30:.2f} GiB with backward, "
-              f"full float32 logits {tokens * columns * 4 / 2**30:.1f} GiB")  # fmt: skip
+        print(
+            f"32k tokens x 152k columns: {forward / 2**30:.2f} GiB forward, {peak / 2**30:.2f} GiB with backward, "
+            f"full float32 logits {tokens * columns * 4 / 2**30:.1f} GiB"
+        )
         assert forward < tokens * columns * 4 / 5
 
 

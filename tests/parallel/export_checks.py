@@ -27,8 +27,15 @@ def mbridges_export(config: Config, trainer: Trainer) -> dict[str, torch.Tensor]
 def check_mbridge(folder: Path, rank: int, model: str, layout: dict) -> None:
     config = make_config(folder, model, layout)
     with open_trainer(folder, rank, config) as trainer, torch.no_grad():
-        hf.export(parameters=trainer.parameters(), hf_config=trainer.hf_config, sizes=trainer.sizes, rank=rank,
-                  source=config.model.path, path=folder / "exported", group=trainer.parallel.control)  # fmt: skip
+        hf.export(
+            parameters=trainer.parameters(),
+            hf_config=trainer.hf_config,
+            sizes=trainer.sizes,
+            rank=rank,
+            source=config.model.path,
+            path=folder / "exported",
+            group=trainer.parallel.control,
+        )
         theirs = mbridges_export(config, trainer)
         if rank == 0:
             ours = load_file(folder / "exported" / "model.safetensors")

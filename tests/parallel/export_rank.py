@@ -20,13 +20,21 @@ from areal_megatron.reshard.megatron import MegatronSizes
 if __name__ == "__main__":
     rank, port, exports = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
-                            timeout=timedelta(seconds=60))  # fmt: skip
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     for export in exports:
         source, sizes = Path(export["source"]), MegatronSizes(**export["sizes"])
         config = read_config(source)
         parameters = megatron_shard(load_file(source / "model.safetensors"), config, sizes, rank)
         parameters = {name: tensor.to(getattr(torch, export["dtype"])) for name, tensor in parameters.items()}
-        hf.export(parameters, hf_config=config, sizes=sizes, rank=rank, source=source, path=export["path"],
-                  shard_bytes=export["shard_bytes"])  # fmt: skip
+        hf.export(
+            parameters,
+            hf_config=config,
+            sizes=sizes,
+            rank=rank,
+            source=source,
+            path=export["path"],
+            shard_bytes=export["shard_bytes"],
+        )
     dist.destroy_process_group()

@@ -46,13 +46,22 @@ def trainer(setup) -> None:
     live = {name: tensor.to(own, copy=True) for name, tensor in shard(setup["folder"]).items()}
     host, port = setup["store"].split(":")
     publisher = Publisher(
-        parameters=lambda: live, hf_config=setup["hf_config"], sizes=sizes, rank=setup["rank"],
-        engine=EngineSizes(tp=setup["engine_tp"]), engines=setup["engines"], dtype=setup["dtype"], store_host=host,
-        store_port=int(port), timeout_s=setup["timeout_s"], bucket_elements=setup["bucket_elements"],
+        parameters=lambda: live,
+        hf_config=setup["hf_config"],
+        sizes=sizes,
+        rank=setup["rank"],
+        engine=EngineSizes(tp=setup["engine_tp"]),
+        engines=setup["engines"],
+        dtype=setup["dtype"],
+        store_host=host,
+        store_port=int(port),
+        timeout_s=setup["timeout_s"],
+        bucket_elements=setup["bucket_elements"],
         on_delivered=lambda engine, epoch, version, seconds, received, error: say(
-            engine=engine, epoch=epoch, version=version, bytes=received, error=error),
+            engine=engine, epoch=epoch, version=version, bytes=received, error=error
+        ),
         timeline=Timeline(Path(setup["timeline"]), f"trainer-{setup['rank']}"),
-    )  # fmt: skip
+    )
     say(up=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -90,8 +99,10 @@ def engine(setup) -> None:
         command = json.loads(line)
         try:
             if "join" in command:
-                session = {key: setup[key] for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine",
-                                                       "bucket_elements")}  # fmt: skip
+                session = {
+                    key: setup[key]
+                    for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine", "bucket_elements")
+                }
                 session["engine_sizes"] = asdict(sizes)
                 inlet = Inlet(shard, **session | {"epoch": command["join"]}, log=lambda text: None)
             elif "start" in command:

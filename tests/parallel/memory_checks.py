@@ -26,8 +26,14 @@ CPU = torch.device("cpu")
 
 def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]:
     """Bytes of buffers, optimizer states and tensors saved in a forward pass."""
-    config = Config(name="t", updates=1, mode="sft", model=Model(str(folder), dtype), data=Data(""),
-                    trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
+    config = Config(
+        name="t",
+        updates=1,
+        mode="sft",
+        model=Model(str(folder), dtype),
+        data=Data(""),
+        trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
+    )
     found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
     chunk, parts = found[Policy]
     for parameter in chunk.parameters():
@@ -84,12 +90,17 @@ def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
     cases = itertools.product(
         sorted(Path(models).iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full")
     )
-    schedules = [(pp, vpp, stage, count * pp) for pp in (2, 3, 4) for vpp in (1, 2, 3) for stage in range(pp)
-                 for count in (1, 2, 8)]  # fmt: skip
+    schedules = [
+        (pp, vpp, stage, count * pp)
+        for pp in (2, 3, 4)
+        for vpp in (1, 2, 3)
+        for stage in range(pp)
+        for count in (1, 2, 8)
+    ]
     measured = {
         "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
         "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
         "logits_elements": step.LOGITS_ELEMENTS,
-    }  # fmt: skip
+    }
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(measured))

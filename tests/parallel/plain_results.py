@@ -88,16 +88,23 @@ def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
 def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor], list[torch.Tensor]]:
     """Trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
-    proximals, references = ([torch.from_numpy(t.logprobs + random.normal(0, deviation, len(t.logprobs)).astype(np.float32))
-                              for t in trajectories] for deviation in (0.2, 0.4))  # fmt: skip
+    proximals, references = (
+        [
+            torch.from_numpy(t.logprobs + random.normal(0, deviation, len(t.logprobs)).astype(np.float32))
+            for t in trajectories
+        ]
+        for deviation in (0.2, 0.4)
+    )
     return trajectories, oracle.advantages(trajectories, algorithm), proximals, references
 
 
 def critic_minibatch() -> tuple[list[Trajectory], list[torch.Tensor], list[torch.Tensor]]:
     """Trajectories of a mini-batch, values before the batch and returns of their trained tokens."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(5)
-    before, returns = ([torch.from_numpy(random.normal(0, 2, int(t.loss_mask.sum())).astype(np.float32))
-                        for t in trajectories] for _ in range(2))  # fmt: skip
+    before, returns = (
+        [torch.from_numpy(random.normal(0, 2, int(t.loss_mask.sum())).astype(np.float32)) for t in trajectories]
+        for _ in range(2)
+    )
     return trajectories, before, returns
 
 
@@ -149,8 +156,10 @@ def _compute_critic(learner: oracle.Learner, valued: oracle.Valued, config: Conf
 @torch.no_grad()
 def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Config) -> dict[str, torch.Tensor]:
     """Log-probabilities and entropy of the trained tokens."""
-    pairs = [[values[t.loss_mask == 1] for values in oracle.response(model, t, config.rollout.temperature)]
-             for t in trajectories]  # fmt: skip
+    pairs = [
+        [values[t.loss_mask == 1] for values in oracle.response(model, t, config.rollout.temperature)]
+        for t in trajectories
+    ]
     logprobs, entropies = zip(*pairs, strict=True)
     return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies)}
 
@@ -173,8 +182,12 @@ def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
     for version in range(UPDATES):
         trajectories, halves = training_data(version)
         with torch.no_grad():
-            found = [(oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy()))
-                     .abs()[(t.loss_mask == 1) & (t.versions == version)] for t in trajectories]  # fmt: skip
+            found = [
+                (
+                    oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy())
+                ).abs()[(t.loss_mask == 1) & (t.versions == version)]
+                for t in trajectories
+            ]
         found = torch.cat(found)
         p99 = np.quantile(found.numpy(), 0.99, method="inverted_cdf")
         differences.append([float(found.max()), float(found.mean()), float(p99)])

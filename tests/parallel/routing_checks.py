@@ -58,7 +58,8 @@ def with_routes(trajectories: list[Trajectory], layers: int = 4, experts: int = 
 
 
 def check_replay(folder: Path, rank: int, cases: dict[str, dict]) -> None:
-    """Gradients, and the log-probabilities that an update computes before its first step. cases: run folder → layout."""
+    """Gradients, and the log-probabilities that an update computes before its first step. cases: run folder →
+    layout."""
     model = load_oracle(folder / "qwen3_moe")
     trajectories, *rest = minibatch()
     with_routes(trajectories)
@@ -84,8 +85,12 @@ def check_update(subject, model: torch.nn.Module) -> None:
     trajectories = with_routes(make_trajectories(12, 0, seed=4, group=4))
     with torch.no_grad():
         routed = Routed(model, trajectories, 2)
-        found = [(oracle.response_logprobs(routed, t, 0.7) - torch.from_numpy(t.logprobs.copy())).abs()[
-                 (t.loss_mask == 1) & (t.versions == 0)] for t in trajectories]  # fmt: skip
+        found = [
+            (oracle.response_logprobs(routed, t, 0.7) - torch.from_numpy(t.logprobs.copy())).abs()[
+                (t.loss_mask == 1) & (t.versions == 0)
+            ]
+            for t in trajectories
+        ]
     parts = split(trajectories, version=0, replicas=subject.config.trainer.dp, minibatches=2, cap=128, seed=0)
     result = subject.train_batch(parts[subject.replica])
     assert result.applied and abs(result.metrics["logprob_diff_mean"] - float(torch.cat(found).mean())) < 1e-4

@@ -24,8 +24,14 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
         Run(folder / name).create()
     for world in sorted(set(map(ranks, others)), key=lambda world: world != ranks(saved)):
         resumed = {name: layout for name, layout in runs.items() if ranks(layout) == world}
-        on_ranks("checkpoint_checks:check_all", world, model=model, saved=saved if world == ranks(saved) else None,
-                 resumed=resumed, critic=case in WITH_CRITIC)  # fmt: skip
+        on_ranks(
+            "checkpoint_checks:check_all",
+            world,
+            model=model,
+            saved=saved if world == ranks(saved) else None,
+            resumed=resumed,
+            critic=case in WITH_CRITIC,
+        )
 
 
 def ranks(layout):

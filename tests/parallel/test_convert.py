@@ -1,4 +1,5 @@
-"""Checkpoints that megatron-core saved against the files of transformers, and converted ones loaded by megatron-core."""
+"""Checkpoints that megatron-core saved against the files of transformers, and converted ones loaded by
+megatron-core."""
 
 from pathlib import Path
 

@@ -36,8 +36,15 @@ def measured(world, tmp_path_factory, start_ranks):
 
 
 def config(world, name, tp, dtype, recompute):
-    return Config(name="t", updates=1, mode="sft", model=Model(str(world / name), dtype), data=Data(""), batch_size=1,
-                  trainer=Trainer(tp=tp, recompute=recompute, microbatch_tokens=TOKENS))  # fmt: skip
+    return Config(
+        name="t",
+        updates=1,
+        mode="sft",
+        model=Model(str(world / name), dtype),
+        data=Data(""),
+        batch_size=1,
+        trainer=Trainer(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -30,10 +30,13 @@ class Rank:
     def __init__(self, setup):
         self.name = f"{setup['role']} {setup.get('engine', '')}/{setup['rank']}"
         self.process = subprocess.Popen(
-            [sys.executable, TESTS / "parallel" / "link_rank.py", json.dumps(setup)], text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, TESTS / "parallel" / "link_rank.py", json.dumps(setup)],
+            text=True,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
-        )  # fmt: skip
+        )
 
         self._lines, self._kept = queue.SimpleQueue(), []
         threading.Thread(target=self._read, daemon=True).start()
@@ -79,9 +82,18 @@ class World:
         self.hf_config = read_config(self.folders[0])
         self.store = open_store()
         self.dtype = dtype
-        self.setup = {"hf_config": self.hf_config, "sizes": SIZES, "engine_tp": ENGINE_TP, "engines": 2, "dtype": dtype,
-                      "store": f"127.0.0.1:{self.store.port}", "timeout_s": timeout_s, "bucket_elements": 4000,
-                      "folder": str(self.folders[0]), "timeline": str(folder / "timeline.jsonl")}  # fmt: skip
+        self.setup = {
+            "hf_config": self.hf_config,
+            "sizes": SIZES,
+            "engine_tp": ENGINE_TP,
+            "engines": 2,
+            "dtype": dtype,
+            "store": f"127.0.0.1:{self.store.port}",
+            "timeout_s": timeout_s,
+            "bucket_elements": 4000,
+            "folder": str(self.folders[0]),
+            "timeline": str(folder / "timeline.jsonl"),
+        }
         self.trainers = [Rank(self.setup | {"role": "trainer", "rank": rank}) for rank in range(4)]
         self.engines = [self._start(engine) for engine in range(2)]
         self._wait_up(self.trainers + self.engines[0] + self.engines[1])
@@ -152,8 +164,13 @@ def world(tmp_path_factory):
 
 
 def delivered(world, engine, version):
-    return {"engine": engine, "epoch": world.epochs[engine], "version": version, "bytes": world.slice_bytes(),
-            "error": ""}  # fmt: skip
+    return {
+        "engine": engine,
+        "epoch": world.epochs[engine],
+        "version": version,
+        "bytes": world.slice_bytes(),
+        "error": "",
+    }
 
 
 def test_updates_arrive_exactly_and_reuse_their_buffers(world):
@@ -256,8 +273,10 @@ def test_update_that_was_never_started_fails_by_name(world):
     world.publish(9, [0])
     world.overwrite()
     (event,) = world.deliveries(1)
-    assert event["error"] == (f"link to engine 0, epoch {world.epochs[0]}: waited 5 s in vain for engine rank 0 to start "
-                              "update 1, engine rank 1 to start update 1")  # fmt: skip
+    assert event["error"] == (
+        f"link to engine 0, epoch {world.epochs[0]}: waited 5 s in vain for engine rank 0 to start "
+        "update 1, engine rank 1 to start update 1"
+    )
 
 
 def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):

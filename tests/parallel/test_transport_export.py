@@ -29,8 +29,15 @@ def world(tmp_path_factory):
         written[model] = write_model(model, folder / model)
         (folder / model / "tokenizer.json").write_text('{"some": "tokenizer"}')
         for layout, sizes in layouts.items():
-            exports.append({"source": str(folder / model), "sizes": sizes, "path": str(folder / f"{model}-{layout}"),
-                            "dtype": "float32", "shard_bytes": SMALL if layout == "pp2" else LARGE})  # fmt: skip
+            exports.append(
+                {
+                    "source": str(folder / model),
+                    "sizes": sizes,
+                    "path": str(folder / f"{model}-{layout}"),
+                    "dtype": "float32",
+                    "shard_bytes": SMALL if layout == "pp2" else LARGE,
+                }
+            )
     again = exports[0] | {"dtype": "bfloat16", "source": str(folder / "qwen2")}
     exports += [exports[0] | {"path": str(folder / "twice")}, again | {"path": str(folder / "twice")}]
     with socket.socket() as free:

@@ -8,13 +8,29 @@ from pathlib import Path
 import torch
 import transformers
 
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
-SIZES = {"vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-         "initializer_range": 0.05, "rms_norm_eps": 1e-6}  # fmt: skip
-YARN = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                                           "original_max_position_embeddings": 32}}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SIZES = {
+    "vocab_size": 250,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.05,
+    "rms_norm_eps": 1e-6,
+}
+YARN = {
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+}
 TIED_AND_SMALL = {"tie_word_embeddings": True, "vocab_size": 100}
 """Padded to 256 for two tensor-parallel ranks: the second holds nothing but padding."""
 HEADS = {"head_dim": 32, "tie_word_embeddings": False}

@@ -49,8 +49,12 @@ trainer_step.LOGITS_ELEMENTS = 50 * 250
 
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
-    sections = {"optimizer": Optimizer(lr=1e-3, schedule={"constant": 0.0}, weight_decay=0.1),
-                "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}), "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100), **sections}  # fmt: skip
+    sections = {
+        "optimizer": Optimizer(lr=1e-3, schedule={"constant": 0.0}, weight_decay=0.1),
+        "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}),
+        "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100),
+        **sections,
+    }
     return Config(
         name="test",
         updates=50,
@@ -142,12 +146,25 @@ class MiniBatch:
     def forward_backward(self, cap: int) -> None:
         subject, batches = self.subject, []
         lengths = torch.tensor([int(t.loss_mask.sum()) for t in self.trajectories])
-        weights = token_weights(ALGORITHMS[subject.config.ppo.algorithm].mean, lengths, int(lengths.sum()),
-                                int((lengths > 0).sum()), subject.config.rollout.max_new_tokens).tolist()  # fmt: skip
+        weights = token_weights(
+            ALGORITHMS[subject.config.ppo.algorithm].mean,
+            lengths,
+            int(lengths.sum()),
+            int((lengths > 0).sum()),
+            subject.config.rollout.max_new_tokens,
+        ).tolist()
         for members in self.microbatches(cap)[subject.replica]:
             chosen = [self.trajectories[i] for i in members]
-            batch = pack_trajectories(chosen, [self.advantages[i] for i in members], [weights[i] for i in members],
-                                      0, "recompute", subject._row_multiple, subject.device, subject._routing)  # fmt: skip
+            batch = pack_trajectories(
+                chosen,
+                [self.advantages[i] for i in members],
+                [weights[i] for i in members],
+                0,
+                "recompute",
+                subject._row_multiple,
+                subject.device,
+                subject._routing,
+            )
             batch.proximal, batch.reference = (
                 torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])
                 for values in (self.proximals, self.references)
@@ -161,7 +178,8 @@ class MiniBatch:
 
 
 def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: dict) -> None:
-    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of PPO."""
+    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of
+    PPO."""
     for run, settings in cases.items():
         ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
         config = make_config(folder, "qwen3", layout, ppo=ppo)
@@ -198,8 +216,9 @@ def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -
         plan, work = MiniBatch(subject, trajectories, [], [], []).microbatches(cap), []
         for members in plan[subject.replica]:
             ones = [1.0] * len(members)
-            batch = pack_trajectories([trajectories[i] for i in members], ones, ones, 0, "recompute", subject._row_multiple,
-                                      subject.device)  # fmt: skip
+            batch = pack_trajectories(
+                [trajectories[i] for i in members], ones, ones, 0, "recompute", subject._row_multiple, subject.device
+            )
             batch.values, batch.returns = (
                 torch.cat([torch.zeros(0), *(own[i] for i in members)]) for own in (before, returns)
             )
@@ -213,13 +232,18 @@ def check_critic_metrics(metrics: dict[str, float], expected: dict[str, torch.Te
     explained = 1 - (returns - values).var() / returns.var()
     assert abs(metrics["explained_variance"] - explained) < 1e-5
     assert abs(metrics["return_mean"] - returns.mean()) < 1e-5
-    for name, value in {"mean": advantages.mean(), "std": advantages.std(correction=0), "min": advantages.min(),
-                        "max": advantages.max()}.items():  # fmt: skip
+    for name, value in {
+        "mean": advantages.mean(),
+        "std": advantages.std(correction=0),
+        "min": advantages.min(),
+        "max": advantages.max(),
+    }.items():
         assert abs(metrics[f"advantage_{name}"] - value) < 1e-5
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
-    """The routers' load-balancing loss, of trained tokens only, is part of the gradient where config.json asks for it."""
+    """The routers' load-balancing loss, of trained tokens only, is part of the gradient where config.json asks for
+    it."""
     content, exact = minibatch(), reference.double()
     batch = MiniBatch(subject, *content)
     members = [members for replica in batch.microbatches(100) for members in replica]
@@ -299,8 +323,12 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
             trajectories = make_trajectories(12, 0)
             parts = split(trajectories, version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
             for m in bad:
-                [first, *_] = [i for microbatch in parts[-1].minibatches[m] for i in microbatch
-                               if parts[-1].trajectories[i].loss_mask.any()]  # fmt: skip
+                [first, *_] = [
+                    i
+                    for microbatch in parts[-1].minibatches[m]
+                    for i in microbatch
+                    if parts[-1].trajectories[i].loss_mask.any()
+                ]
                 spoiled = parts[-1].trajectories[first]
                 spoiled.logprobs = np.full_like(spoiled.logprobs, np.nan)
             called = []

@@ -128,8 +128,11 @@ def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
 def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor]:
     """bool [R] of each trajectory: what M2PO keeps of a mini-batch, the largest masked one after another."""
     keep = [torch.ones(len(t.response), dtype=torch.bool) for t in trajectories]
-    moments = {(i, k): (float(proximals[i][k]) - float(t.logprobs[k])) ** 2
-               for i, t in enumerate(trajectories) for k in np.flatnonzero(t.loss_mask)}  # fmt: skip
+    moments = {
+        (i, k): (float(proximals[i][k]) - float(t.logprobs[k])) ** 2
+        for i, t in enumerate(trajectories)
+        for k in np.flatnonzero(t.loss_mask)
+    }
     while moments and np.mean(list(moments.values())) > config.ppo.correction.get("m2po", math.inf):
         i, k = max(moments, key=moments.get)
         keep[i][k] = False
@@ -138,7 +141,8 @@ def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor
 
 
 def interpolated(current: Tensor, trajectory: Trajectory, config: Config, taken: int, version: int) -> Tensor:
-    """log π_prox [R] by AReaL's log-linear formula; version `version` + 1 is reached after as many steps as mini-batches."""
+    """log π_prox [R] by AReaL's log-linear formula; version `version` + 1 is reached after as many steps as
+    mini-batches."""
     behaviour, now = torch.from_numpy(trajectory.logprobs.copy()), version + taken / config.ppo.minibatches
     alpha = [(version - v) / (now - v) if taken else 1.0 for v in trajectory.versions.tolist()]
     return behaviour + torch.tensor(alpha) * (current.detach() - behaviour)
@@ -152,8 +156,9 @@ def kl(current: Tensor, reference: Tensor, penalty: dict[str, float]) -> Tensor:
     )
 
 
-def ppo_loss(model, trajectories, advantages, proximals, references, config: Config, taken: int = 1,
-             version: int = 0) -> Tensor:  # fmt: skip
+def ppo_loss(
+    model, trajectories, advantages, proximals, references, config: Config, taken: int = 1, version: int = 0
+) -> Tensor:
     """Of a mini-batch, as the paper of the algorithm has it, after `taken` steps on a batch of that version.
 
     `proximals`, `references`: [R] of each trajectory.
@@ -244,7 +249,8 @@ class Learner(Adam):
             critic.step(critic_loss(valued, *chosen, self.config))
 
     def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]], values=None) -> None:
-        """`minibatches`: indices of trajectories; `values`: advantages of the trained tokens of each, if not the algorithm's."""
+        """`minibatches`: indices of trajectories; `values`: advantages of the trained tokens of each, if not the
+        algorithm's."""
         config, temperature = self.config, self.config.rollout.temperature
         values = values or advantages(trajectories, config.ppo.algorithm)
         if config.ppo.objective == "naive":

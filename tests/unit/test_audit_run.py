@@ -22,9 +22,17 @@ class Past:
         (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * PROMPTS)
         self.run = Run(folder / "run")
         self.run.create()
-        self.config = Config(name="run", runs_dir=str(folder), updates=50, batch_size=BATCH, model=Model(path="m"),
-                             data=Data(train=str(folder / "data.jsonl")), trainer=Trainer(dp=2),
-                             ppo=PPO(minibatches=1), rollout=Rollout(group_size=GROUP, max_staleness=1))  # fmt: skip
+        self.config = Config(
+            name="run",
+            runs_dir=str(folder),
+            updates=50,
+            batch_size=BATCH,
+            model=Model(path="m"),
+            data=Data(train=str(folder / "data.jsonl")),
+            trainer=Trainer(dp=2),
+            ppo=PPO(minibatches=1),
+            rollout=Rollout(group_size=GROUP, max_staleness=1),
+        )
         save(self.config, self.run.config)
         self.begin(None)
 
@@ -36,8 +44,12 @@ class Past:
             saved = state.read(checkpoint.controller, PROMPTS, 1)
             assert not self.schedule.restore(saved.schedule)
             self.cursor, self.batches = Cursor(PROMPTS, 1, saved.cursor), checkpoint.batches
-            start = {"version": checkpoint.version, "batches": checkpoint.batches,
-                     "checkpoint": str(checkpoint.folder), "after": checkpoint.incarnation}  # fmt: skip
+            start = {
+                "version": checkpoint.version,
+                "batches": checkpoint.batches,
+                "checkpoint": str(checkpoint.folder),
+                "after": checkpoint.incarnation,
+            }
         self.run.begin(**start)
         self.schedule.add_engine(0, self.schedule.version)
 
@@ -65,8 +77,15 @@ class Past:
 
     def save(self, change=lambda saved: saved):
         """A checkpoint of this moment."""
-        saved = state.State(prompts=PROMPTS, seed=1, cursor=self.cursor.at, again=[], schedule=self.schedule.save(),
-                            trajectories={}, prompts_too_long=0)  # fmt: skip
+        saved = state.State(
+            prompts=PROMPTS,
+            seed=1,
+            cursor=self.cursor.at,
+            again=[],
+            schedule=self.schedule.save(),
+            trajectories={},
+            prompts_too_long=0,
+        )
         folder = checkpoint_folder.partial(self.run, self.schedule.version)
         (folder / "trainer").mkdir(parents=True)
         state.write(change(saved), folder / "controller.msgpack")

@@ -19,8 +19,17 @@ def test_answers_are_read_as_an_engines():
 
 def test_figures_are_those_of_the_last_seconds():
     """The first ten seconds were slow, late and large."""
-    samples = [{"time": float(t), "in_flight": 100 + t, "groups": 0 if t < 10 else 5 * (t - 10), "rss_gb": 9.0 if t < 10 else 1.5,
-                "cpu_s": t * 0.5, "late": 10 * t} for t in range(21)]  # fmt: skip
+    samples = [
+        {
+            "time": float(t),
+            "in_flight": 100 + t,
+            "groups": 0 if t < 10 else 5 * (t - 10),
+            "rss_gb": 9.0 if t < 10 else 1.5,
+            "cpu_s": t * 0.5,
+            "late": 10 * t,
+        }
+        for t in range(21)
+    ]
     late = [1.0] * 100 + [0.001] * 99 + [0.3] + [7.0]
     measured = figures(msgspec.json.encode({"samples": samples, "late": late}), seconds=10)
     assert measured["trajectories_per_s"] == pytest.approx(5 * GROUP)

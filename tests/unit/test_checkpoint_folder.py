@@ -45,11 +45,14 @@ def test_nothing_unfinished_is_chosen(run):
     [
         (lambda f: (f / "trainer" / "0.distcp").unlink(), "trainer/0.distcp is missing"),
         (lambda f: (f / "trainer" / "0.distcp").write_bytes(b"wei"), "has 3 bytes, was written with 28"),
-        (lambda f: (f / "controller.msgpack").write_bytes(b"stale"), r"controller.msgpack does not hold what was written"),
+        (
+            lambda f: (f / "controller.msgpack").write_bytes(b"stale"),
+            r"controller.msgpack does not hold what was written",
+        ),
         (lambda f: (f / "complete.json").write_text("{"), "complete.json is damaged"),
         (lambda f: (f / "complete.json").unlink(), "no complete checkpoint"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_one_is_named_and_the_one_before_is_chosen(run, damage, message):
     save(run, 2)
     damage(save(run, 4).folder)

@@ -11,15 +11,18 @@ def test_spans_become_versions_of_tokens():
     assert versions_of_tokens([], 0).tolist() == []
 
 
-@pytest.mark.parametrize("spans", [
-    [],
-    [("0", 0, 3)],
-    [("0", 0, 2), ("1", 3, 4)],
-    [("0", 0, 3), ("1", 2, 4)],
-    [("0", 1, 4)],
-    [("0", 0, 5)],
-    [("new", 0, 4)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [("0", 0, 3)],
+        [("0", 0, 2), ("1", 3, 4)],
+        [("0", 0, 3), ("1", 2, 4)],
+        [("0", 1, 4)],
+        [("0", 0, 5)],
+        [("new", 0, 4)],
+    ],
+)
 def test_spans_that_do_not_cover_the_tokens_in_order_are_refused(spans):
     with pytest.raises(ValueError):
         versions_of_tokens(spans, 4)
@@ -31,8 +34,15 @@ def test_a_request_says_what_it_was_asked_for(seed):
         [], [5, 9], n=3, max_tokens=7, temperature=0.5, stop_tokens=[1], cache_salt="v2", seed=seed
     )
     assert completions == []
-    sampling = {"n": 3, "max_tokens": 7, "temperature": 0.5, "stop_token_ids": [1], "logprobs": 0, "ignore_eos": True,
-                "detokenize": False} | ({} if seed is None else {"seed": seed})  # fmt: skip
+    sampling = {
+        "n": 3,
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "stop_token_ids": [1],
+        "logprobs": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+    } | ({} if seed is None else {"seed": seed})
     assert body == {"request_id": "x", "token_ids": [5, 9], "cache_salt": "v2", "sampling_params": sampling}
 
 

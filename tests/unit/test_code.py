@@ -36,41 +36,47 @@ def scored(answers: list[tuple[str, str]], timeout_s: float = 60) -> tuple[list[
     return asyncio.run(asyncio.wait_for(scores(), 300))
 
 
-@pytest.mark.parametrize(("response", "program"), [
-    ("```python\na\n```", "a\n"),
-    ("```python\na\n```\n```py\nb\n```", "b\n"),
-    ("```python\na\n```\nrun it:\n```\n$ python a\n```", "a\n"),
-    ("```\na\n```\ntext\n```\nb\n```", "b\n"),
-    ("```\r\na\r\n```\r\n", "a\n"),
-    ("```Python title=x\na\n```", "a\n"),
-    ("1. so\n   ```python\n   a\n   ```\n", "   a\n"),
-    ("```cpp\nint a;\n```", None),
-    ("```python\na\n```\nand better\n```python\nb", "a\n"),
-    ("print(1)", None),
-    ("", None),
-    ("`" * 100_000, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\nrun it:\n```\n$ python a\n```", "a\n"),
+        ("```\na\n```\ntext\n```\nb\n```", "b\n"),
+        ("```\r\na\r\n```\r\n", "a\n"),
+        ("```Python title=x\na\n```", "a\n"),
+        ("1. so\n   ```python\n   a\n   ```\n", "   a\n"),
+        ("```cpp\nint a;\n```", None),
+        ("```python\na\n```\nand better\n```python\nb", "a\n"),
+        ("print(1)", None),
+        ("", None),
+        ("`" * 100_000, None),
+    ],
+)
 def test_the_last_python_block_is_the_program(response, program):
     assert last_program(response) == program
 
 
-@pytest.mark.parametrize(("found", "expected", "same"), [
-    ("1 2\n3\n", "1 2\n3", True),
-    ("1 2  \n3\n\n\n", "1 2\n3", True),
-    ("1  2", "1 2", True),
-    ("0.50 a", "0.5 a", True),
-    ("1e3", "1000", True),
-    ("007", "7", True),
-    ("0.1", "0.10000000000000000001", False),
-    ("1\n2", "1 2", False),
-    ("1", "1\n1", False),
-    ("a", "A", False),
-    ("1_0", "10", False),
-    ("nan", "nan", True),
-    ("inf", "Infinity", False),
-    ("", "\n", True),
-    ("1e999999999", "2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1 2  \n3\n\n\n", "1 2\n3", True),
+        ("1  2", "1 2", True),
+        ("0.50 a", "0.5 a", True),
+        ("1e3", "1000", True),
+        ("007", "7", True),
+        ("0.1", "0.10000000000000000001", False),
+        ("1\n2", "1 2", False),
+        ("1", "1\n1", False),
+        ("a", "A", False),
+        ("1_0", "10", False),
+        ("nan", "nan", True),
+        ("inf", "Infinity", False),
+        ("", "\n", True),
+        ("1e999999999", "2", False),
+    ],
+)
 def test_outputs_are_compared_by_line_and_numbers_by_value(found, expected, same):
     assert same_output(found, expected) is same
 
@@ -119,34 +125,43 @@ def test_answers_that_are_functions():
         fenced("def longest(words): return {1, 2}"): 0.0,
         fenced("def longest(words): print('[\"bcd\", 3]\\n[null, 0]'); exit()"): 0.0,
         # results are compared outside: writing to where they go needs the right ones
-        fenced("import os\nfor d in range(3, 9):\n    try: os.write(d, b'[' * 99999 + b'\\n' * 2)\n    except OSError: pass\nos._exit(0)"): 0.0,
-    }  # fmt: skip
+        fenced(
+            "import os\nfor d in range(3, 9):\n    "
+            "try: os.write(d, b'[' * 99999 + b'\\n' * 2)\n    except OSError: pass\nos._exit(0)"
+        ): 0.0,
+    }
     assert scored([(response, CALLS) for response in answers])[:2] == (list(answers.values()), 0)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [
-    ([[1, 2]], [3]),
-    ([[1, 2]], [[3]]),  # as APPS writes most of them
-    (["1\n2\n"], ["3"]),  # as LiveCodeBench does
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ([[1, 2]], [3]),
+        ([[1, 2]], [[3]]),  # as APPS writes most of them
+        (["1\n2\n"], ["3"]),  # as LiveCodeBench does
+    ],
+)
 def test_published_ways_to_write_a_call(inputs, outputs):
     tests = {"fn_name": "add", "inputs": inputs, "outputs": outputs}
     assert score("", fenced("def add(a, b): return a + b"), json.dumps(tests)) == 1.0
     assert score("", fenced("def add(a, b): return a - b"), json.dumps(tests)) == 0.0
 
 
-@pytest.mark.parametrize(("answer", "problem"), [
-    ("42", "expected an object, is int"),
-    ("print", "not JSON"),
-    ("{}", "lists of one length, not empty"),
-    ('{"inputs": [], "outputs": []}', "lists of one length, not empty"),
-    ('{"inputs": ["1"], "outputs": []}', "lists of one length, not empty"),
-    ('{"inputs": "1", "outputs": "2"}', "lists of one length, not empty"),
-    ('{"inputs": [1], "outputs": ["2"]}', "standard input must be text, is 1"),
-    ('{"inputs": [1], "outputs": ["2"], "fn_name": "f"}', "needs a list of arguments, has 1"),
-    ('{"inputs": ["x"], "outputs": ["2"], "fn_name": "f"}', "no JSON: 'x', '2'"),
-    ('{"inputs": [[1]], "outputs": [2], "fn_name": "os.f"}', "fn_name must be a name, is 'os.f'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("42", "expected an object, is int"),
+        ("print", "not JSON"),
+        ("{}", "lists of one length, not empty"),
+        ('{"inputs": [], "outputs": []}', "lists of one length, not empty"),
+        ('{"inputs": ["1"], "outputs": []}', "lists of one length, not empty"),
+        ('{"inputs": "1", "outputs": "2"}', "lists of one length, not empty"),
+        ('{"inputs": [1], "outputs": ["2"]}', "standard input must be text, is 1"),
+        ('{"inputs": [1], "outputs": ["2"], "fn_name": "f"}', "needs a list of arguments, has 1"),
+        ('{"inputs": ["x"], "outputs": ["2"], "fn_name": "f"}', "no JSON: 'x', '2'"),
+        ('{"inputs": [[1]], "outputs": [2], "fn_name": "os.f"}', "fn_name must be a name, is 'os.f'"),
+    ],
+)
 def test_malformed_tests_are_named(answer, problem):
     with pytest.raises(ValueError, match=r"^(the answer|a test)") as error:
         parse_tests(answer)

@@ -10,8 +10,15 @@ from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run
 
-UPDATE = {"reward_mean": -1.25, "accuracy": 0.37, "staleness_mean": 1.5, "staleness_max": 3,
-          "effective_tokens_per_s": 1234.5, "trainer_idle_share": 0.12, "engine_idle_share": 0.08}  # fmt: skip
+UPDATE = {
+    "reward_mean": -1.25,
+    "accuracy": 0.37,
+    "staleness_mean": 1.5,
+    "staleness_max": 3,
+    "effective_tokens_per_s": 1234.5,
+    "trainer_idle_share": 0.12,
+    "engine_idle_share": 0.08,
+}
 
 
 @pytest.fixture
@@ -68,8 +75,14 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
     writer.close()
     console.close()
     lines = [line.split("  ")[1] for line in out.getvalue().splitlines()]
-    assert lines == ["starting", "going on from version 4", "update 5/6", "held-out accuracy 70% at version 6, 500 prompts",
-                     "going on from version 5", "update 6/6"]  # fmt: skip
+    assert lines == [
+        "starting",
+        "going on from version 4",
+        "update 5/6",
+        "held-out accuracy 70% at version 6, 500 prompts",
+        "going on from version 5",
+        "update 6/6",
+    ]
     assert "6 of 6 updates done" in console.summary() and "accuracy 41% (version 0)" in console.summary()
 
 
@@ -86,12 +99,33 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
         writer.write("update", version, UPDATE)
     writer.close()
     engine = {"name": "engine-0", "state": "serving", "version": 9, "running": 96, "tokens_per_s": 3210.4}
-    write_status(run, {"phase": "training", "version": 10, "updates": 40, "elapsed_s": 192, "engines": [engine],
-                       "buffer_groups": 4, "running_groups": 12, "last": UPDATE})  # fmt: skip
+    write_status(
+        run,
+        {
+            "phase": "training",
+            "version": 10,
+            "updates": 40,
+            "elapsed_s": 192,
+            "engines": [engine],
+            "buffer_groups": 4,
+            "running_groups": 12,
+            "last": UPDATE,
+        },
+    )
     console.close()
     text = shown(screen)
-    for part in ("demo  training", "10 of 40", "3 min 12 s", "37%", "41% (version 0)", "(bound 4)", "trainer 12%",
-                 "engines 8%", "4 groups in the buffer, 12 being answered", "held-out accuracy 41%"):  # fmt: skip
+    for part in (
+        "demo  training",
+        "10 of 40",
+        "3 min 12 s",
+        "37%",
+        "41% (version 0)",
+        "(bound 4)",
+        "trainer 12%",
+        "engines 8%",
+        "4 groups in the buffer, 12 being answered",
+        "held-out accuracy 41%",
+    ):
         assert part in text, part
     assert re.search(r"engine-0 +serving +9 +96 +3,210", text)
 
@@ -103,8 +137,10 @@ def test_time_left_follows_the_pace_of_the_updates(run):
     run.metrics.write_text("".join(lines))
     console.close()
     assert "4 of 24, 1 min 0 s left" in shown(screen)
-    later = ['{"time": 9000, "kind": "resume", "version": 2}\n',
-             *(f'{{"time": {9000 + 7 * n}, "kind": "update", "version": {n}}}\n' for n in range(3, 6))]  # fmt: skip
+    later = [
+        '{"time": 9000, "kind": "resume", "version": 2}\n',
+        *(f'{{"time": {9000 + 7 * n}, "kind": "update", "version": {n}}}\n' for n in range(3, 6)),
+    ]
     with run.metrics.open("a") as file:
         file.writelines(later)
     screen = Screen()

@@ -134,13 +134,16 @@ def damage(file, offset, data):
         stream.write(data)
 
 
-@pytest.mark.parametrize(("harm", "problem"), [
-    (lambda file: os.truncate(file, file.stat().st_size - 1), "it is truncated"),
-    (lambda file: file.unlink(), "0.distcp is missing"),
-    (lambda file: damage(file, 0, b"x" * file.stat().st_size), "is damaged: cannot read"),
-    (lambda file: damage(file.parent / ".metadata", 0, b"no pickle"), ".metadata ("),
-    (lambda file: (file.parent / ".metadata").unlink(), ".metadata ("),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "it is truncated"),
+        (lambda file: file.unlink(), "0.distcp is missing"),
+        (lambda file: damage(file, 0, b"x" * file.stat().st_size), "is damaged: cannot read"),
+        (lambda file: damage(file.parent / ".metadata", 0, b"no pickle"), ".metadata ("),
+        (lambda file: (file.parent / ".metadata").unlink(), ".metadata ("),
+    ],
+)
 def test_damaged_checkpoints(checkpoint, tmp_path, capsys, harm, problem):
     harm(checkpoint / "trainer" / "__0_0.distcp")
     assert problem in refused(capsys, tmp_path, "to-hf", checkpoint, tmp_path / "out")
@@ -185,16 +188,25 @@ def test_a_checkpoint_is_read_without_running_what_it_says(checkpoint, tmp_path,
     assert not (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize(("changes", "problem"), [
-    ({"architectures": ["GPT2LMHeadModel"]}, "config.json names 'GPT2LMHeadModel', which has no table"),
-    ({"architectures": ["LlamaForCausalLM"]}, "_layernorm.weight of shape [4, 32], which config.json (LlamaForCausalLM)"),
-    ({"architectures": ["Qwen2ForCausalLM"]}, "no tensor decoder.layers.self_attention.linear_qkv.bias"),
-    ({"tie_word_embeddings": True}, "has a tensor output_layer.weight of shape [203, 64]"),
-    ({"num_hidden_layers": 5}, "shape [4, 64], config.json (Qwen3ForCausalLM) asks for [5, 64]"),
-    ({"intermediate_size": 128}, "linear_fc1.weight has shape [4, 192, 64], config.json (Qwen3ForCausalLM) asks for [4, 256, 64]"),
-    ({"vocab_size": 204}, "embedding.word_embeddings.weight has shape [203, 64]"),
-    ({"hidden_size": None}, "needs a positive integer hidden_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "config.json names 'GPT2LMHeadModel', which has no table"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "_layernorm.weight of shape [4, 32], which config.json (LlamaForCausalLM)",
+        ),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "no tensor decoder.layers.self_attention.linear_qkv.bias"),
+        ({"tie_word_embeddings": True}, "has a tensor output_layer.weight of shape [203, 64]"),
+        ({"num_hidden_layers": 5}, "shape [4, 64], config.json (Qwen3ForCausalLM) asks for [5, 64]"),
+        (
+            {"intermediate_size": 128},
+            "linear_fc1.weight has shape [4, 192, 64], config.json (Qwen3ForCausalLM) asks for [4, 256, 64]",
+        ),
+        ({"vocab_size": 204}, "embedding.word_embeddings.weight has shape [203, 64]"),
+        ({"hidden_size": None}, "needs a positive integer hidden_size"),
+    ],
+)
 def test_a_config_of_another_model(checkpoint, tmp_path, capsys, changes, problem):
     file = checkpoint / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -223,9 +235,13 @@ def test_a_write_that_fails_leaves_nothing(checkpoint, hf_folder, tmp_path, dire
     before = sorted(tmp_path.rglob("*"))
     done = subprocess.run(
         [sys.executable, "tools/convert_checkpoint.py", direction, source, tmp_path / "out"],
-        cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120,
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )  # fmt: skip
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: cannot write") and "File too large" in done.stderr
     assert done.stderr.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before
@@ -261,12 +277,21 @@ def test_verify_finds_one_wrong_bit(checkpoint, hf_folder, tmp_path, capsys, mon
     assert "model.norm.weight read back is not what was written" in message
 
 
-@pytest.mark.parametrize(("change", "problem"), [
-    (lambda tensors: tensors.pop("model.norm.weight"), "has no tensor model.norm.weight"),
-    (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "has shape [63], config.json (Qwen3ForCausalLM) asks for [64]"),
-    (lambda tensors: tensors.update({"extra.weight": torch.zeros(3)}), "has a tensor extra.weight"),
-    (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}), "has dtype I8; supported are"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "has no tensor model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}),
+            "has shape [63], config.json (Qwen3ForCausalLM) asks for [64]",
+        ),
+        (lambda tensors: tensors.update({"extra.weight": torch.zeros(3)}), "has a tensor extra.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            "has dtype I8; supported are",
+        ),
+    ],
+)
 def test_a_model_folder_of_another_model(hf_folder, tmp_path, capsys, change, problem):
     tensors = load_file(hf_folder / "model.safetensors")
     change(tensors)

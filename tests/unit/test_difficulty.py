@@ -23,21 +23,24 @@ def prompt(number, pass_rate=None, tokens=1):
     return Prompt(number, "", "", [1] * tokens, None, pass_rate=pass_rate)
 
 
-@pytest.mark.parametrize(("pass_rate", "rewards", "filtered"), [
-    ([], [1, 1, 1, 1], False),
-    ([], [0, 0, 0, 0], False),
-    ([0, 1], [1, 1, 1, 1], True),
-    ([0, 1], [0, 0, 0, 0], True),
-    ([0, 1], [0, 0, 0, 1], False),
-    ([0, 1], [0.5, 0.5, 0.5, 0.5], True),
-    ([0, 1], [0.5, 0.5, 0.25, 0.5], False),
-    ([0.25, 0.5], [0, 0, 0, 1], False),
-    ([0.25, 0.5], [0, 1, 0, 1], False),
-    ([0.25, 0.5], [0, 1, 1, 1], True),
-    ([0.5, 0.25], [0, 1, 1, 1], True),
-    ([0.5, 0.25], [0, 0, 1, 0], False),
-    ([0.3, 0.5], [0, 0, 0.9, 1], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pass_rate", "rewards", "filtered"),
+    [
+        ([], [1, 1, 1, 1], False),
+        ([], [0, 0, 0, 0], False),
+        ([0, 1], [1, 1, 1, 1], True),
+        ([0, 1], [0, 0, 0, 0], True),
+        ([0, 1], [0, 0, 0, 1], False),
+        ([0, 1], [0.5, 0.5, 0.5, 0.5], True),
+        ([0, 1], [0.5, 0.5, 0.25, 0.5], False),
+        ([0.25, 0.5], [0, 0, 0, 1], False),
+        ([0.25, 0.5], [0, 1, 0, 1], False),
+        ([0.25, 0.5], [0, 1, 1, 1], True),
+        ([0.5, 0.25], [0, 1, 1, 1], True),
+        ([0.5, 0.25], [0, 0, 1, 0], False),
+        ([0.3, 0.5], [0, 0, 0.9, 1], True),
+    ],
+)
 def test_groups_outside_of_the_range_and_uniform_ones_are_filtered(pass_rate, rewards, filtered):
     subject = Difficulty(pass_rate)
     assert subject.filters(prompt(7), scores(*rewards)) == filtered
@@ -56,8 +59,14 @@ def test_the_last_group_counts_and_only_then_the_row():
 
 
 def config(pass_rate):
-    return Config(name="x", updates=10**6, batch_size=2, model=Model("m"), data=Data("d.jsonl", max_prompt_tokens=4),
-                  rollout=Rollout(group_size=2, max_staleness=10**6, pass_rate=pass_rate))  # fmt: skip
+    return Config(
+        name="x",
+        updates=10**6,
+        batch_size=2,
+        model=Model("m"),
+        data=Data("d.jsonl", max_prompt_tokens=4),
+        rollout=Rollout(group_size=2, max_staleness=10**6, pass_rate=pass_rate),
+    )
 
 
 def generation(asked, prompts):

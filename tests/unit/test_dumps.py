@@ -20,10 +20,19 @@ BATCH, GROUP = 4, 2
 def trajectory(uid, version, seed=0):
     draw = np.random.default_rng([uid, seed])
     n = int(draw.integers(1, 9))
-    return Trajectory(uid=uid, epoch=0, prompt_id=uid // GROUP, admission_version=max(version - 1, 0),
-                      prompt=draw.integers(0, 99, 3, np.int32), response=draw.integers(0, 99, n, np.int32),
-                      logprobs=-draw.random(n, np.float32), versions=np.full(n, version, np.int32),
-                      loss_mask=np.ones(n, np.uint8), reward=float(draw.normal()), truncated=bool(uid % 2))  # fmt: skip
+    return Trajectory(
+        uid=uid,
+        epoch=0,
+        prompt_id=uid // GROUP,
+        admission_version=max(version - 1, 0),
+        prompt=draw.integers(0, 99, 3, np.int32),
+        response=draw.integers(0, 99, n, np.int32),
+        logprobs=-draw.random(n, np.float32),
+        versions=np.full(n, version, np.int32),
+        loss_mask=np.ones(n, np.uint8),
+        reward=float(draw.normal()),
+        truncated=bool(uid % 2),
+    )
 
 
 def dump(number, version=None):
@@ -76,8 +85,16 @@ def test_a_run_that_goes_back_forgets_what_came_after(folder, tmp_path):
 
 
 def batches(recording, first=0, dumps=None):
-    config = Config(name="t", updates=5, batch_size=BATCH, model=Model("m"), data=Data("d"), ppo=PPO(minibatches=2),
-                    rollout=Rollout(group_size=GROUP), reward=Reward(range=[-1, 1]))  # fmt: skip
+    config = Config(
+        name="t",
+        updates=5,
+        batch_size=BATCH,
+        model=Model("m"),
+        data=Data("d"),
+        ppo=PPO(minibatches=2),
+        rollout=Rollout(group_size=GROUP),
+        reward=Reward(range=[-1, 1]),
+    )
     return Batches(config, recording, recording, flops=None, first=first, dumps=dumps)
 
 

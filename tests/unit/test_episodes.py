@@ -1,4 +1,5 @@
-"""Workflows on an engine whose answers are written down: which tokens a trajectory has, and what becomes of failures."""
+"""Workflows on an engine whose answers are written down: which tokens a trajectory has, and what becomes of
+failures."""
 
 import asyncio
 import contextlib
@@ -175,16 +176,19 @@ async def nothing(episode):
     return 1.0
 
 
-@pytest.mark.parametrize(("workflow", "problem"), [
-    (raises, "KeyError: 'mine'"),
-    (leaves, r"it called exit\(mine\)"),
-    (not_a_number, "returned nan, expected a finite number"),
-    (a_text, "returned '1', expected a finite number"),
-    (cancels, "it cancelled itself"),
-    (hangs, "it neither asked nor ended within machine.timeout_s=0.2 s"),
-    (says_first, "there is no answer yet"),
-    (nothing, "it ended without an answer of the model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workflow", "problem"),
+    [
+        (raises, "KeyError: 'mine'"),
+        (leaves, r"it called exit\(mine\)"),
+        (not_a_number, "returned nan, expected a finite number"),
+        (a_text, "returned '1', expected a finite number"),
+        (cancels, "it cancelled itself"),
+        (hangs, "it neither asked nor ended within machine.timeout_s=0.2 s"),
+        (says_first, "there is no answer yet"),
+        (nothing, "it ended without an answer of the model"),
+    ],
+)
 def test_what_a_workflow_does_wrong_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
     world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2 if workflow is hangs else 60.0)
     ended = run(world, n=2)
@@ -255,27 +259,36 @@ def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
     assert codes == ["turns_exceeded", "context_length_exceeded"]
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ({"multi_trun": 3}, "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, or package.module:function; "
-                        "did you mean 'multi_turn'?"),
-    ({"single_turn": 2}, "single_turn has one turn, not 2"),
-    ({"multi_turn": 2, "tool_use": 2}, "expected one with its turns at most"),
-    ({}, "expected one with its turns at most"),
-    ({"nowhere:run": 2}, "cannot import nowhere: ModuleNotFoundError"),
-    ({"json:nothing": 2}, "json has no function nothing"),
-    ({"json:dumps": 2}, "json:dumps is no `async def` function of an episode"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            {"multi_trun": 3},
+            "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, or package.module:function; "
+            "did you mean 'multi_turn'?",
+        ),
+        ({"single_turn": 2}, "single_turn has one turn, not 2"),
+        ({"multi_turn": 2, "tool_use": 2}, "expected one with its turns at most"),
+        ({}, "expected one with its turns at most"),
+        ({"nowhere:run": 2}, "cannot import nowhere: ModuleNotFoundError"),
+        ({"json:nothing": 2}, "json has no function nothing"),
+        ({"json:dumps": 2}, "json:dumps is no `async def` function of an episode"),
+    ],
+)
 def test_workflows_that_cannot_be_loaded_are_named(name, problem):
     with pytest.raises(ConfigError, match=r"^rollout\.workflow: ") as error:
         load_workflow(Rollout(workflow=name))
     assert problem in str(error.value)
 
 
-@pytest.mark.parametrize(("template", "problem"), [
-    ("{{ raise_exception('one turn only') if messages | length > 1 }}{{ messages[0].content }}", "one turn only"),
-    ("{{ messages[-1].content }}", "shows an answer 0 times"),
-    ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "shows an answer 2 times"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('one turn only') if messages | length > 1 }}{{ messages[0].content }}", "one turn only"),
+        ("{{ messages[-1].content }}", "shows an answer 0 times"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "shows an answer 2 times"),
+    ],
+)
 def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, template, problem):
     world = World(tmp_path, multi_turn.run, lambda *_: "wrong", template=template)
     world.config.rollout.workflow = {"multi_turn": 2}
@@ -318,8 +331,18 @@ def generation_of(world, tmp_path, client):
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
     timeline = Timeline(tmp_path / "timeline", "controller")
     world.config.batch_size = 4
-    subject = Generation(world.config, schedule, [Engine(0, client, timeline)], prompts, world.tokenizer.stop_tokens, None,
-                         timeline, on_finished=lambda: None, is_lost=None, episodes=world.episodes)  # fmt: skip
+    subject = Generation(
+        world.config,
+        schedule,
+        [Engine(0, client, timeline)],
+        prompts,
+        world.tokenizer.stop_tokens,
+        None,
+        timeline,
+        on_finished=lambda: None,
+        is_lost=None,
+        episodes=world.episodes,
+    )
     return schedule, subject
 
 

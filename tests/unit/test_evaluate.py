@@ -25,16 +25,19 @@ def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_answer(n):
         assert pass_at_k(n, c, k) == float(Fraction(sum(subsets), len(subsets)))
 
 
-@pytest.mark.parametrize(("n", "c", "k", "value"), [
-    (5, 2, 2, 0.7),
-    (10, 3, 1, 0.3),
-    (10, 3, 5, 11 / 12),
-    (200, 1, 100, 0.5),
-    (200, 0, 100, 0.0),
-    (200, 101, 100, 1.0),
-    (64, 64, 1, 1.0),
-    (100_000, 1, 1, 1e-5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "c", "k", "value"),
+    [
+        (5, 2, 2, 0.7),
+        (10, 3, 1, 0.3),
+        (10, 3, 5, 11 / 12),
+        (200, 1, 100, 0.5),
+        (200, 0, 100, 0.0),
+        (200, 101, 100, 1.0),
+        (64, 64, 1, 1.0),
+        (100_000, 1, 1, 1e-5),
+    ],
+)
 def test_recorded_cases(n, c, k, value):
     assert pass_at_k(n, c, k) == value
 
@@ -79,8 +82,14 @@ def test_where_every_item_is_alike_the_interval_is_that_of_a_binomial(items):
 
 
 def sampled(item, sample, correct=True, **changes):
-    return Sampled(item=item, sample=sample, seed=7, score=float(correct), correct=correct,
-                   **({"truncated": False, "tokens": 3, "response": "ü\n\"x\""} | changes))  # fmt: skip
+    return Sampled(
+        item=item,
+        sample=sample,
+        seed=7,
+        score=float(correct),
+        correct=correct,
+        **({"truncated": False, "tokens": 3, "response": 'ü\n"x"'} | changes),
+    )
 
 
 def test_figures_follow_from_the_answers_in_whatever_order():
@@ -150,8 +159,13 @@ def test_a_line_that_is_no_answer_is_named(tmp_path):
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
     code = "import sys; from evaluation_folder import *; Folder(Path(sys.argv[1]), {'n': 2}).add; sys.exit(9)"
     with Folder(tmp_path / "out", {"n": 2}):
-        second = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True,
-                                env={"PYTHONPATH": "tools:."}, timeout=60)  # fmt: skip
+        second = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "out")],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": "tools:."},
+            timeout=60,
+        )
     assert "another evaluation is writing here" in second.stderr
 
 
@@ -164,28 +178,34 @@ def test_a_model_that_was_written_anew_is_another_model(tmp_path):
     assert files_digest(tmp_path) != before
 
 
-@pytest.mark.parametrize(("arguments", "problem"), [
-    (["--n", "2", "--k", "1,4"], "--k: pass@4 needs --n 4"),
-    (["--n", "0"], "--n: must be above 0"),
-    (["--k", "0"], "--k: must be above 0"),
-    (["--k", "x"], "--k"),
-    (["--temperature", "0", "--n", "2"], "--temperature: 0 with --n 2"),
-    (["--temperature", "-1"], "--temperature"),
-    (["--seed", "-1"], "--seed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--n", "2", "--k", "1,4"], "--k: pass@4 needs --n 4"),
+        (["--n", "0"], "--n: must be above 0"),
+        (["--k", "0"], "--k: must be above 0"),
+        (["--k", "x"], "--k"),
+        (["--temperature", "0", "--n", "2"], "--temperature: 0 with --n 2"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
 def test_wrong_options(arguments, problem, capsys):
     with pytest.raises(SystemExit) as ended:
         evaluate.main(["model", "data", *arguments])
     assert ended.value.code == 2 and problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("model", "data", "arguments", "problem"), [
-    ("nowhere", "good", [], "nowhere"),
-    ("model", "nowhere.jsonl", [], "nowhere.jsonl: cannot read the dataset"),
-    ("model", "bad", [], "bad.jsonl:2: field 'answer' is missing"),
-    ("model", "good", ["--reward", "maths"], "'maths' is no reward"),
-    ("model", "good", ["--max-new-tokens", "100000"], "max_position_embeddings=512"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "data", "arguments", "problem"),
+    [
+        ("nowhere", "good", [], "nowhere"),
+        ("model", "nowhere.jsonl", [], "nowhere.jsonl: cannot read the dataset"),
+        ("model", "bad", [], "bad.jsonl:2: field 'answer' is missing"),
+        ("model", "good", ["--reward", "maths"], "'maths' is no reward"),
+        ("model", "good", ["--max-new-tokens", "100000"], "max_position_embeddings=512"),
+    ],
+)
 def test_wrong_input_ends_with_one_line_before_anything_starts(
     world, tmp_path, capsys, model, data, arguments, problem
 ):

@@ -41,8 +41,14 @@ def evaluate(tmp_path, monkeypatch):
     monkeypatch.setattr(single_turn, "_RETRY_S", 0.0)
 
     def run(*answers, version=0):
-        config = Config(name="x", updates=3, batch_size=4, model=Model(path="x"), data=Data(train="x", eval="x"),
-                        rollout=Rollout(group_size=2, max_running=2))  # fmt: skip
+        config = Config(
+            name="x",
+            updates=3,
+            batch_size=4,
+            model=Model(path="x"),
+            data=Data(train="x", eval="x"),
+            rollout=Rollout(group_size=2, max_running=2),
+        )
         timeline = Timeline(tmp_path / "timeline", "controller")
         engines = [Engine(number, Client(f"engine-{number}", count), timeline) for number, count in enumerate(answers)]
 

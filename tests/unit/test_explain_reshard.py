@@ -8,13 +8,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGE = ["model.path=configs/models/Qwen3-235B-A22B", "model.dtype=bfloat16", "trainer.tp=4", "trainer.pp=4", "trainer.dp=8",
-         "trainer.ep=8", "trainer.etp=1", "rollout.engines=8", "rollout.tp=16"]  # fmt: skip
+LARGE = [
+    "model.path=configs/models/Qwen3-235B-A22B",
+    "model.dtype=bfloat16",
+    "trainer.tp=4",
+    "trainer.pp=4",
+    "trainer.dp=8",
+    "trainer.ep=8",
+    "trainer.etp=1",
+    "rollout.engines=8",
+    "rollout.tp=16",
+]
 
 
 def explain(*arguments, code=0):
-    done = subprocess.run([sys.executable, "tools/explain_reshard.py", "configs/tiny_cpu.yaml", *map(str, arguments)], cwd=ROOT,
-                          capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "tools/explain_reshard.py", "configs/tiny_cpu.yaml", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
@@ -41,11 +56,14 @@ def test_one_rank_is_listed_by_tensor():
     assert all(23 <= int(edge) <= 46 for span in layers for edge in span.split("–"))
 
 
-@pytest.mark.parametrize(("arguments", "problem"), [
-    (["model.path=nowhere"], "cannot read nowhere/config.json"),
-    ([*LARGE, "trainer.ep=3"], "trainer.ep: 3 times etp=1 does not divide the 32 ranks of a pipeline stage"),
-    ([*LARGE, "rollout.tp=5"], "rollout.tp: 5 does not divide num_attention_heads=64"),
-    ([*LARGE, "--rank", "128"], "--rank: 128 is none of the 128 trainer ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["model.path=nowhere"], "cannot read nowhere/config.json"),
+        ([*LARGE, "trainer.ep=3"], "trainer.ep: 3 times etp=1 does not divide the 32 ranks of a pipeline stage"),
+        ([*LARGE, "rollout.tp=5"], "rollout.tp: 5 does not divide num_attention_heads=64"),
+        ([*LARGE, "--rank", "128"], "--rank: 128 is none of the 128 trainer ranks"),
+    ],
+)
 def test_what_cannot_work_is_one_line(arguments, problem):
     assert problem in explain(*arguments, code=2)

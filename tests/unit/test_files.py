@@ -19,15 +19,18 @@ def jsonl(path, *rows):
 ROWS = [{"prompt": f"p{number}", "answer": str(number)} for number in range(5)]
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("a.jsonl", [Source("a.jsonl", None)]),
-    ("a.jsonl,b/c.parquet", [Source("a.jsonl", None), Source("b/c.parquet", None)]),
-    ("a.jsonl:0.7, b.parquet:3", [Source("a.jsonl", 0.7), Source("b.parquet", 3.0)]),
-    ("a:b.jsonl", [Source("a:b.jsonl", None)]),
-    ("a:b.jsonl:2", [Source("a:b.jsonl", 2.0)]),
-    ("hf://datasets/o/n/f.parquet", [Source("hf://datasets/o/n/f.parquet", None)]),
-    ("hf://datasets/o/n@main/f.parquet:1,b:2", [Source("hf://datasets/o/n@main/f.parquet", 1.0), Source("b", 2.0)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a.jsonl", [Source("a.jsonl", None)]),
+        ("a.jsonl,b/c.parquet", [Source("a.jsonl", None), Source("b/c.parquet", None)]),
+        ("a.jsonl:0.7, b.parquet:3", [Source("a.jsonl", 0.7), Source("b.parquet", 3.0)]),
+        ("a:b.jsonl", [Source("a:b.jsonl", None)]),
+        ("a:b.jsonl:2", [Source("a:b.jsonl", 2.0)]),
+        ("hf://datasets/o/n/f.parquet", [Source("hf://datasets/o/n/f.parquet", None)]),
+        ("hf://datasets/o/n@main/f.parquet:1,b:2", [Source("hf://datasets/o/n@main/f.parquet", 1.0), Source("b", 2.0)]),
+    ],
+)
 def test_sources_and_weights(text, expected):
     assert sources(text) == expected
 
@@ -37,16 +40,19 @@ def test_a_file_with_commas_in_its_name_is_one_file(tmp_path):
     assert sources(str(path)) == [Source(str(path), None)]
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("a.jsonl:1,b.jsonl", "gives some files a weight"),
-    ("a.jsonl:0,b.jsonl:1", "the weight of a.jsonl is 0, expected one above 0"),
-    ("a.jsonl:-1", "the weight of a.jsonl is -1"),
-    ("a.jsonl:nan", "the weight of a.jsonl is nan"),
-    ("a.jsonl:inf,b:1", "the weight of a.jsonl is inf"),
-    ("a.jsonl,", "names an empty path"),
-    ("a.jsonl,,b.jsonl", "names an empty path"),
-    (":2", "names an empty path"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a.jsonl:1,b.jsonl", "gives some files a weight"),
+        ("a.jsonl:0,b.jsonl:1", "the weight of a.jsonl is 0, expected one above 0"),
+        ("a.jsonl:-1", "the weight of a.jsonl is -1"),
+        ("a.jsonl:nan", "the weight of a.jsonl is nan"),
+        ("a.jsonl:inf,b:1", "the weight of a.jsonl is inf"),
+        ("a.jsonl,", "names an empty path"),
+        ("a.jsonl,,b.jsonl", "names an empty path"),
+        (":2", "names an empty path"),
+    ],
+)
 def test_what_is_no_list_of_sources(text, problem):
     with pytest.raises(ConfigError) as error:
         sources(text)
@@ -78,8 +84,10 @@ def test_a_folder_without_data_is_named(tmp_path):
         list(records(str(tmp_path)))
 
 
-NESTED = [{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2", "n": 3},
-          {"prompt": [{"role": "user", "content": "2+2"}], "answer": "4", "n": None}]  # fmt: skip
+NESTED = [
+    {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2", "n": 3},
+    {"prompt": [{"role": "user", "content": "2+2"}], "answer": "4", "n": None},
+]
 
 
 def test_parquet_files_give_the_rows_that_were_written(tmp_path):
@@ -122,9 +130,11 @@ def test_files_of_the_hub_come_from_its_cache(tmp_path):
     (cache / "refs" / "main").write_text("0" * 40)
     (cache / "snapshots" / ("0" * 40) / "data").mkdir(parents=True)
     jsonl(cache / "snapshots" / ("0" * 40) / "data" / "test.jsonl", *ROWS)
-    code = ("import sys\nfrom areal_megatron.data.files import records\n"
-            "try: print(*(record.row['prompt'] for record in records(sys.argv[1])))\n"
-            "except Exception as e: print(type(e).__name__, e)")  # fmt: skip
+    code = (
+        "import sys\nfrom areal_megatron.data.files import records\n"
+        "try: print(*(record.row['prompt'] for record in records(sys.argv[1])))\n"
+        "except Exception as e: print(type(e).__name__, e)"
+    )
 
     def read(text):
         environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -142,13 +152,16 @@ def test_files_of_the_hub_come_from_its_cache(tmp_path):
     assert "expected hf://datasets/OWNER/NAME/FILE" in read("hf://datasets/owner/name")
 
 
-@pytest.mark.parametrize(("weights", "sizes", "drawn"), [
-    ((1, 1), (10, 10), (10, 10)),
-    ((0.5, 0.5), (10, 100), (10, 10)),
-    ((0.7, 0.3), (700, 1000), (700, 300)),
-    ((0.7, 0.3), (1000, 100), (233, 100)),
-    ((2, 1, 1), (100, 5, 50), (10, 5, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "sizes", "drawn"),
+    [
+        ((1, 1), (10, 10), (10, 10)),
+        ((0.5, 0.5), (10, 100), (10, 10)),
+        ((0.7, 0.3), (700, 1000), (700, 300)),
+        ((0.7, 0.3), (1000, 100), (233, 100)),
+        ((2, 1, 1), (100, 5, 50), (10, 5, 5)),
+    ],
+)
 def test_an_epoch_draws_by_weight_and_no_row_twice(weights, sizes, drawn):
     text = ",".join(f"{number}.jsonl:{weight}" for number, weight in enumerate(weights))
     members = [number for number, size in enumerate(sizes) for _ in range(size)]

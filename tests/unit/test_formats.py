@@ -26,13 +26,16 @@ MATH500 = {
 }
 
 
-@pytest.mark.parametrize(("row", "question", "answer"), [
-    (AIME24, "Every morning Aya goes…", "204"),
-    (AIME24_CAPITAL, "Let $x,y$ and $z$…", "33"),
-    (AIME25, "Find the sum of all integer bases…", "70"),
-    (AMC23, "Cities $A$ and $B$…", "27.0"),
-    (MATH500, "Convert the point…", MATH500["answer"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        (AIME24, "Every morning Aya goes…", "204"),
+        (AIME24_CAPITAL, "Let $x,y$ and $z$…", "33"),
+        (AIME25, "Find the sum of all integer bases…", "70"),
+        (AMC23, "Cities $A$ and $B$…", "27.0"),
+        (MATH500, "Convert the point…", MATH500["answer"]),
+    ],
+)
 def test_mathematical_problems_ask_for_a_box(row, question, answer):
     item = read_item(row, "x:1", [0])
     assert item.prompt.startswith(question) and "\\boxed{}" in item.prompt
@@ -45,8 +48,14 @@ def test_the_whole_number_of_amc_is_right():
 
 
 CHOICES = ["iron", "gold", "lead", "zinc"]
-GPQA = {"Question": "Which?", "Correct Answer": "gold\n", "Incorrect Answer 1": "iron", "Incorrect Answer 2": "lead",
-        "Incorrect Answer 3": "zinc", "Explanation": "…"}  # fmt: skip
+GPQA = {
+    "Question": "Which?",
+    "Correct Answer": "gold\n",
+    "Incorrect Answer 1": "iron",
+    "Incorrect Answer 2": "lead",
+    "Incorrect Answer 3": "zinc",
+    "Explanation": "…",
+}
 MULTIPLE = [GPQA, *({"question": "Which?", "choices": CHOICES, "answer": answer} for answer in (1, "B", "gold"))]
 
 
@@ -64,29 +73,32 @@ def test_the_letter_of_a_shuffled_question_stands_before_the_right_choice(row):
     assert letters == set("ABCD")
 
 
-@pytest.mark.parametrize(("response", "found"), [
-    (r"\boxed{B}", "B"),
-    (r"\boxed{A} no, \boxed{B}", "B"),
-    (r"answer is A, boxed \boxed{(B)}, answer is C", "B"),
-    (r"\boxed{\text{B}}", "B"),
-    (r"\boxed{\textbf{(B)}}", "B"),
-    (r"\boxed{b}", "B"),
-    (r"\boxed{B.}", "B"),
-    (r"\boxed{B) 42 cm}", "B"),
-    (r"\boxed{**B**}", "B"),
-    (r"\boxed{42} answer is B", None),
-    (r"\boxed{B and C}", None),
-    (r"\boxed{Both}", None),
-    ("The answer is B.", "B"),
-    ("The correct answer is **B** since", "B"),
-    ("Answer: (B)", "B"),
-    ("Answer: $B$", "B"),
-    ("the answer is A. No: the answer is B", "B"),
-    ("the answer is both", None),
-    ("the answer is Boron", None),
-    ("B", None),
-    ("", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        (r"\boxed{B}", "B"),
+        (r"\boxed{A} no, \boxed{B}", "B"),
+        (r"answer is A, boxed \boxed{(B)}, answer is C", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\boxed{b}", "B"),
+        (r"\boxed{B.}", "B"),
+        (r"\boxed{B) 42 cm}", "B"),
+        (r"\boxed{**B**}", "B"),
+        (r"\boxed{42} answer is B", None),
+        (r"\boxed{B and C}", None),
+        (r"\boxed{Both}", None),
+        ("The answer is B.", "B"),
+        ("The correct answer is **B** since", "B"),
+        ("Answer: (B)", "B"),
+        ("Answer: $B$", "B"),
+        ("the answer is A. No: the answer is B", "B"),
+        ("the answer is both", None),
+        ("the answer is Boron", None),
+        ("B", None),
+        ("", None),
+    ],
+)
 def test_letters_are_found_where_models_put_them(response, found):
     assert [letter for letter in "ABCD" if score("", response, letter)] == ([found] if found else [])
 
@@ -95,12 +107,24 @@ STDIN = [
     {"input": "1 2\n", "output": "3\n", "testtype": "stdin"},
     {"input": "4 5\n", "output": "9\n", "testtype": "stdin"},
 ]
-CALLS = [{"input": '[3, 1]\n"up"', "output": "[1, 3]", "testtype": "functional"},
-         {"input": '[3, 1]\n"down"', "output": "[3, 1]", "testtype": "functional"}]  # fmt: skip
-STDIN_ROW = {"question_title": "Sum", "question_content": "Add.", "platform": "atcoder", "starter_code": "", "metadata": "{}",
-             "public_test_cases": json.dumps(STDIN[:1])}  # fmt: skip
-CALLS_ROW = {"question_content": "Sort.", "starter_code": "class Solution:\n    def order(self, a, way):\n        ",
-             "metadata": '{"func_name": "order"}', "public_test_cases": json.dumps(CALLS[:1])}  # fmt: skip
+CALLS = [
+    {"input": '[3, 1]\n"up"', "output": "[1, 3]", "testtype": "functional"},
+    {"input": '[3, 1]\n"down"', "output": "[3, 1]", "testtype": "functional"},
+]
+STDIN_ROW = {
+    "question_title": "Sum",
+    "question_content": "Add.",
+    "platform": "atcoder",
+    "starter_code": "",
+    "metadata": "{}",
+    "public_test_cases": json.dumps(STDIN[:1]),
+}
+CALLS_ROW = {
+    "question_content": "Sort.",
+    "starter_code": "class Solution:\n    def order(self, a, way):\n        ",
+    "metadata": '{"func_name": "order"}',
+    "public_test_cases": json.dumps(CALLS[:1]),
+}
 
 
 def packed(cases, protocol=None):
@@ -162,37 +186,43 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
     assert read_item({"prompt": "a", "answer": 2.5}, "x:1", [0]).answer == "2.5"
 
 
-@pytest.mark.parametrize(("row", "problem"), [
-    ({"text": "a"}, "field 'prompt' is missing, found 'text'; other formats have one of 'question_content'"),
-    ({}, "found no field"),
-    ({"problem": "a"}, "field 'answer' is missing, found 'problem'"),
-    ({"Problem": "a", "answer": "1"}, "field 'Answer' is missing"),
-    ({"question": ["a"], "answer": "1"}, "field 'question' is list, expected str"),
-    ({"question": "a", "answer": [1]}, "field 'answer' is list"),
-    ({"prompt": [], "answer": "1"}, "field 'prompt' is empty"),
-    ({"prompt": [{"role": "user"}], "answer": "1"}, "message 0 of field 'prompt' needs a text `role`"),
-    ({"prompt": ["hi"], "answer": "1"}, "message 0 of field 'prompt'"),
-    ({"question": "a", "choices": ["x"], "answer": 0}, "field 'choices' must be 2 to 26 texts"),
-    ({"question": "a", "choices": ["x", 2], "answer": 0}, "field 'choices' must be"),
-    ({"question": "a", "choices": "xy", "answer": 0}, "field 'choices' is str, expected list"),
-    ({"question": "a", "choices": ["x", "y"], "answer": 2}, "field 'answer' is 2, expected a choice"),
-    ({"question": "a", "choices": ["x", "y"], "answer": -1}, "field 'answer' is -1"),
-    ({"question": "a", "choices": ["x", "y"], "answer": "C"}, "field 'answer' is 'C'"),
-    ({"question": "a", "choices": ["x", "y"], "answer": "AB"}, "field 'answer' is 'AB'"),
-    ({key: value for key, value in GPQA.items() if key != "Incorrect Answer 2"}, "'Incorrect Answer 2' is missing"),
-    (STDIN_ROW | {"public_test_cases": ""}, "no test in public_test_cases"),
-    (STDIN_ROW | {"public_test_cases": "[oops"}, "field 'public_test_cases' is no list of tests"),
-    (STDIN_ROW | {"public_test_cases": '[{"input": 1, "output": "2"}]'}, "field 'public_test_cases'"),
-    (STDIN_ROW | {"public_test_cases": 7}, "field 'public_test_cases'"),
-    (STDIN_ROW | {"private_test_cases": "no base64!"}, "field 'private_test_cases'"),
-    (STDIN_ROW | {"private_test_cases": base64.b64encode(b"no zlib").decode()}, "field 'private_test_cases'"),
-    (STDIN_ROW | {"private_test_cases": packed(CALLS)}, "expected all stdin or all functional"),
-    (STDIN_ROW | {"public_test_cases": '[{"input": "", "output": "", "testtype": ["x"]}]'}, "field 'public_test_cases'"),
-    (CALLS_ROW | {"metadata": "{}"}, "func_name"),
-    (CALLS_ROW | {"metadata": "[]"}, "func_name"),
-    (CALLS_ROW | {"starter_code": ""}, "field 'starter_code' is empty"),
-    (CALLS_ROW | {"public_test_cases": json.dumps([CALLS[0] | {"output": "no json"}])}, "need JSON values"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "a"}, "field 'prompt' is missing, found 'text'; other formats have one of 'question_content'"),
+        ({}, "found no field"),
+        ({"problem": "a"}, "field 'answer' is missing, found 'problem'"),
+        ({"Problem": "a", "answer": "1"}, "field 'Answer' is missing"),
+        ({"question": ["a"], "answer": "1"}, "field 'question' is list, expected str"),
+        ({"question": "a", "answer": [1]}, "field 'answer' is list"),
+        ({"prompt": [], "answer": "1"}, "field 'prompt' is empty"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "message 0 of field 'prompt' needs a text `role`"),
+        ({"prompt": ["hi"], "answer": "1"}, "message 0 of field 'prompt'"),
+        ({"question": "a", "choices": ["x"], "answer": 0}, "field 'choices' must be 2 to 26 texts"),
+        ({"question": "a", "choices": ["x", 2], "answer": 0}, "field 'choices' must be"),
+        ({"question": "a", "choices": "xy", "answer": 0}, "field 'choices' is str, expected list"),
+        ({"question": "a", "choices": ["x", "y"], "answer": 2}, "field 'answer' is 2, expected a choice"),
+        ({"question": "a", "choices": ["x", "y"], "answer": -1}, "field 'answer' is -1"),
+        ({"question": "a", "choices": ["x", "y"], "answer": "C"}, "field 'answer' is 'C'"),
+        ({"question": "a", "choices": ["x", "y"], "answer": "AB"}, "field 'answer' is 'AB'"),
+        ({key: value for key, value in GPQA.items() if key != "Incorrect Answer 2"}, "'Incorrect Answer 2' is missing"),
+        (STDIN_ROW | {"public_test_cases": ""}, "no test in public_test_cases"),
+        (STDIN_ROW | {"public_test_cases": "[oops"}, "field 'public_test_cases' is no list of tests"),
+        (STDIN_ROW | {"public_test_cases": '[{"input": 1, "output": "2"}]'}, "field 'public_test_cases'"),
+        (STDIN_ROW | {"public_test_cases": 7}, "field 'public_test_cases'"),
+        (STDIN_ROW | {"private_test_cases": "no base64!"}, "field 'private_test_cases'"),
+        (STDIN_ROW | {"private_test_cases": base64.b64encode(b"no zlib").decode()}, "field 'private_test_cases'"),
+        (STDIN_ROW | {"private_test_cases": packed(CALLS)}, "expected all stdin or all functional"),
+        (
+            STDIN_ROW | {"public_test_cases": '[{"input": "", "output": "", "testtype": ["x"]}]'},
+            "field 'public_test_cases'",
+        ),
+        (CALLS_ROW | {"metadata": "{}"}, "func_name"),
+        (CALLS_ROW | {"metadata": "[]"}, "func_name"),
+        (CALLS_ROW | {"starter_code": ""}, "field 'starter_code' is empty"),
+        (CALLS_ROW | {"public_test_cases": json.dumps([CALLS[0] | {"output": "no json"}])}, "need JSON values"),
+    ],
+)
 def test_rows_without_sense_are_named(row, problem):
     with pytest.raises(ConfigError) as error:
         read_item(row, "data.jsonl:7", [0])

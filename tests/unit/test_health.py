@@ -19,8 +19,10 @@ def look(tmp_path, monkeypatch):
         subject.started(name)
 
     def look(**engines):
-        said = [{"name": name.replace("_", "-"), "state": state, "losses": losses}
-                for name, (state, losses) in engines.items()]  # fmt: skip
+        said = [
+            {"name": name.replace("_", "-"), "state": state, "losses": losses}
+            for name, (state, losses) in engines.items()
+        ]
         write_status(run, {"engines": said})
         return subject.to_end()
 

@@ -19,7 +19,10 @@ from launch.pools import Process
 from launch.slurm import Srun
 from tests.living import is_alive
 
-SLEEPS = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
+SLEEPS = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print(p.pid, flush=True); time.sleep(60)"
+)
 
 
 @pytest.fixture
@@ -32,8 +35,16 @@ def nodes(monkeypatch):
 
 
 def start(nodes, tmp_path, code, name="child", **order):
-    nodes.start(Start(order.pop("node", "n1"), name, [sys.executable, "-c", code], order.pop("settings", {}), str(tmp_path / f"{name}.log"),
-                      order.pop("cores", [])))  # fmt: skip
+    nodes.start(
+        Start(
+            order.pop("node", "n1"),
+            name,
+            [sys.executable, "-c", code],
+            order.pop("settings", {}),
+            str(tmp_path / f"{name}.log"),
+            order.pop("cores", []),
+        )
+    )
     return nodes.by_name[name]
 
 
@@ -148,7 +159,8 @@ def test_nodes_that_do_not_answer_are_named():
     ],
 )
 def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second, goes_on):
-    """The run goes on without it if only engines were on it, and others are left. Engine 1 may have a part on each node."""
+    """The run goes on without it if only engines were on it, and others are left. Engine 1 may have a part on each
+    node."""
     monkeypatch.setattr(hosts, "_SILENCE_S", 1.0)
     channel = Fixed(Hello("n1", [], 0, 1, "m"), Hello("n2", [], 0, 1, "m"))
     nodes = Nodes(channel)

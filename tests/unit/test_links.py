@@ -22,8 +22,15 @@ class Scene:
 
     def __init__(self, folder, staging):
         self._folder = folder
-        self.config = Config(name="t", updates=10, batch_size=4, model=Model("m"), data=Data("d"),
-                             rollout=Rollout(group_size=GROUP), reshard=Reshard(staging=staging, timeout_s=5))  # fmt: skip
+        self.config = Config(
+            name="t",
+            updates=10,
+            batch_size=4,
+            model=Model("m"),
+            data=Data("d"),
+            rollout=Rollout(group_size=GROUP),
+            reshard=Reshard(staging=staging, timeout_s=5),
+        )
         self.calls, self.committed, self.dead = [], [], asyncio.Event()
         self.dies_in = ""
         """A route that is never answered; the engine is dead then."""

@@ -28,15 +28,39 @@ ROOT = Path(__file__).resolve().parents[2]
 HF = {name: read_config(ROOT / "configs/models" / name) for name in ("Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")}
 DENSE, EXPERTS = HF["Qwen2.5-32B"], HF["Qwen3-235B-A22B"]
 CLASSES = {"Qwen2ForCausalLM": transformers.Qwen2Config, "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig}
-CLUSTER = ["configs/tiny_cpu.yaml", "model.path=configs/models/Qwen2.5-32B", "model.dtype=bfloat16", "trainer.tp=8",
-           "trainer.pp=2", "trainer.dp=12", "trainer.recompute=full", "trainer.microbatch_tokens=32768",
-           "rollout.engines=24", "rollout.tp=8", "rollout.max_new_tokens=27648", "batch_size=512",
-           "--nodes", "48", "--gpus", "8", "--gpu-gb", "80"]  # fmt: skip
+CLUSTER = [
+    "configs/tiny_cpu.yaml",
+    "model.path=configs/models/Qwen2.5-32B",
+    "model.dtype=bfloat16",
+    "trainer.tp=8",
+    "trainer.pp=2",
+    "trainer.dp=12",
+    "trainer.recompute=full",
+    "trainer.microbatch_tokens=32768",
+    "rollout.engines=24",
+    "rollout.tp=8",
+    "rollout.max_new_tokens=27648",
+    "batch_size=512",
+    "--nodes",
+    "48",
+    "--gpus",
+    "8",
+    "--gpu-gb",
+    "80",
+]
 
 
 def config(trainer=None, rollout=None, dtype="bfloat16", device="cuda", **rest):
-    return Config(name="x", updates=1, model=Model("m", dtype), data=Data("t"), machine=Machine(device=device),
-                  trainer=Trainer(**{"recompute": "full", **(trainer or {})}), rollout=Rollout(**(rollout or {})), **rest)  # fmt: skip
+    return Config(
+        name="x",
+        updates=1,
+        model=Model("m", dtype),
+        data=Data("t"),
+        machine=Machine(device=device),
+        trainer=Trainer(**{"recompute": "full", **(trainer or {})}),
+        rollout=Rollout(**(rollout or {})),
+        **rest,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +98,10 @@ def test_parts_in_bytes_of_a_parameter(built, name):
 
 
 def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
-    plain, asked = (stage_memory(config({"tp": 2}, ppo=PPO(penalty={name: 0.1})), DENSE, 0, on_cuda=True)
-                    for name in ("entropy", "kl_k2"))  # fmt: skip
+    plain, asked = (
+        stage_memory(config({"tp": 2}, ppo=PPO(penalty={name: 0.1})), DENSE, 0, on_cuda=True)
+        for name in ("entropy", "kl_k2")
+    )
     assert not plain.of("reference") and asked.of("reference") == asked.of("parameters")
     assert asked.total - plain.total == asked.of("parameters")
 
@@ -195,15 +221,35 @@ def test_more_replicas_and_recomputation_never_cost_memory():
 @pytest.mark.parametrize(
     ("asked", "hf", "message"),
     [
-        (config({"tp": 8, "pp": 2, "dp": 12, "recompute": "none"}, {"tp": 8}), DENSE,
-         r"trainer rank \(stage 0 of 2, ranks 0–95\) needs 105.41 GiB \(activations 90.01.*a GPU has 80: with (trainer.recompute=full) it is"),
-        (config({"dp": 16}, {"tp": 8}), DENSE, r"needs .* GiB .*a GPU has 80: with (trainer.pp=\d+ dp=\d+|trainer.tp=\d+ dp=\d+)"),
-        (config({"tp": 8}, {"tp": 8}), DENSE, r"needs 85.73 GiB \(optimizer 45.78.*with (trainer.dp=2 recompute=full) on 2 times as many GPUs"),
-        (config({"tp": 8, "dp": 2}, {"tp": 1}), DENSE, r"engine rank has -52.* GiB left for its KV cache .* with (rollout.tp=2 engines=1) "),
-        (config({"tp": 8, "dp": 2}, {"tp": 2, "max_new_tokens": 100000}), DENSE,
-         r"engine rank has .* an answer may have 101,024 with its prompt; with (reshard.staging=streamed|rollout.tp=4 engines=1)"),
+        (
+            config({"tp": 8, "pp": 2, "dp": 12, "recompute": "none"}, {"tp": 8}),
+            DENSE,
+            r"trainer rank \(stage 0 of 2, ranks 0–95\) needs 105.41 GiB \(activations 90.01.*a GPU has 80: "
+            r"with (trainer.recompute=full) it is",
+        ),
+        (
+            config({"dp": 16}, {"tp": 8}),
+            DENSE,
+            r"needs .* GiB .*a GPU has 80: with (trainer.pp=\d+ dp=\d+|trainer.tp=\d+ dp=\d+)",
+        ),
+        (
+            config({"tp": 8}, {"tp": 8}),
+            DENSE,
+            r"needs 85.73 GiB \(optimizer 45.78.*with (trainer.dp=2 recompute=full) on 2 times as many GPUs",
+        ),
+        (
+            config({"tp": 8, "dp": 2}, {"tp": 1}),
+            DENSE,
+            r"engine rank has -52.* GiB left for its KV cache .* with (rollout.tp=2 engines=1) ",
+        ),
+        (
+            config({"tp": 8, "dp": 2}, {"tp": 2, "max_new_tokens": 100000}),
+            DENSE,
+            r"engine rank has .* an answer may have 101,024 with its prompt; "
+            r"with (reshard.staging=streamed|rollout.tp=4 engines=1)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_with_advice_that_works(asked, hf, message):
     with pytest.raises(ConfigError, match=message) as error:
         plan_memory(asked, hf, 80)

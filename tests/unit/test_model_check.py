@@ -9,11 +9,25 @@ import pytest
 from areal_megatron.config import Config, ConfigError, Data, Model, Rollout, Trainer
 from areal_megatron.model_check import check_model
 
-GOOD = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 100, "hidden_act": "silu",
-        "max_position_embeddings": 4096}  # fmt: skip
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-           "norm_topk_prob": True}  # fmt: skip
+GOOD = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 100,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 
 
 def config(folder, hf=GOOD, **trainer) -> Config:

@@ -20,10 +20,18 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=8, max_size=60)
 
 def trajectory(uid: int, length: int) -> Trajectory:
     return Trajectory(
-        uid=uid, epoch=0, prompt_id=0, admission_version=0, prompt=np.ones(1, np.int32),
-        response=np.ones(length - 1, np.int32), logprobs=np.zeros(length - 1, np.float32),
-        versions=np.zeros(length - 1, np.int32), loss_mask=np.ones(length - 1, np.uint8), reward=0.0, truncated=False,
-    )  # fmt: skip
+        uid=uid,
+        epoch=0,
+        prompt_id=0,
+        admission_version=0,
+        prompt=np.ones(1, np.int32),
+        response=np.ones(length - 1, np.int32),
+        logprobs=np.zeros(length - 1, np.float32),
+        versions=np.zeros(length - 1, np.int32),
+        loss_mask=np.ones(length - 1, np.uint8),
+        reward=0.0,
+        truncated=False,
+    )
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,8 +10,15 @@ from launch.pools import Node, Slot, allocate, whole
 
 
 def config(tp=1, pp=1, dp=1, engines=1, engine_tp=1, mode="rl"):
-    return Config(name="x", updates=1, mode=mode, model=Model(path="m"), data=Data(train="t"),
-                  trainer=Trainer(tp=tp, pp=pp, dp=dp), rollout=Rollout(engines=engines, tp=engine_tp))  # fmt: skip
+    return Config(
+        name="x",
+        updates=1,
+        mode=mode,
+        model=Model(path="m"),
+        data=Data(train="t"),
+        trainer=Trainer(tp=tp, pp=pp, dp=dp),
+        rollout=Rollout(engines=engines, tp=engine_tp),
+    )
 
 
 def slots(count):
@@ -150,23 +157,51 @@ def test_nodes_asked_for_are_enough():
 @pytest.mark.parametrize(
     ("asked", "nodes", "rollout_nodes", "message"),
     [
-        (config(8, 4, 6, 24, 8), cluster(*[8] * 40), [],
-         r"need 384 slots \(trainer.tp=8 .*rollout.engines=24 .*there are 320 on 40 nodes: .*ask for 48 nodes of 8"),
-        (config(4, 1, 1, 2, 8), cluster(8, 8, 4), [], r"rollout pool: 1 of 2 groups of rollout.tp=8 fit .* ask for 4 nodes"),
-        (config(8, engine_tp=2, engines=9), cluster(8), cluster(8, 8, name="r"),
-         r"need 18 slots \(rollout.engines=9 × tp=2 is 18\) but there are 16 on 2 nodes"),
-        (config(3, 1, 6), cluster(8, 8, 8, 8), [], r"trainer.tp: 3 does not divide the 8 slots .* 3 of them: .*1, 2, 4, 8"),
+        (
+            config(8, 4, 6, 24, 8),
+            cluster(*[8] * 40),
+            [],
+            r"need 384 slots \(trainer.tp=8 .*rollout.engines=24 .*there are 320 on 40 nodes: .*ask for 48 nodes of 8",
+        ),
+        (
+            config(4, 1, 1, 2, 8),
+            cluster(8, 8, 4),
+            [],
+            r"rollout pool: 1 of 2 groups of rollout.tp=8 fit .* ask for 4 nodes",
+        ),
+        (
+            config(8, engine_tp=2, engines=9),
+            cluster(8),
+            cluster(8, 8, name="r"),
+            r"need 18 slots \(rollout.engines=9 × tp=2 is 18\) but there are 16 on 2 nodes",
+        ),
+        (
+            config(3, 1, 6),
+            cluster(8, 8, 8, 8),
+            [],
+            r"trainer.tp: 3 does not divide the 8 slots .* 3 of them: .*1, 2, 4, 8",
+        ),
         (config(1, 1, 1, 3, 3), cluster(8), cluster(8, 8, name="r"), r"rollout.tp: 3 does not divide the 8 slots"),
         (config(12), cluster(8, 8, 8), [], r"0 of 1 groups of trainer.tp=12 fit .* multiple of 8"),
-        (config(1, 1, 12), cluster(8, 6), [], r"trainer pool: its nodes have different numbers of slots: 8 \(n00\), 6 \(n01\)"),
+        (
+            config(1, 1, 12),
+            cluster(8, 6),
+            [],
+            r"trainer pool: its nodes have different numbers of slots: 8 \(n00\), 6 \(n01\)",
+        ),
         (config(), cluster(8, 8), cluster(8), r"pools overlap: 'n00' in the list of both"),
         (config(), [*cluster(8), *cluster(8)], [], r"'n00' more than once"),
         (config(), [], [], r"node list is empty"),
         (config(), [Node("a", ())], [], r"node a has no GPU"),
         (config(), [Node("a", (0, 0))], [], r"node a has a slot twice"),
-        (config(2, 1, 1, 1, 2), cluster(8, cpus=4), [], r"node n00 gives 4 CPU cores for 5 processes: .*--cpus-per-task"),
+        (
+            config(2, 1, 1, 1, 2),
+            cluster(8, cpus=4),
+            [],
+            r"node n00 gives 4 CPU cores for 5 processes: .*--cpus-per-task",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_placed_says_what_was_found_and_what_to_change(asked, nodes, rollout_nodes, message):
     with pytest.raises(ConfigError, match=message) as error:
         allocate(asked, nodes, rollout_nodes)

@@ -133,8 +133,10 @@ def test_the_log_linear_proximal_policy_lies_between_the_others_by_version():
     """Trained is version 7, of whose update one step of four was taken."""
     current, behaviour = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, -3.0]]).double()
     versions = [7, 6, 4]
-    expected = [b + (7 - v) / (7.25 - v) * (c - b)
-                for c, b, v in zip(current.tolist(), behaviour.tolist(), versions, strict=True)]  # fmt: skip
+    expected = [
+        b + (7 - v) / (7.25 - v) * (c - b)
+        for c, b, v in zip(current.tolist(), behaviour.tolist(), versions, strict=True)
+    ]
     staleness = 7 - torch.tensor(versions).double()
     found = loss.log_linear(current, behaviour, staleness, 1 / 4)
     assert found.tolist() == pytest.approx(expected) and found[0] == behaviour[0]
@@ -184,14 +186,17 @@ def plain_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-@pytest.mark.parametrize(("name", "has_mean", "has_gradient"), [
-    ("kl_k1", True, "policy to reference"),
-    ("kl_k2", False, "policy to reference"),
-    ("kl_k3", True, "reference to policy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "has_mean", "has_gradient"),
+    [
+        ("kl_k1", True, "policy to reference"),
+        ("kl_k2", False, "policy to reference"),
+        ("kl_k3", True, "reference to policy"),
+    ],
+)
 def test_means_of_kl_penalties_over_all_tokens(name, has_mean, has_gradient):
-    """arXiv 2510.01555: which have the mean of KL(policy ‖ reference), and whose gradient they have on average. Every token
-    comes once, weighted with its probability: that is the mean over tokens of the policy."""
+    """arXiv 2510.01555: which have the mean of KL(policy ‖ reference), and whose gradient they have on average. Every
+    token comes once, weighted with its probability: that is the mean over tokens of the policy."""
     logits, current, reference = policies()
     share = current.detach().exp()
     if name == "kl_k1":  # k1 alone is the reward, under a loss with ratio and weight 1
@@ -321,8 +326,10 @@ def plain_advantages(name: str) -> list[float]:
 def test_advantages_are_those_of_the_paper_also_where_replicas_share_groups(name):
     expected = plain_advantages(name)
     shares = [[0, 4, 7, 9, 11], [1, 2, 3, 5, 6, 8, 10]]
-    parts = [Rewards(torch.tensor(REWARDS, dtype=torch.float64)[s], torch.tensor(TRAINED)[s], torch.tensor(GROUPS)[s], 4)
-             for s in shares]  # fmt: skip
+    parts = [
+        Rewards(torch.tensor(REWARDS, dtype=torch.float64)[s], torch.tensor(TRAINED)[s], torch.tensor(GROUPS)[s], 4)
+        for s in shares
+    ]
     for share, found in zip(shares, on_replicas(ALGORITHMS[name].advantages, parts), strict=True):
         for i, value in zip(share, found.tolist(), strict=True):
             assert not TRAINED[i] or value == pytest.approx(expected[i], abs=1e-9)
@@ -355,8 +362,12 @@ def test_advantages_are_described_over_the_tokens_of_all_replicas():
     values = torch.tensor([0.5, -3.0, 2.0, 1.0, 9.0]).double()
     trained = torch.tensor([3, 1, 2, 4, 0])
     every = [value for value, count in zip(values.tolist(), trained.tolist(), strict=True) for _ in range(count)]
-    expected = {"advantage_mean": statistics.fmean(every), "advantage_std": statistics.pstdev(every),
-                "advantage_min": -3.0, "advantage_max": 2.0}  # fmt: skip
+    expected = {
+        "advantage_mean": statistics.fmean(every),
+        "advantage_std": statistics.pstdev(every),
+        "advantage_min": -3.0,
+        "advantage_max": 2.0,
+    }
     shares = [[0, 2], [1], [3], [4]]
     bounds = torch.tensor([2.0, 3.0]).double()
     parts = [(values[share], trained[share]) for share in shares]

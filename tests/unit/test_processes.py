@@ -14,7 +14,10 @@ from launch.processes import Children, end_sessions
 from launch.shared_memory import SharedMemory
 from tests.living import is_alive
 
-FAMILY = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
+FAMILY = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print(p.pid, flush=True); time.sleep(60)"
+)
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
 )
@@ -74,7 +77,10 @@ def test_shared_memory_of_children_that_ended_by_themselves_goes_too(tmp_path, m
 
 def test_what_others_have_put_into_shared_memory_stays(tmp_path):
     """A model, say: it is older than the run or lies in a folder."""
-    maps = "import mmap, sys, time; f = [open(p, 'r+b') for p in sys.argv[1:]]; m = [mmap.mmap(i.fileno(), 0) for i in f]; print('mapped', flush=True); time.sleep(60)"
+    maps = (
+        "import mmap, sys, time; f = [open(p, 'r+b') for p in sys.argv[1:]]; "
+        "m = [mmap.mmap(i.fileno(), 0) for i in f]; print('mapped', flush=True); time.sleep(60)"
+    )
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         newer = Path(folder, "model")
         for path in (Path(file.name), newer):
@@ -130,7 +136,8 @@ import os, pathlib, signal, sys
 from launch.processes import Children
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 with Children() as children:
-    print(children.start("child", [sys.executable, "-c", sys.argv[1]], dict(os.environ), pathlib.Path(sys.argv[2]), set()).pid, flush=True)
+    command = [sys.executable, "-c", sys.argv[1]]
+    print(children.start("child", command, dict(os.environ), pathlib.Path(sys.argv[2]), set()).pid, flush=True)
     signal.pause()
 """
 TAKES_ITS_TIME = """

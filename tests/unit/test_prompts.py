@@ -33,8 +33,13 @@ def folder(tmp_path):
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-                                   additional_special_tokens=special[3:])  # fmt: skip
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=library,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=special[3:],
+    )
     fast.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}))
     return tmp_path / "model"
@@ -82,11 +87,20 @@ def test_messages_have_the_tokens_that_transformers_gives(folder, tmp_path):
     assert prompts[0].text == f"Be brief.\n\n{TEXTS[0]}"
 
 
-@pytest.mark.parametrize(("template", "problem"), [
-    ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system\nmessages') }}{% endif %}", "no system messages"),
-    ("{% if messages[0]['role'] == 'system' %}{{ messages[0]['tools'][0]['name'] }}{% endif %}", "no attribute 'tools'"),
-    ("{% if messages[0]['role'] == 'system' %}{{ 1 + 'a' }}{% endif %}", "unsupported operand"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system\nmessages') }}{% endif %}",
+            "no system messages",
+        ),
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ messages[0]['tools'][0]['name'] }}{% endif %}",
+            "no attribute 'tools'",
+        ),
+        ("{% if messages[0]['role'] == 'system' %}{{ 1 + 'a' }}{% endif %}", "unsupported operand"),
+    ],
+)
 def test_a_chat_template_that_fails_names_the_line(folder, tmp_path, template, problem):
     (folder / "chat_template.jinja").write_text(template + "{{ messages[-1]['content'] }}")
     bad = {"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}
@@ -118,8 +132,13 @@ def test_reading_prompts_imports_no_torch(folder):
 
 def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
     tests = {"inputs": ["1\n"], "outputs": ["é\n"]}
-    path = write(tmp_path, {"prompt": "a", "answer": 5}, "", {"prompt": "b", "answer": "x", "response_tokens": 7},
-                 {"prompt": "c", "answer": tests})  # fmt: skip
+    path = write(
+        tmp_path,
+        {"prompt": "a", "answer": 5},
+        "",
+        {"prompt": "b", "answer": "x", "response_tokens": 7},
+        {"prompt": "c", "answer": tests},
+    )
     first, second, third = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
     assert (first.id, first.text, first.answer, first.response_tokens) == (0, "a", "5", None)
     assert (second.id, second.text, second.answer, second.response_tokens) == (2, "b", "x", 7)
@@ -141,19 +160,22 @@ def test_an_example_is_prompt_response_and_end_token(folder, tmp_path):
 GOOD = {"prompt": "a", "answer": "1"}
 
 
-@pytest.mark.parametrize(("rows", "problem"), [
-    ([], "data.jsonl: the dataset is empty"),
-    ([GOOD, "{oops"], "data.jsonl:2: not JSON"),
-    ([GOOD, "[1]"], "data.jsonl:2: expected an object"),
-    ([GOOD, "", {"prompt": "a"}], "data.jsonl:3: field 'answer' is missing, found 'prompt'"),
-    ([{"prompt": 3, "answer": "1"}], "data.jsonl:1: field 'prompt' is int, expected str"),
-    ([{"prompt": "", "answer": "1"}], "data.jsonl:1: field 'prompt' is empty"),
-    ([{"prompt": "a", "answer": None}], "data.jsonl:1: field 'answer' is NoneType"),
-    ([{"prompt": "a", "answer": True}], "data.jsonl:1: field 'answer' is bool"),
-    ([GOOD | {"response_tokens": 9}], "data.jsonl:1: response_tokens is 9"),
-    ([GOOD | {"response_tokens": 0}], "data.jsonl:1: response_tokens is 0"),
-    ([GOOD | {"response_tokens": "4"}], "data.jsonl:1: response_tokens is '4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], "data.jsonl: the dataset is empty"),
+        ([GOOD, "{oops"], "data.jsonl:2: not JSON"),
+        ([GOOD, "[1]"], "data.jsonl:2: expected an object"),
+        ([GOOD, "", {"prompt": "a"}], "data.jsonl:3: field 'answer' is missing, found 'prompt'"),
+        ([{"prompt": 3, "answer": "1"}], "data.jsonl:1: field 'prompt' is int, expected str"),
+        ([{"prompt": "", "answer": "1"}], "data.jsonl:1: field 'prompt' is empty"),
+        ([{"prompt": "a", "answer": None}], "data.jsonl:1: field 'answer' is NoneType"),
+        ([{"prompt": "a", "answer": True}], "data.jsonl:1: field 'answer' is bool"),
+        ([GOOD | {"response_tokens": 9}], "data.jsonl:1: response_tokens is 9"),
+        ([GOOD | {"response_tokens": 0}], "data.jsonl:1: response_tokens is 0"),
+        ([GOOD | {"response_tokens": "4"}], "data.jsonl:1: response_tokens is '4'"),
+    ],
+)
 def test_bad_lines_are_named(folder, tmp_path, rows, problem):
     with pytest.raises(ConfigError, match=r"data.jsonl") as error:
         read_prompts(config(folder, train=write(tmp_path, *rows)), "train", Tokenizer(folder))
@@ -296,8 +318,16 @@ def test_training_draws_from_several_files_by_weight(folder, tmp_path):
 
 
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
-    saved = State(prompts=40, seed=3, cursor=(1, 2), again=[], schedule=Schedule(batch_size=4, group_size=2, max_staleness=1, updates=3).save(), trajectories={},
-                  prompts_too_long=0, mixture=MIXTURE)  # fmt: skip
+    saved = State(
+        prompts=40,
+        seed=3,
+        cursor=(1, 2),
+        again=[],
+        schedule=Schedule(batch_size=4, group_size=2, max_staleness=1, updates=3).save(),
+        trajectories={},
+        prompts_too_long=0,
+        mixture=MIXTURE,
+    )
     write_state(saved, tmp_path / "state")
     assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
     with pytest.raises(ConfigError, match=r"rollout.pass_rate: the checkpoint was made with prompts in another order"):

@@ -27,14 +27,28 @@ SECRET = "s3cret"
 
 
 def trajectory(uid):
-    return Trajectory(uid=uid, epoch=0, prompt_id=uid, admission_version=1, prompt=np.array([5, 6], np.int32),
-                      response=np.arange(uid, dtype=np.int32), logprobs=np.linspace(-3, -0.5, uid, dtype=np.float32),
-                      versions=np.full(uid, 2, np.int32), loss_mask=np.ones(uid, np.uint8), reward=-5.0,
-                      truncated=True)  # fmt: skip
+    return Trajectory(
+        uid=uid,
+        epoch=0,
+        prompt_id=uid,
+        admission_version=1,
+        prompt=np.array([5, 6], np.int32),
+        response=np.arange(uid, dtype=np.int32),
+        logprobs=np.linspace(-3, -0.5, uid, dtype=np.float32),
+        versions=np.full(uid, 2, np.int32),
+        loss_mask=np.ones(uid, np.uint8),
+        reward=-5.0,
+        truncated=True,
+    )
 
 
-PART = BatchPart(version=2, trajectories=[trajectory(uid) for uid in (3, 4)], minibatches=[[[1], []], [[0]]], groups=4,
-                 group_of=[3, 0])  # fmt: skip
+PART = BatchPart(
+    version=2,
+    trajectories=[trajectory(uid) for uid in (3, 4)],
+    minibatches=[[[1], []], [[0]]],
+    groups=4,
+    group_of=[3, 0],
+)
 
 
 async def answer(message):

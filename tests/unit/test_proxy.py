@@ -75,8 +75,15 @@ def test_a_conversation_is_one_trajectory_of_exact_tokens(tmp_path):
 
     ended, world = run(tmp_path, agent, lambda _, number: ["ab", "two", "right"][number])
     context = ended.context
-    messages = [{"role": "system", "content": "calm"}, user("one"), {"role": "assistant", "content": "ab"}, user("ab"),
-                {"role": "assistant", "content": "two"}, user("three"), {"role": "assistant", "content": "right"}]  # fmt: skip
+    messages = [
+        {"role": "system", "content": "calm"},
+        user("one"),
+        {"role": "assistant", "content": "ab"},
+        user("ab"),
+        {"role": "assistant", "content": "two"},
+        user("three"),
+        {"role": "assistant", "content": "right"},
+    ]
     assert text_of(world, context) == rendered(world, messages)
     sampled = [token for text in ("ab", "two", "right") for token in [*spelled(text), END]]
     assert context.tokens[context.loss_mask == 1].tolist() == sampled
@@ -100,9 +107,17 @@ def test_a_call_that_does_not_go_on_is_a_trajectory_of_its_own_and_the_last_is_t
         return 1.0
 
     ended, world = run(tmp_path, agent, lambda _, number: f"a{number}")
-    assert text_of(world, ended.context) == rendered(world, [
-        user("one"), {"role": "assistant", "content": "a0"}, user("other"), {"role": "assistant", "content": "a3"}, user("last"),
-        {"role": "assistant", "content": "a5"}])  # fmt: skip
+    assert text_of(world, ended.context) == rendered(
+        world,
+        [
+            user("one"),
+            {"role": "assistant", "content": "a0"},
+            user("other"),
+            {"role": "assistant", "content": "a3"},
+            user("last"),
+            {"role": "assistant", "content": "a5"},
+        ],
+    )
     assert ended.context.answers == 3 and world.episodes.untrained_answers == 3
     assert ended.score.reward == 5 and not world.judge.asked
 
@@ -118,15 +133,22 @@ def test_tools_are_offered_called_and_answered(tmp_path):
 
     ended, world = run(tmp_path, agent, lambda _, number: ["so\n" + CALL, "right"][number])
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
-    messages = [user("1+2"), {"role": "assistant", "content": "so", "tool_calls": calls}, {"role": "tool", "content": "3"},
-                {"role": "assistant", "content": "right"}]  # fmt: skip
+    messages = [
+        user("1+2"),
+        {"role": "assistant", "content": "so", "tool_calls": calls},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "right"},
+    ]
     assert text_of(world, ended.context) == rendered(world, messages, TOOLS)
     assert ended.context.answers == 2 and world.episodes.untrained_answers == 0
 
 
 def test_a_template_that_refuses_the_answer_without_its_tool_calls_begins_anew(tmp_path):
-    strict = TEMPLATE.replace("{%- for call", "{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-                              "{{ raise_exception('what tool?') }}{% endif %}\n{%- for call")  # fmt: skip
+    strict = TEMPLATE.replace(
+        "{%- for call",
+        "{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('what tool?') }}{% endif %}\n{%- for call",
+    )
 
     async def agent(api, episode):
         message = await ask(api, [user("1+2")], tools=TOOLS)
@@ -318,21 +340,40 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
     assert ended.score.reward == 5
 
 
-@pytest.mark.parametrize("text", ["no call", CALL.replace('{"a": 1, "b": 2}', "[1]"),
-                                  "<tool_call>\n{nonsense}\n</tool_call>", '<tool_call>{"name": 5}</tool_call>', "<tool_call>"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        CALL.replace('{"a": 1, "b": 2}', "[1]"),
+        "<tool_call>\n{nonsense}\n</tool_call>",
+        '<tool_call>{"name": 5}</tool_call>',
+        "<tool_call>",
+    ],
+)
 def test_what_is_no_tool_call_stays_text(text):
     assert answer_of(text, True) == {"role": "assistant", "content": text}
 
 
 def test_without_tools_nothing_is_a_tool_call():
     assert answer_of(CALL, False)["content"] == CALL
-    assert answer_of(CALL, True) == {"role": "assistant", "content": "", "tool_calls": [
-        {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}  # fmt: skip
+    assert answer_of(CALL, True) == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
+    }
 
 
 def test_messages_are_compared_without_what_sdks_add():
-    sent = {"role": "assistant", "content": None, "refusal": None, "audio": None, "function_call": None, "tool_calls": [
-        {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}]}  # fmt: skip
+    sent = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}
+        ],
+    }
     assert plain(sent) == answer_of(CALL, True)
     with pytest.raises(BadCall):
         plain({"role": None})

@@ -10,14 +10,34 @@ from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.run import RunError
 
-CONFIG = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "tie_word_embeddings": True}  # fmt: skip
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
 
 
 def publisher(parameters, check_finite=False):
-    return Publisher(parameters=lambda: parameters, hf_config=CONFIG, sizes=MegatronSizes(), rank=0,
-                     engine=EngineSizes(), engines=1, dtype="bfloat16", store_host="127.0.0.1", store_port=1,
-                     timeout_s=1, on_delivered=None, timeline=None, check_finite=check_finite)  # fmt: skip
+    return Publisher(
+        parameters=lambda: parameters,
+        hf_config=CONFIG,
+        sizes=MegatronSizes(),
+        rank=0,
+        engine=EngineSizes(),
+        engines=1,
+        dtype="bfloat16",
+        store_host="127.0.0.1",
+        store_port=1,
+        timeout_s=1,
+        on_delivered=None,
+        timeline=None,
+        check_finite=check_finite,
+    )
 
 
 @pytest.fixture

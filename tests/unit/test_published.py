@@ -60,13 +60,28 @@ PUBLISHED = {
     "qwen3_32b": BOBA2,
     # examples/tau2/config_235b_moe_airline.yaml of AReaL, whose trajectories have 30,000 tokens in several turns
     "qwen3_235b": Published(
-        0, 500, 16, prompt_tokens=2048, minibatches=1, clip=(0.4, 0.4), lr=5e-6, weight_decay=0.005,
-        adam=(0.9, 0.999, 1e-8), staleness=2,
+        0,
+        500,
+        16,
+        prompt_tokens=2048,
+        minibatches=1,
+        clip=(0.4, 0.4),
+        lr=5e-6,
+        weight_decay=0.005,
+        adam=(0.9, 0.999, 1e-8),
+        staleness=2,
     ),
-}  # fmt: skip
-PARAMETERS = {"DeepSeek-R1-Distill-Qwen-1.5B": 1.777, "DeepSeek-R1-Distill-Qwen-7B": 7.616,
-              "DeepSeek-R1-Distill-Qwen-14B": 14.770, "DeepSeek-R1-Distill-Qwen-32B": 32.764, "Qwen3-8B": 8.191,
-              "Qwen3-14B": 14.768, "Qwen3-32B": 32.762, "Qwen3-235B-A22B": 235.094}  # fmt: skip
+}
+PARAMETERS = {
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
+    "DeepSeek-R1-Distill-Qwen-7B": 7.616,
+    "DeepSeek-R1-Distill-Qwen-14B": 14.770,
+    "DeepSeek-R1-Distill-Qwen-32B": 32.764,
+    "Qwen3-8B": 8.191,
+    "Qwen3-14B": 14.768,
+    "Qwen3-32B": 32.762,
+    "Qwen3-235B-A22B": 235.094,
+}
 """Billions, counted in the published checkpoints."""
 
 
@@ -112,11 +127,24 @@ def test_hyper_parameters_are_the_published_ones(run):
     t, o, p, r = config.trainer, config.optimizer, config.ppo, config.rollout
     layout = f"{r.engines} × {r.tp}, {t.tp} × {t.pp} × {t.dp}"
     found = Published(
-        published.nodes, config.updates if published.updates else 0, config.groups_per_batch, r.group_size,
-        config.data.max_prompt_tokens, r.max_new_tokens, t.microbatch_tokens, p.minibatches, tuple(p.clip), o.lr,
-        o.weight_decay, tuple(o.adam), o.clip_grad, o.schedule.get("constant"), r.temperature, r.max_staleness,
+        published.nodes,
+        config.updates if published.updates else 0,
+        config.groups_per_batch,
+        r.group_size,
+        config.data.max_prompt_tokens,
+        r.max_new_tokens,
+        t.microbatch_tokens,
+        p.minibatches,
+        tuple(p.clip),
+        o.lr,
+        o.weight_decay,
+        tuple(o.adam),
+        o.clip_grad,
+        o.schedule.get("constant"),
+        r.temperature,
+        r.max_staleness,
         layout if published.engines else "",
-    )  # fmt: skip
+    )
     assert found == published
     assert (p.objective, config.reward.range) == ("decoupled", [-5.0, 5.0])
 
@@ -169,8 +197,14 @@ def submitted(tmp_path):
     def submit(script, *arguments, folder=ROOT, python=fake):
         copy.write_text(script.read_text())
         environment = {**os.environ, "PYTHON": str(python), "SLURM_SUBMIT_DIR": str(folder)}
-        return subprocess.Popen(["bash", copy, *arguments], env=environment, cwd=tmp_path, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        return subprocess.Popen(
+            ["bash", copy, *arguments],
+            env=environment,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     return submit
 

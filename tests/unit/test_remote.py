@@ -125,13 +125,16 @@ def test_no_service_is_a_counted_zero(caplog):
     assert "OSError: http://127.0.0.1:1/: Cannot connect to host 127.0.0.1:1" in caplog.text
 
 
-@pytest.mark.parametrize(("address", "problem"), [
-    ("http://", "is no address"),
-    ("http://:80/x", "is no address"),
-    ("https://host:port/", "is no address"),
-    ("http://[::1/", "is no address"),
-    ("https://me:secret@host/", "holds a user name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("http://", "is no address"),
+        ("http://:80/x", "is no address"),
+        ("https://host:port/", "is no address"),
+        ("http://[::1/", "is no address"),
+        ("https://me:secret@host/", "holds a user name"),
+    ],
+)
 def test_addresses_that_cannot_work_are_refused(address, problem):
     with pytest.raises(ConfigError, match=r"^reward\.function: ") as error:
         load_function(address)

@@ -51,11 +51,26 @@ def write_updates(run, count):
     writer = MetricsWriter(run)
     writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
     for n in range(1, count + 1):
-        writer.write("update", n, {"reward_mean": n / 2, "accuracy": n / 10, "staleness_mean": 1.0, "staleness_max": n % 3,
-                                   "staleness_histogram": {"0": 3, "1": 5}, "trained_tokens": 1000 + n,
-                                   "effective_tokens_per_s": 100.0 * n, "publish_s": 0.5, "commit_s": 0.03,
-                                   "weights_bytes": 3_200_000, "logprob_diff_max": 1e-5 * n, "loss": None,
-                                   "reward_failures": 2, "groups_filtered": n})  # fmt: skip
+        writer.write(
+            "update",
+            n,
+            {
+                "reward_mean": n / 2,
+                "accuracy": n / 10,
+                "staleness_mean": 1.0,
+                "staleness_max": n % 3,
+                "staleness_histogram": {"0": 3, "1": 5},
+                "trained_tokens": 1000 + n,
+                "effective_tokens_per_s": 100.0 * n,
+                "publish_s": 0.5,
+                "commit_s": 0.03,
+                "weights_bytes": 3_200_000,
+                "logprob_diff_max": 1e-5 * n,
+                "loss": None,
+                "reward_failures": 2,
+                "groups_filtered": n,
+            },
+        )
     writer.write("eval", count, {"accuracy": 0.93, "items": 500})
     writer.close()
 

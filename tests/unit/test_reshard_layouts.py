@@ -19,15 +19,34 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.transport import bind, pack, unpack
 from areal_megatron.reshard.vllm import EngineSizes
 
-TRAINERS = [MegatronSizes(), MegatronSizes(tp=2), MegatronSizes(tp=4), MegatronSizes(pp=2), MegatronSizes(dp=2),
-            MegatronSizes(tp=2, pp=2), MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=8), MegatronSizes(pp=3),
-            MegatronSizes(pp=2, vpp=2), MegatronSizes(tp=2, cp=2)]  # fmt: skip
-EXPERT_TRAINERS = [MegatronSizes(dp=2, ep=2), MegatronSizes(tp=2, dp=2, ep=2), MegatronSizes(tp=2, dp=2, ep=4, etp=1),
-                   MegatronSizes(dp=2, etp=2), MegatronSizes(tp=2, pp=2, dp=4, ep=2, etp=2, vpp=2),
-                   MegatronSizes(tp=4, dp=2, ep=8, etp=1), MegatronSizes(cp=2, ep=2, pp=3)]  # fmt: skip
+TRAINERS = [
+    MegatronSizes(),
+    MegatronSizes(tp=2),
+    MegatronSizes(tp=4),
+    MegatronSizes(pp=2),
+    MegatronSizes(dp=2),
+    MegatronSizes(tp=2, pp=2),
+    MegatronSizes(tp=2, pp=2, dp=2),
+    MegatronSizes(tp=8),
+    MegatronSizes(pp=3),
+    MegatronSizes(pp=2, vpp=2),
+    MegatronSizes(tp=2, cp=2),
+]
+EXPERT_TRAINERS = [
+    MegatronSizes(dp=2, ep=2),
+    MegatronSizes(tp=2, dp=2, ep=2),
+    MegatronSizes(tp=2, dp=2, ep=4, etp=1),
+    MegatronSizes(dp=2, etp=2),
+    MegatronSizes(tp=2, pp=2, dp=4, ep=2, etp=2, vpp=2),
+    MegatronSizes(tp=4, dp=2, ep=8, etp=1),
+    MegatronSizes(cp=2, ep=2, pp=3),
+]
 ENGINES = [EngineSizes(), EngineSizes(tp=2), EngineSizes(tp=8)]
-EXPERT_ENGINES = [EngineSizes(tp=2, expert_parallel=True), EngineSizes(dp=3, expert_parallel=True),
-                  EngineSizes(tp=2, dp=2)]  # fmt: skip
+EXPERT_ENGINES = [
+    EngineSizes(tp=2, expert_parallel=True),
+    EngineSizes(dp=3, expert_parallel=True),
+    EngineSizes(tp=2, dp=2),
+]
 
 
 def brief(sizes) -> str:
@@ -143,13 +162,30 @@ def test_plan_casts_to_the_engines_dtype(models):
     assert_equal(engine, {name: tensor.bfloat16() for name, tensor in expected.items()})
 
 
-QWEN3_06B = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
-             "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-             "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 
 
-@pytest.mark.parametrize("sizes", [MegatronSizes(dp=2), MegatronSizes(tp=2, dp=2), MegatronSizes(pp=2, dp=2),
-                                   MegatronSizes(tp=2, pp=2, dp=2), MegatronSizes(tp=4, dp=4)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        MegatronSizes(dp=2),
+        MegatronSizes(tp=2, dp=2),
+        MegatronSizes(pp=2, dp=2),
+        MegatronSizes(tp=2, pp=2, dp=2),
+        MegatronSizes(tp=4, dp=4),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("engine_tp", [1, 2])
 def test_senders_carry_the_same_load(sizes, engine_tp):
     load = [0] * sizes.ranks
@@ -171,8 +207,13 @@ def test_all_processes_derive_the_same_plan():
         "print(Planner(config, sizes, EngineSizes(tp=2)).plan(1).digest)\n"
         "assert 'torch' not in sys.modules\n"
     )
-    there = subprocess.run([sys.executable, "-c", code, json.dumps(QWEN3_06B)], check=True, capture_output=True,
-                           text=True, env={"PYTHONHASHSEED": "7"})  # fmt: skip
+    there = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(QWEN3_06B)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONHASHSEED": "7"},
+    )
     assert there.stdout.strip() == here
 
 
@@ -191,9 +232,17 @@ def groups(sizes, *own):
     return sorted(found.values())
 
 
-@pytest.mark.parametrize("sizes", [MegatronSizes(tp=2, pp=3, dp=2, cp=2), MegatronSizes(tp=2, dp=4, ep=4),
-                                   MegatronSizes(tp=4, pp=2, dp=2, ep=4, etp=2), MegatronSizes(tp=2, dp=2, ep=4, etp=1),
-                                   MegatronSizes(tp=2, cp=2, dp=2, pp=2, ep=2, etp=1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        MegatronSizes(tp=2, pp=3, dp=2, cp=2),
+        MegatronSizes(tp=2, dp=4, ep=4),
+        MegatronSizes(tp=4, pp=2, dp=2, ep=4, etp=2),
+        MegatronSizes(tp=2, dp=2, ep=4, etp=1),
+        MegatronSizes(tp=2, cp=2, dp=2, pp=2, ep=2, etp=1),
+    ],
+    ids=str,
+)
 def test_ranks_are_numbered_as_megatron_numbers_them(sizes):
     from megatron.core.parallel_state import RankGenerator
 
@@ -206,10 +255,20 @@ def test_ranks_are_numbered_as_megatron_numbers_them(sizes):
         assert groups(sizes, ours) == sorted(experts.get_ranks(theirs))
 
 
-@pytest.mark.parametrize(("layers", "pp", "vpp", "stages"), [
-    (28, 4, 1, [7, 7, 7, 7]), (94, 4, 1, [23, 24, 24, 23]), (61, 4, 1, [15, 16, 16, 14]), (5, 2, 1, [3, 2]),
-    (5, 4, 1, [2, 1, 1, 1]), (8, 2, 2, [4, 4]), (94, 4, 2, [24, 24, 24, 22]), (10, 4, 2, [4, 2, 2, 2]), (6, 2, 2, [4, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "stages"),
+    [
+        (28, 4, 1, [7, 7, 7, 7]),
+        (94, 4, 1, [23, 24, 24, 23]),
+        (61, 4, 1, [15, 16, 16, 14]),
+        (5, 2, 1, [3, 2]),
+        (5, 4, 1, [2, 1, 1, 1]),
+        (8, 2, 2, [4, 4]),
+        (94, 4, 2, [24, 24, 24, 22]),
+        (10, 4, 2, [4, 2, 2, 2]),
+        (6, 2, 2, [4, 2]),
+    ],
+)
 def test_layers_are_divided_over_stages_as_megatron_divides_them(layers, pp, vpp, stages):
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -218,10 +277,14 @@ def test_layers_are_divided_over_stages_as_megatron_divides_them(layers, pp, vpp
     sizes = MegatronSizes(pp=pp, vpp=vpp)
     assert sizes.stage_sizes(layers) == stages
     config = TransformerConfig(
-        num_layers=layers, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, pipeline_dtype=torch.float32,
+        num_layers=layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_dtype=torch.float32,
         **sizes.uneven_stages(layers),
-    )  # fmt: skip
+    )
     for stage in range(pp):
         for chunk, held in enumerate(sizes.chunk_layers(layers, stage)):
             virtual = chunk if vpp > 1 else None
@@ -251,15 +314,22 @@ def test_sources_that_do_not_tile_the_model_are_refused():
         plan.needs([half], [vllm.layout(config, EngineSizes(), 0)])
 
 
-@pytest.mark.parametrize(("change", "sizes", "message"), [
-    ({"architectures": ["MambaForCausalLM"]}, {}, "config.json names 'MambaForCausalLM', which has no table"),
-    ({"hidden_size": None}, {}, "needs a positive integer hidden_size"),
-    ({"num_attention_heads": 15}, {}, "no multiple of num_key_value_heads=8"),
-    ({"attention_bias": True}, {}, "sets attention_bias"),
-    ({"num_hidden_layers": 2}, {"pp": 3}, "trainer.pp: num_hidden_layers=2 of the model cannot be divided over 3 stages"),
-    ({}, {"tp": 3}, "trainer.tp: 3 does not divide num_attention_heads=16"),
-    ({"num_attention_heads": 12, "num_key_value_heads": 6}, {"tp": 4}, "neither a divisor nor a multiple"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "sizes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, {}, "config.json names 'MambaForCausalLM', which has no table"),
+        ({"hidden_size": None}, {}, "needs a positive integer hidden_size"),
+        ({"num_attention_heads": 15}, {}, "no multiple of num_key_value_heads=8"),
+        ({"attention_bias": True}, {}, "sets attention_bias"),
+        (
+            {"num_hidden_layers": 2},
+            {"pp": 3},
+            "trainer.pp: num_hidden_layers=2 of the model cannot be divided over 3 stages",
+        ),
+        ({}, {"tp": 3}, "trainer.tp: 3 does not divide num_attention_heads=16"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, {"tp": 4}, "neither a divisor nor a multiple"),
+    ],
+)
 def test_models_and_sizes_that_cannot_work_are_refused(change, sizes, message):
     with pytest.raises(ConfigError, match=message):
         megatron.layouts(QWEN3_06B | change, MegatronSizes(**sizes))

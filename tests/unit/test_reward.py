@@ -16,28 +16,31 @@ from areal_megatron.reward.workers import RewardWorkers
 from tests.living import is_alive
 
 
-@pytest.mark.parametrize(("response", "answer", "expected"), [
-    ("12+7: 9,1 so 19", "19", 1),
-    ("12+7: 9,1 so 91", "19", 0),
-    ("19 is wrong, I say 20", "19", 0),
-    ("no number", "19", 0),
-    ("", "19", 0),
-    ("it is 1,234", "1234", 1),
-    ("3,4", "4", 1),
-    ("it is 19.0.", "19", 1),
-    ("it is 0.5", "1/2", 1),
-    ("it is -3", "3", 0),
-    ("it is 1/0", "0", 0),
-    (r"\boxed{19} and not 20", "19", 1),
-    (r"\boxed{20} or \boxed{19}", "19", 1),
-    (r"\boxed{19", "19", 1),
-    (r"\boxed{\frac{1}{2}}", "0.5", 1),
-    (r"\boxed{\frac{1}{2}}", r"\frac{2}{4}", 1),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
-    (r"\boxed{x^2+2x}", "(x+1)^2", 0),
-    (r"so the answer is $\sqrt{8}$", r"2\sqrt{2}", 1),
-    (r"\boxed{}", "19", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("12+7: 9,1 so 19", "19", 1),
+        ("12+7: 9,1 so 91", "19", 0),
+        ("19 is wrong, I say 20", "19", 0),
+        ("no number", "19", 0),
+        ("", "19", 0),
+        ("it is 1,234", "1234", 1),
+        ("3,4", "4", 1),
+        ("it is 19.0.", "19", 1),
+        ("it is 0.5", "1/2", 1),
+        ("it is -3", "3", 0),
+        ("it is 1/0", "0", 0),
+        (r"\boxed{19} and not 20", "19", 1),
+        (r"\boxed{20} or \boxed{19}", "19", 1),
+        (r"\boxed{19", "19", 1),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1),
+        (r"\boxed{\frac{1}{2}}", r"\frac{2}{4}", 1),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        (r"\boxed{x^2+2x}", "(x+1)^2", 0),
+        (r"so the answer is $\sqrt{8}$", r"2\sqrt{2}", 1),
+        (r"\boxed{}", "19", 0),
+    ],
+)
 def test_math_rewards(response, answer, expected):
     assert score("", response, answer) == expected
 
@@ -64,7 +67,10 @@ def by_answer(prompt, response, answer):
     if answer == "raise": raise RuntimeError("boom")
     if answer == "hang": time.sleep(1000)
     if answer == "exit": os._exit(3)
-    return {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5", "none": None, "complex": 1j, "pid": os.getpid()}.get(answer, len(response))
+    if answer == "pid": return os.getpid()
+    odd = {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5",
+           "none": None, "complex": 1j}
+    return odd.get(answer, len(response))
 """
 
 
@@ -124,12 +130,19 @@ def test_groups_are_shared_out_over_the_workers_in_order(user_function):
     assert failures == 0
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ("maths", "'maths' is no reward, expected math, choice, code, an http:// or https:// address, or package.module:function; "
-              "did you mean 'math'?"),
-    ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),
-    ("my_rewards:missing", "my_rewards has no function missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            "maths",
+            "'maths' is no reward, expected math, choice, code, an http:// or https:// address, or "
+            "package.module:function; "
+            "did you mean 'math'?",
+        ),
+        ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),
+        ("my_rewards:missing", "my_rewards has no function missing"),
+    ],
+)
 def test_a_function_that_cannot_be_loaded_is_named(user_function, name, problem):
     with pytest.raises(ConfigError, match=r"reward.function") as error:
         load_function(name)

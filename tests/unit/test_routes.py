@@ -36,8 +36,12 @@ def encoded(routes):
 
 def generate(routes, routes_from, tokens=(5, 6, 7)):
     """What the client makes of an answer to a prompt of four tokens, and what it asked for."""
-    choice = {"token_ids": tokens, "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)}, "finish_reason": "stop",
-              "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}]}  # fmt: skip
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
+    }
     if routes is not None:
         choice["routed_experts"] = encoded(routes)
     [completion], body = generated(
@@ -87,8 +91,15 @@ class Routed:
         places = range(routes_from, len(prompt) + count - 1) if count else []
         routes = routes_of(list(places), self.calls) if places else np.zeros(0, np.uint8)
         self.calls += 1
-        return [Completion(np.arange(count, dtype=np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32),
-                           reason, routes.reshape(-1))] * n  # fmt: skip
+        return [
+            Completion(
+                np.arange(count, dtype=np.int32),
+                np.zeros(count, np.float32),
+                np.zeros(count, np.int32),
+                reason,
+                routes.reshape(-1),
+            )
+        ] * n
 
 
 @pytest.mark.parametrize("begun", [0, 1, 3])

@@ -39,9 +39,15 @@ class Outside:
         self._secret.write_text(f"SECRET-{TOKEN}")
         self.victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self._unix = str(folder / "unix")
-        self._servers = [self._server(*where) for where in (
-            (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)), (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
-            (socket.AF_UNIX, socket.SOCK_STREAM, self._unix), (socket.AF_UNIX, socket.SOCK_STREAM, "\0" + TOKEN))]  # fmt: skip
+        self._servers = [
+            self._server(*where)
+            for where in (
+                (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
+                (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
+                (socket.AF_UNIX, socket.SOCK_STREAM, self._unix),
+                (socket.AF_UNIX, socket.SOCK_STREAM, "\0" + TOKEN),
+            )
+        ]
         self._before = self._state()
 
     @staticmethod
@@ -55,8 +61,16 @@ class Outside:
 
     def program(self, text: str) -> str:
         tcp, udp, *_ = (server.getsockname()[1] for server in self._servers[:2])
-        names = {"SECRET_FILE": str(self._secret), "FOLDER": str(self.folder), "TOKEN": TOKEN, "PARENT": os.getpid(),
-                 "VICTIM": self.victim.pid, "TCP": tcp, "UDP": udp, "UNIX": self._unix}  # fmt: skip
+        names = {
+            "SECRET_FILE": str(self._secret),
+            "FOLDER": str(self.folder),
+            "TOKEN": TOKEN,
+            "PARENT": os.getpid(),
+            "VICTIM": self.victim.pid,
+            "TCP": tcp,
+            "UDP": udp,
+            "UNIX": self._unix,
+        }
         return "".join(f"{name} = {value!r}\n" for name, value in names.items()) + PRELUDE + text
 
     def _state(self) -> dict[str, object]:
@@ -123,22 +137,38 @@ def wait_until(condition, problem: str, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("program", "ended", "status", "stdout"), [
-    ("print(input() + '!')", "exit", 0, "naïve ∑!\n"),
-    ("import sys; print(len(sys.stdin.read()), flush=True); sys.exit(3)", "exit", 3, "7\n"),
-    ("print(1, flush=True); raise ValueError", "exit", 1, "1\n"),
-    ("import os; os.write(1, b'a\\xff\\xfeb')", "exit", 0, "a��b"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "signal", -15, ""),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "signal", -9, ""),
-    ("import time; print(1, flush=True); time.sleep(100)", "wall_s", None, "1\n"),
-    ("while True: print('x' * 1023)", "output_mb", None, ("x" * 1023 + "\n") * 1024),
-    ("import os; open('a', 'w').write('x'); print(os.getcwd(), os.listdir(), os.getuid(), os.getpid())", "exit", 0,
-     "/tmp ['a'] 1000 2\n"),
-    ("import os; print(dict(os.environ))", "exit", 0,
-     "{'HOME': '/tmp', 'TMPDIR': '/tmp', 'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8'}\n"),
-    ("import sqlite3, ssl, lzma, decimal, threading, asyncio; asyncio.run(asyncio.sleep(0)); "
-     "t = threading.Thread(target=print, args=(1,)); t.start(); t.join()", "exit", 0, "1\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "ended", "status", "stdout"),
+    [
+        ("print(input() + '!')", "exit", 0, "naïve ∑!\n"),
+        ("import sys; print(len(sys.stdin.read()), flush=True); sys.exit(3)", "exit", 3, "7\n"),
+        ("print(1, flush=True); raise ValueError", "exit", 1, "1\n"),
+        ("import os; os.write(1, b'a\\xff\\xfeb')", "exit", 0, "a��b"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "signal", -15, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "signal", -9, ""),
+        ("import time; print(1, flush=True); time.sleep(100)", "wall_s", None, "1\n"),
+        ("while True: print('x' * 1023)", "output_mb", None, ("x" * 1023 + "\n") * 1024),
+        (
+            "import os; open('a', 'w').write('x'); print(os.getcwd(), os.listdir(), os.getuid(), os.getpid())",
+            "exit",
+            0,
+            "/tmp ['a'] 1000 2\n",
+        ),
+        (
+            "import os; print(dict(os.environ))",
+            "exit",
+            0,
+            "{'HOME': '/tmp', 'TMPDIR': '/tmp', 'PATH': '/usr/bin:/bin', 'LANG': 'C.UTF-8'}\n",
+        ),
+        (
+            "import sqlite3, ssl, lzma, decimal, threading, asyncio; asyncio.run(asyncio.sleep(0)); "
+            "t = threading.Thread(target=print, args=(1,)); t.start(); t.join()",
+            "exit",
+            0,
+            "1\n",
+        ),
+    ],
+)
 def test_a_program_has_input_output_and_an_end(program, ended, status, stdout):
     outcome = run(program, "naïve ∑", Limits(wall_s=3 if ended == "wall_s" else 60, output_mb=1))
     assert (outcome.ended, outcome.status, outcome.stdout) == (ended, status, stdout), outcome.stderr
@@ -195,8 +225,13 @@ def test_hostile_programs_reach_nothing_and_end_in_time(outside):
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_the_same_programs_do_escape_without_a_sandbox(outside, name):
-    process = subprocess.run([sys.executable, "-c", outside.program(PROGRAMS[name])], cwd=outside.folder, text=True,
-                             capture_output=True, timeout=60)  # fmt: skip
+    process = subprocess.run(
+        [sys.executable, "-c", outside.program(PROGRAMS[name])],
+        cwd=outside.folder,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert "ESCAPED" in process.stdout, process.stdout + process.stderr
     if name.startswith(("write", "signal another", "connect", "datagram", "Unix", "abstract")):
         assert outside.harm()
@@ -204,9 +239,21 @@ def test_the_same_programs_do_escape_without_a_sandbox(outside, name):
 
 def test_workers_stay_healthy_under_hostile_programs(outside):
     """All of them as answers of a policy, scored by two workers with a limit of 1.2 s."""
-    names = ["fork bomb", "thread bomb", "memory by doubling", "memory in threads", "fill the scratch folder",
-             "endless output on both", "output that is no text", "sleep and ignore every signal", "kill everything",
-             "close all descriptors and stay", "exit with a thread that stays", "crash", "stop itself"]  # fmt: skip
+    names = [
+        "fork bomb",
+        "thread bomb",
+        "memory by doubling",
+        "memory in threads",
+        "fill the scratch folder",
+        "endless output on both",
+        "output that is no text",
+        "sleep and ignore every signal",
+        "kill everything",
+        "close all descriptors and stay",
+        "exit with a thread that stays",
+        "crash",
+        "stop itself",
+    ]
     tests = json.dumps({"inputs": ["3\n"], "outputs": ["9\n"]})
     bad = [Answer("", f"```python\n{outside.program(PROGRAMS[name])}\n```", tests) for name in names]
     good = Answer("", "```python\nprint(int(input()) ** 2)\n```", tests)
@@ -251,8 +298,8 @@ TRY = {
     "check": "from areal_megatron.reward.sandbox import check_isolation\ncheck_isolation()",
     "load": "from areal_megatron.reward.function import load_function\nload_function('code')",
     "workers": "import asyncio\nfrom areal_megatron.config import Reward\nfrom areal_megatron.reward.workers import "
-               "RewardWorkers\nasyncio.run(RewardWorkers(Reward(function='code')).start())",
-}  # fmt: skip
+    "RewardWorkers\nasyncio.run(RewardWorkers(Reward(function='code')).start())",
+}
 
 
 @pytest.mark.parametrize("how", TRY)

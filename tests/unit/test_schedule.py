@@ -25,8 +25,9 @@ class World:
         """How often the bound was changed."""
         self.filter_share = rng.choice([0.0, 0.15, 0.4])
         self.updates = rng.choice([3, 10_000, 10_000])
-        self.schedule = Schedule(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness,
-                                 updates=self.updates)  # fmt: skip
+        self.schedule = Schedule(
+            batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates
+        )
         self.version = 0
         self.engines = {}
         self.running = []
@@ -147,8 +148,9 @@ class World:
             before, self.staleness = self.staleness, self.rng.choice([0, 1, 2, 4, 8])
             self.raised += self.staleness > before
             self.lowered += self.staleness < before
-        self.schedule = Schedule(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness,
-                                 updates=self.updates)  # fmt: skip
+        self.schedule = Schedule(
+            batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates
+        )
         lost = self.schedule.restore(saved)
         numbers = {group.number for group in lost}
         admitted = {group.number: group.admission_version for group in (*self.finished, *self.running, *self.begun)}
@@ -329,15 +331,18 @@ def test_nothing_is_admitted_that_no_update_would_train():
     assert not it.may_admit(0)
 
 
-@pytest.mark.parametrize("event", [
-    lambda it, group: it.finish(group),
-    lambda it, group: it.filter(group),
-    lambda it, group: it.admit(0, 0, 0),
-    lambda it, group: it.skip_prompt(0, 0, "again"),
-    lambda it, group: it.committed(0, 1),
-    lambda it, group: it.applied(),
-    lambda it, group: it.add_engine(0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda it, group: it.finish(group),
+        lambda it, group: it.filter(group),
+        lambda it, group: it.admit(0, 0, 0),
+        lambda it, group: it.skip_prompt(0, 0, "again"),
+        lambda it, group: it.committed(0, 1),
+        lambda it, group: it.applied(),
+        lambda it, group: it.add_engine(0, 0),
+    ],
+)
 def test_impossible_events_are_refused(event):
     it = schedule()
     group = it.admit(0, 0, 0)

@@ -52,11 +52,14 @@ RIGHT = Score(reward=0.7, correct=True, truncated=False, trained=True)
 WRONG = Score(reward=-0.3, correct=False, truncated=False, trained=True)
 
 
-@pytest.mark.parametrize(("rule", "cut"), [
-    ("incorrect", Score(reward=-0.3, correct=False, truncated=True, trained=True)),
-    ("masked", Score(reward=-0.3, correct=False, truncated=True, trained=False)),
-    ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "cut"),
+    [
+        ("incorrect", Score(reward=-0.3, correct=False, truncated=True, trained=True)),
+        ("masked", Score(reward=-0.3, correct=False, truncated=True, trained=False)),
+        ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True)),
+    ],
+)
 def test_the_rule_for_truncated_answers(model, rule, cut):
     answers = [completion("7"), completion("7", "length"), completion("8"), completion("7")]
     assert scores(model, rule, answers) == [RIGHT, cut, WRONG, RIGHT]

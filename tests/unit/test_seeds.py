@@ -46,8 +46,15 @@ async def never(*_):
 
 
 def setting(tmp_path, client):
-    config = Config(name="x", updates=3, batch_size=4, seed=11, model=Model(path="x"), data=Data(train="x"),
-                    rollout=Rollout(group_size=2, max_running=64, max_staleness=2))  # fmt: skip
+    config = Config(
+        name="x",
+        updates=3,
+        batch_size=4,
+        seed=11,
+        model=Model(path="x"),
+        data=Data(train="x"),
+        rollout=Rollout(group_size=2, max_running=64, max_staleness=2),
+    )
     timeline = Timeline(tmp_path / "timeline", "controller")
     return config, [Engine(0, client, timeline)], timeline
 
@@ -103,8 +110,15 @@ class Slow(Asked):
     async def generate(self, prompt, *, seed, **_):
         self.seeds.append((prompt[0] - 1, seed))
         await self.told.wait()
-        return [Completion(np.full(tokens, seed % 97, np.int32), np.full(tokens, -0.5, np.float32), np.zeros(tokens, np.int32), reason)
-                for tokens, reason in ((5, "stop"), (3, "abort"))]  # fmt: skip
+        return [
+            Completion(
+                np.full(tokens, seed % 97, np.int32),
+                np.full(tokens, -0.5, np.float32),
+                np.zeros(tokens, np.int32),
+                reason,
+            )
+            for tokens, reason in ((5, "stop"), (3, "abort"))
+        ]
 
     async def abort(self, prefix):
         self.told.set()
@@ -125,8 +139,9 @@ def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp
 
     def generation():
         schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
-        return schedule, Generation(config, schedule, engines, PROMPTS[:3], [0], Right(), timeline,
-                                    on_finished=lambda: None, is_lost=never)  # fmt: skip
+        return schedule, Generation(
+            config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None, is_lost=never
+        )
 
     async def stopped():
         schedule, subject = generation()

@@ -22,9 +22,18 @@ def make(tmp_path, ranks=2, engines=2):
     metrics = MetricsWriter(run)
     metrics.write("update", 1, UPDATE)
     metrics.close()
-    write_status(run, {"phase": "training", "version": 7, "updates": 120, "engines": [
-        {"name": f"engine-{e}", "state": "ready", "version": 7 - e, "running": 16, "tokens_per_s": 230.4}
-        for e in range(engines)]})  # fmt: skip
+    write_status(
+        run,
+        {
+            "phase": "training",
+            "version": 7,
+            "updates": 120,
+            "engines": [
+                {"name": f"engine-{e}", "state": "ready", "version": 7 - e, "running": 16, "tokens_per_s": 230.4}
+                for e in range(engines)
+            ],
+        },
+    )
     places = [Process("controller", "controller", 0, "a1", ())]
     places += [Process(f"trainer-{r}", "trainer", r, f"a{r // 8}", (Slot(f"a{r // 8}", r % 8),)) for r in range(ranks)]
     places += [Process(f"engine-{e}", "rollout", e, "b1", (Slot("b1", e),)) for e in range(engines)]

@@ -21,13 +21,26 @@ EMPTY = {"overrides": ["updates=3"], "cells": {}}
 
 
 def run_of(accuracy: float, rate: str = "5e-5") -> dict:
-    return {"accuracy": accuracy, "rate": rate, "items": 1000, "commit": "abc", "staleness_mean": 3.25, "staleness_max": 8, "token_staleness_mean": 2.5,
-            "clip_share": 0.125, "capped_share": 0.0, "training_accuracy": [0.1, 0.2, 0.3, accuracy - 0.5, 0.4, 0.5, 0.6, 0.7]}  # fmt: skip
+    return {
+        "accuracy": accuracy,
+        "rate": rate,
+        "items": 1000,
+        "commit": "abc",
+        "staleness_mean": 3.25,
+        "staleness_max": 8,
+        "token_staleness_mean": 2.5,
+        "clip_share": 0.125,
+        "capped_share": 0.0,
+        "training_accuracy": [0.1, 0.2, 0.3, accuracy - 0.5, 0.4, 0.5, 0.6, 0.7],
+    }
 
 
 def grid(means: dict[str, float]) -> dict[str, dict]:
-    return {f"grid-lr{rate}-seed{seed}": run_of(value + 0.001 * offset, rate) for rate, value in means.items()
-            for seed, offset in zip(table.GRID_SEEDS, (-1, 0, 1), strict=True)}  # fmt: skip
+    return {
+        f"grid-lr{rate}-seed{seed}": run_of(value + 0.001 * offset, rate)
+        for rate, value in means.items()
+        for seed, offset in zip(table.GRID_SEEDS, (-1, 0, 1), strict=True)
+    }
 
 
 def test_intervals_over_seeds_hold_the_truth_as_often_as_they_say():
@@ -93,9 +106,13 @@ def test_what_failed_or_is_not_there_is_missing():
         | {"naive-eta4-seed1": run_of(0.9), "naive-eta4-seed2": {"failed": "exit code 1: out of memory"}}
     }
     assert [cell.name for cell in sweep.missing(cells, results)] == [
-        "decoupled-eta4-seed1", "naive-eta16-seed1", "naive-eta4-seed2", "decoupled-eta4-seed2", "naive-eta4-seed3",
+        "decoupled-eta4-seed1",
+        "naive-eta16-seed1",
+        "naive-eta4-seed2",
+        "decoupled-eta4-seed2",
+        "naive-eta4-seed3",
         "decoupled-eta4-seed3",
-    ]  # fmt: skip
+    ]
     other = {"cells": results["cells"] | grid({"2.5e-5": 0.97})}
     assert "naive-eta4-seed1" in [cell.name for cell in sweep.missing(cells, other)]
     assert "naive-eta4-seed2            exit code 1: out of memory" in sweep.listing(cells, results)
@@ -136,15 +153,27 @@ def test_the_plot_is_a_picture_of_any_part_of_the_results():
 
 
 def update(version: int, staleness: dict[str, int], tokens: dict[str, int]) -> dict:
-    return {"time": 0.0, "kind": "update", "version": version, "staleness_histogram": staleness,
-            "token_staleness_histogram": tokens, "clip_share": 0.1 * version, "capped_share": 0.0,
-            "effective_tokens_per_s": 100.0, "trainer_idle_share": 0.5, "accuracy": 0.5}  # fmt: skip
+    return {
+        "time": 0.0,
+        "kind": "update",
+        "version": version,
+        "staleness_histogram": staleness,
+        "token_staleness_histogram": tokens,
+        "clip_share": 0.1 * version,
+        "capped_share": 0.0,
+        "effective_tokens_per_s": 100.0,
+        "trainer_idle_share": 0.5,
+        "accuracy": 0.5,
+    }
 
 
 def test_a_run_is_measured_over_all_its_answers(tmp_path):
-    lines = [{"time": 0.0, "kind": "eval", "version": 0, "accuracy": 0.45, "items": 1000},
-             update(1, {"0": 64}, {"0": 500}), update(2, {"0": 16, "1": 48}, {"0": 400, "1": 100}),
-             {"time": 0.0, "kind": "eval", "version": 2, "accuracy": 0.9, "items": 1000}]  # fmt: skip
+    lines = [
+        {"time": 0.0, "kind": "eval", "version": 0, "accuracy": 0.45, "items": 1000},
+        update(1, {"0": 64}, {"0": 500}),
+        update(2, {"0": 16, "1": 48}, {"0": 400, "1": 100}),
+        {"time": 0.0, "kind": "eval", "version": 2, "accuracy": 0.9, "items": 1000},
+    ]
     config = configuration.load(
         ROOT / "configs" / "tiny_cpu.yaml", ["name=cell", "updates=2", "batch_size=64", "rollout.max_staleness=1"]
     )

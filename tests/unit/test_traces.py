@@ -8,7 +8,10 @@ import psutil
 
 from tests.traces import Traces
 
-LISTENS = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(60)"
+LISTENS = (
+    "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
+    "print(s.getsockname()[1], flush=True); time.sleep(60)"
+)
 
 
 def ports(traces: Traces) -> list[str]:

@@ -30,9 +30,19 @@ def model(tmp_path_factory):
 def answer(tokenizer, uid, text, **changes):
     (tokens,) = tokenizer.responses([text])
     n = len(tokens)
-    own = {"uid": uid, "epoch": 0, "prompt_id": uid // 2, "admission_version": 0, "prompt": np.array(tokens[:2], np.int32),
-           "response": np.array(tokens, np.int32), "logprobs": np.linspace(-6, 0, n, dtype=np.float32),
-           "versions": np.zeros(n, np.int32), "loss_mask": np.ones(n, np.uint8), "reward": -5.0, "truncated": False}  # fmt: skip
+    own = {
+        "uid": uid,
+        "epoch": 0,
+        "prompt_id": uid // 2,
+        "admission_version": 0,
+        "prompt": np.array(tokens[:2], np.int32),
+        "response": np.array(tokens, np.int32),
+        "logprobs": np.linspace(-6, 0, n, dtype=np.float32),
+        "versions": np.zeros(n, np.int32),
+        "loss_mask": np.ones(n, np.uint8),
+        "reward": -5.0,
+        "truncated": False,
+    }
     return Trajectory(**own | changes)
 
 
@@ -43,8 +53,10 @@ def run(tmp_path, model):
     save(Config(name="run", updates=2, model=Model(str(model)), data=Data("d")), run.config)
     first = [answer(tokenizer, 0, "eins"), answer(tokenizer, 1, "zwei, größer", reward=5.0)]
     versions = np.array([0, 0, 1, 1, 1], np.int32)
-    second = [answer(tokenizer, 4, "drei", versions=versions, loss_mask=(versions == 1).astype(np.uint8)),
-              answer(tokenizer, 5, "v" * 40, admission_version=1, truncated=True)]  # fmt: skip
+    second = [
+        answer(tokenizer, 4, "drei", versions=versions, loss_mask=(versions == 1).astype(np.uint8)),
+        answer(tokenizer, 5, "v" * 40, admission_version=1, truncated=True),
+    ]
     for number, own in enumerate((first, second)):
         write(Dump(number=number, version=number, trajectories=own), run.trajectories)
     return run
@@ -55,18 +67,21 @@ def listed(capsys, *arguments):
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(("filters", "uids"), [
-    ([], [0, 1, 4, 5]),
-    (["--version", "1"], [4, 5]),
-    (["--reward", "5"], [1]),
-    (["--reward=-6..0"], [0, 4, 5]),
-    (["--staleness", "1.."], [4]),
-    (["--length", "..5"], [0, 4]),
-    (["--length", "41", "--version", "0..1"], [5]),
-    (["--prompt", "2", "--truncated", "no"], [4]),
-    (["--truncated", "yes"], [5]),
-    (["--epoch", "3"], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("filters", "uids"),
+    [
+        ([], [0, 1, 4, 5]),
+        (["--version", "1"], [4, 5]),
+        (["--reward", "5"], [1]),
+        (["--reward=-6..0"], [0, 4, 5]),
+        (["--staleness", "1.."], [4]),
+        (["--length", "..5"], [0, 4]),
+        (["--length", "41", "--version", "0..1"], [5]),
+        (["--prompt", "2", "--truncated", "no"], [4]),
+        (["--truncated", "yes"], [5]),
+        (["--epoch", "3"], []),
+    ],
+)
 def test_filters(run, capsys, filters, uids):
     header, *lines, total = listed(capsys, run.folder, *filters)
     assert header.split()[:2] == ["uid", "trained"] and [int(line.split()[0]) for line in lines] == uids
@@ -121,11 +136,14 @@ def test_tokens_are_coloured_by_their_version_and_by_how_likely_they_were(run, c
     assert "log-probability: mean -3.0000, from -6.0000 to 0.0000" in shown[2] and shown[-1] == "drdrei<eos>"
 
 
-@pytest.mark.parametrize(("arguments", "problem"), [
-    (["--show", "99"], "no trajectory 99"),
-    (["--show", "4", "--staleness", "0"], "no trajectory 4"),
-    (["--model", "nowhere", "--show", "4"], "nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--show", "99"], "no trajectory 99"),
+        (["--show", "4", "--staleness", "0"], "no trajectory 4"),
+        (["--model", "nowhere", "--show", "4"], "nowhere"),
+    ],
+)
 def test_wrong_input_is_one_line(run, capsys, arguments, problem):
     assert trajectories.main([str(run.folder), *arguments]) == 2
     message = capsys.readouterr().err

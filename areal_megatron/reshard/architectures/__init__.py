@@ -23,8 +23,12 @@ FAMILIES: dict[str, Family] = {
 }
 """By the class that config.json names in `architectures`."""
 
-_CLASS_OF_MODEL_TYPE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-                        "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
+_CLASS_OF_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,9 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     kv_heads = size("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"model.path: config.json has num_attention_heads={heads}, no multiple of "
-                          f"num_key_value_heads={kv_heads}")  # fmt: skip
+        raise ConfigError(
+            f"model.path: config.json has num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}"
+        )
     dimensions = Dimensions(
         layers=size("num_hidden_layers"),
         hidden=hidden,
@@ -100,6 +105,8 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
     )
     if family.has_experts and size("decoder_sparse_step", 1) != 1:
-        raise ConfigError("model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
-                          f"which the table of {name} lacks")  # fmt: skip
+        raise ConfigError(
+            "model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
+            f"which the table of {name} lacks"
+        )
     return Architecture(name, family, dimensions, bool(hf_config.get("tie_word_embeddings", False)))

@@ -44,12 +44,13 @@ class Question:
     """Tokens from the first on whose routes are known."""
 
 
-async def sample(sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int,
-                 begun: Sequence[Completion] = ()) -> list[Completion]:  # fmt: skip
+async def sample(
+    sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int, begun: Sequence[Completion] = ()
+) -> list[Completion]:
     """n answers, from whatever versions the engine holds meanwhile; those that are `begun` go on.
 
-    Completed, unless requests are being aborted. A failed request is repeated from its beginning; raises EngineError when
-    it has failed _ATTEMPTS times.
+    Completed, unless requests are being aborted. A failed request is repeated from its beginning; raises EngineError
+    when it has failed _ATTEMPTS times.
     """
     if not begun:
         return await ask(sampling, _question(sampling, prompt, request_id, seed), n)
@@ -68,8 +69,9 @@ async def ask(sampling: Sampling, question: Question, n: int = 1) -> list[Comple
     return await _ask_once(sampling, question, n, _ATTEMPTS)
 
 
-def _question(sampling: Sampling, prompt: Prompt, request_id: str, seed: int, begun: Sequence[int] = (),
-              routed: int = 0) -> Question:  # fmt: skip
+def _question(
+    sampling: Sampling, prompt: Prompt, request_id: str, seed: int, begun: Sequence[int] = (), routed: int = 0
+) -> Question:
     forced = prompt.response_tokens
     left = max(1, (forced or sampling.rollout.max_new_tokens) - len(begun))
     return Question([*prompt.tokens, *begun], left, not forced, request_id, seed, routed)
@@ -81,8 +83,10 @@ async def _go_on(sampling: Sampling, prompt: Prompt, begun: Completion, request_
     tokens = begun.tokens.tolist()
     routed = len(prompt.tokens) + len(tokens) - 1 if len(begun.routes) else 0
     (more,) = await ask(sampling, _question(sampling, prompt, request_id, seed, tokens, routed))
-    joined = {name: np.concatenate((getattr(begun, name), getattr(more, name)))
-              for name in ("tokens", "logprobs", "versions", "routes")}  # fmt: skip
+    joined = {
+        name: np.concatenate((getattr(begun, name), getattr(more, name)))
+        for name in ("tokens", "logprobs", "versions", "routes")
+    }
     return Completion(**joined, finish_reason=more.finish_reason)
 
 
