@@ -8,10 +8,13 @@ setup(
     description="Asynchronous reinforcement learning of language models with Megatron-core trainers and vLLM engines",
     license="Apache-2.0",
     python_requires=">=3.11",
+    package_dir={"": "."},  # an editable install makes tools and tests importable too
     packages=find_packages(include=["areal_megatron*", "launch*"]),
+    package_data={"areal_megatron": ["report.css"]},
     install_requires=[
         "aiohttp",
         "math-verify",
+        "matplotlib",
         "msgspec",
         "numpy",
         "omegaconf",
@@ -29,5 +32,5 @@ setup(
         "mpi": ["mpi4py==4.1.2"],
     },
     # vLLM loads this in its API server, engine core and every worker: it registers our weight transfer backend.
-    entry_points={"vllm.general_plugins": ["areal_megatron = areal_megatron.reshard.plugin:register"]},
+    entry_points={"vllm.general_plugins": ["areal_megatron = areal_megatron.engine.plugin:register"]},
 )

@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from areal_megatron import checkpoint_folder
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config
 from areal_megatron.experience import Experience
-from areal_megatron.reshard.hf_folder import copy_description
-from areal_megatron.rollout.protocol import ControllerError
+from areal_megatron.protocol import ControllerError
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import checkpoint
-from areal_megatron.trainer.step import Trainer
+from areal_megatron.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 _EXPORT = """
 import sys
 from pathlib import Path
-from areal_megatron.reshard.convert import to_hf
+from areal_megatron.checkpoint.convert import to_hf
 to_hf(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
@@ -146,5 +146,5 @@ class Checkpoints:
             self._export.kill()
             failed = True
         if failed:
-            log.error("the export of a checkpoint failed, see above; tools/convert_checkpoint.py repeats it")
+            log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
         self._export = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
-from areal_megatron.rollout.protocol import (
+from areal_megatron.protocol import (
     Bye,
     Checkpoint,
     ControllerClient,
@@ -25,7 +25,7 @@ from areal_megatron.rollout.protocol import (
     Written,
 )
 from areal_megatron.run import Run
-from areal_megatron.trainer.step import BatchResult, Trainer
+from areal_megatron.trainer.trainer import BatchResult, Trainer
 
 _encode = encoder().encode
 _PUBLISH_AGAIN = b"publish"

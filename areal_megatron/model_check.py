@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.reshard import megatron, vllm
-from areal_megatron.reshard.architectures import Dimensions, architecture, read_config
-from areal_megatron.rollout.engine import runs_on_cpu
+from areal_megatron.engine.server import runs_on_cpu
+from areal_megatron.models.architecture import Dimensions, architecture, read_config
+from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the sequence."""
@@ -33,7 +33,7 @@ def check_model(config: Config, weights: bool = True) -> None:
     for key, size in (("ep", config.trainer.ep), ("etp", config.trainer.etp)):
         if size > 1 and not model.dimensions.experts:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
-    megatron.layout(hf, megatron.MegatronSizes.of(config.trainer), rank=0)
+    trainer_layout.layout(hf, trainer_layout.MegatronSizes.of(config.trainer), rank=0)
     if config.mode == "rl":
         if config.rollout.experts and not model.dimensions.experts:
             raise ConfigError(
@@ -44,7 +44,7 @@ def check_model(config: Config, weights: bool = True) -> None:
                 "rollout.experts: on CPU vLLM's kernels fail with parallel experts and return no routes to "
                 "replay; set it to []"
             )
-        vllm.layout(hf, vllm.EngineSizes.of(config.rollout), rank=0)
+        engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf)
     if weights and not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")

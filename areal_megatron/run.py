@@ -3,7 +3,7 @@
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · processes.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/
-           report.html · incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint_folder.py)
+           report.html · incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
            exports/version-000012/ · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`.
@@ -19,6 +19,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from areal_megatron.files import write_atomically
 
 
 class RunError(RuntimeError):
@@ -158,17 +160,3 @@ def from_command_line(program: str) -> tuple[Run, int]:
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")
     options = parser.parse_args()
     return Run(options.run), options.index
-
-
-def drop_torn_line(path: Path) -> None:
-    """A writer that died in the middle of a line must not spoil the first line of the next writer."""
-    if path.exists():
-        with path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)

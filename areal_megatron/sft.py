@@ -11,7 +11,7 @@ from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run, from_command_line
-from areal_megatron.trainer.step import Trainer
+from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
 
 

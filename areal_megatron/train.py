@@ -10,7 +10,7 @@ from areal_megatron import config as configuration
 from areal_megatron.checkpoints import Checkpoints
 from areal_megatron.experience import Experience
 from areal_megatron.run import from_command_line
-from areal_megatron.trainer.step import Trainer
+from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import Weights
 
 

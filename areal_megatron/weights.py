@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 
+from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.experience import Experience
-from areal_megatron.reshard import hf
+from areal_megatron.protocol import ControllerError, Delivered
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.vllm import EngineSizes
-from areal_megatron.rollout.protocol import ControllerError, Delivered
 from areal_megatron.run import Run
 from areal_megatron.trainer.parallel import STORE
-from areal_megatron.trainer.step import Trainer
+from areal_megatron.trainer.trainer import Trainer
 
 _LOOK_S = 1.0
 

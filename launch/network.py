@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from areal_megatron.address import address
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import address
 from launch.orders import Hello
 
 

@@ -17,7 +17,7 @@ from areal_megatron.run import Run
 from launch.pools import Process
 from launch.processes import Child, Children
 
-_MODULES = {"controller": "areal_megatron.rollout.controller", "rollout": "areal_megatron.rollout.engine"}
+_MODULES = {"controller": "areal_megatron.controller.controller", "rollout": "areal_megatron.engine.server"}
 ON_CPU = {
     "CUDA_VISIBLE_DEVICES": "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",

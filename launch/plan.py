@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.model_check import check_model
-from areal_megatron.reshard.architectures import read_config
+from areal_megatron.models.architecture import read_config
 from launch.memory import MemoryPlan, plan_memory
 from launch.pools import Node, Placement, allocate
 

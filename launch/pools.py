@@ -2,7 +2,7 @@
 
 A slot is a GPU, or a CPU core on machines without. The trainer pool takes slots in the order of the nodes, rank by
 rank: ranks are numbered as Megatron numbers them (tensor parallelism fastest, then data and expert parallelism, then
-pipeline stages; see reshard.megatron.MegatronSizes), so a stage is a run of neighbouring slots and the next stage
+pipeline stages; see reshard.trainer_layout.MegatronSizes), so a stage is a run of neighbouring slots and the next stage
 lies right after it. Engines take what is left. A tensor-parallel group and an engine lie inside one node whenever a
 node has room for one, and take whole nodes where they are larger. The controller runs on the first node, without a
 slot.

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from areal_megatron.run import Run, write_atomically
+from areal_megatron.files import write_atomically
+from areal_megatron.run import Run
 from launch.pools import Placement
 from launch.processes import Log
 

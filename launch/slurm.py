@@ -22,8 +22,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Run
 from launch import start

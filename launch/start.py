@@ -10,16 +10,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import checkpoint_folder
 from areal_megatron import config as configuration
-from areal_megatron.checkpoint_folder import Checkpoint
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import recorded
 from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
-from areal_megatron.rollout.workflows import check_workflow
 from areal_megatron.run import Run
+from areal_megatron.workflows.workflow import check_workflow
 from launch.plan import Plan, plan
 from launch.pools import Node
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from areal_megatron import checkpoint_folder
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch.records import GONE_S, ProcessRecord, Record, read_record

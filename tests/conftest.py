@@ -13,8 +13,8 @@ import pytest
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox import check_isolation
 from areal_megatron.run import Run
-from tests.living import command_of
-from tests.traces import Traces
+from tests.support.living import command_of
+from tests.support.traces import Traces
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,7 +90,7 @@ class LocalRun:
         """Of the controller, a trainer rank or an engine, which runs as vLLM's server on its port."""
         role, _, index = name.partition("-")
         sign = {
-            "controller": lambda command: "areal_megatron.rollout.controller" in command,
+            "controller": lambda command: "areal_megatron.controller.controller" in command,
             "trainer": lambda command: "areal_megatron.train" in command and command[-1] == index,
             "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
         }[role]

@@ -60,7 +60,7 @@ def main() -> int:
             f"data.eval={world / 'heldout.jsonl'}",
             *options.overrides,
         )
-        _run("report", "tools/report.py", out / "rl")
+        _run("report", "-m", "areal_megatron.report", out / "rl")
     except subprocess.CalledProcessError as failed:
         return failed.returncode
     except KeyboardInterrupt:

@@ -18,15 +18,14 @@ from collections import defaultdict
 from math import prod
 from pathlib import Path
 
-from figures import write_json
-
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.reshard.architectures import architecture, read_config
-from areal_megatron.reshard.layout import numbers
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.files import write_json
+from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.reshard.boxes import numbers
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
-from areal_megatron.reshard.vllm import EngineSizes
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 BYTES = {"bfloat16": 2, "float32": 4}
 ROWS = 16

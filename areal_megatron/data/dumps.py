@@ -1,4 +1,5 @@
-"""Batches on disk: what a run has trained, for people (tools/trajectories.py) and for a replay (rollout/replay.py).
+"""Batches on disk: what a run has trained, for people (areal_megatron.trajectories) and for a replay
+(controller/replay.py).
 
 `trajectories/batch-000012.msgpack` in the run folder is the batch that was formed after twelve others had been trained,
 all replicas together. numpy and msgspec only.

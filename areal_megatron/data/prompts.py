@@ -193,7 +193,7 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
     if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
         raise ConfigError(
             f"rollout.pass_rate: no row of {config.data.train} has a pass_rate to order by; "
-            "tools/evaluate.py --pass-rates writes them"
+            "python -m areal_megatron.evaluate --pass-rates writes them"
         )
     fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
     if bounds and not any(rate is None or bounds[0] <= rate <= bounds[1] for rate in fitting):

@@ -16,7 +16,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from areal_megatron.run import Run, drop_torn_line, write_atomically
+from areal_megatron.files import drop_torn_line, write_atomically
+from areal_megatron.run import Run
 
 
 class MetricsWriter:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.run import Run, write_atomically
+from areal_megatron.files import write_atomically
+from areal_megatron.run import Run
 
 Interval = tuple[float, float]
 FEWEST_DISTURBED = 20

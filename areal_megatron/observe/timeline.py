@@ -1,4 +1,4 @@
-"""Spans of every process in Chrome's trace format, one file a process, merged by tools/report.py.
+"""Spans of every process in Chrome's trace format, one file a process, merged by areal_megatron.report.
 
 `metrics.jsonl` says how much; the timeline says when: generate, reward, train, publish, commit.
 """

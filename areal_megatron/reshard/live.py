@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from areal_megatron.reshard.layout import LayoutError
+from areal_megatron.reshard.boxes import LayoutError
 
 
 def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable[[], None]]:

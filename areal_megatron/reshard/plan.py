@@ -20,8 +20,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from areal_megatron.reshard import megatron, vllm
-from areal_megatron.reshard.layout import Box, Layout, LayoutError, Piece, numbers
+from areal_megatron.reshard import engine_layout, trainer_layout
+from areal_megatron.reshard.boxes import Box, Layout, LayoutError, Piece, numbers
 
 BUCKET_ELEMENTS = 4 * 2**20
 """Elements of the largest message between two ranks (8 MiB in bfloat16)."""
@@ -122,12 +122,12 @@ class Planner:
     def __init__(
         self,
         hf_config: Mapping[str, Any],
-        trainers: megatron.MegatronSizes,
-        engine: vllm.EngineSizes,
+        trainers: trainer_layout.MegatronSizes,
+        engine: engine_layout.EngineSizes,
         bucket_elements: int = BUCKET_ELEMENTS,
     ):
-        self.sources = megatron.layouts(hf_config, trainers)
-        self.destinations = [vllm.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
+        self.sources = trainer_layout.layouts(hf_config, trainers)
+        self.destinations = [engine_layout.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
         self._bucket_elements = bucket_elements
         total = sum(layout.size for layout in self.destinations)
         cut = max(total // (len(self.sources) * _SHARES), _SMALLEST_CUT)

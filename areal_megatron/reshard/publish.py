@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.reshard import megatron
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard import trainer_layout
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, pack
-from areal_megatron.reshard.vllm import EngineSizes
 from areal_megatron.run import RunError
 
 _LOOK_S = 0.5
@@ -55,7 +55,9 @@ class Publisher:
         check_finite: bool = False,
     ):
         held = parameters()
-        megatron.layout(hf_config, sizes, rank).check({n: p.shape for n, p in held.items()}, f"trainer rank {rank}")
+        trainer_layout.layout(hf_config, sizes, rank).check(
+            {n: p.shape for n, p in held.items()}, f"trainer rank {rank}"
+        )
         self.parameters, self.rank, self.trainers, self.engine_ranks = parameters, rank, sizes.ranks, engine.ranks
         self.dtype, self.device = getattr(torch, dtype), next(iter(held.values())).device
         self.store, self.timeout_s, self.timeline = f"{store_host}:{store_port}", timeout_s, timeline

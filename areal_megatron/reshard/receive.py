@@ -23,13 +23,13 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from areal_megatron.config import ConfigError
-from areal_megatron.reshard.layout import LayoutError
+from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.live import live_parameters
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.session import ABORT_BODY
 from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
 from areal_megatron.reshard.transport import LinkError
-from areal_megatron.reshard.vllm import EngineSizes
 
 log = init_logger("vllm.areal_megatron.receive")
 

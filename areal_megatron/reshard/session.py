@@ -6,7 +6,7 @@ One update of one engine:
 |---|---|---|
 | /init_weight_transfer_engine | init_body(…) | once per epoch: joins the link in the background, returns at once |
 | /start_weight_update | {} | receives the next version of this epoch into staging, in the background |
-| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (rollout/commit.py) |
+| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/commit.py) |
 
 A link numbers its updates: the n-th /start_weight_update of an epoch receives the n-th `publish` that
 names this epoch on the trainer's side. After a failed or abandoned update post ABORT_BODY to
@@ -22,8 +22,8 @@ from dataclasses import asdict
 from typing import Any
 
 from areal_megatron.config import Config
-from areal_megatron.reshard.megatron import MegatronSizes
-from areal_megatron.reshard.vllm import EngineSizes
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ABORT_BODY = {"update_info": {"action": "abort"}}
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_megatron.config import ConfigError
-from areal_megatron.reshard.architectures.table import Cut, Dimensions, Row
-from areal_megatron.reshard.layout import Box, Layout, Piece, Rows, Shape
+from areal_megatron.models.table import Cut, Dimensions, Row
+from areal_megatron.reshard.boxes import Box, Layout, Piece, Rows, Shape
 
 
 @dataclass(frozen=True, slots=True)

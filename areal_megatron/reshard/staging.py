@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_megatron.reshard import vllm
-from areal_megatron.reshard.layout import LayoutError
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, unpack
-from areal_megatron.reshard.vllm import EngineSizes
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype
     holder = f"{name} (vLLM)"
     if shard.sizes != sizes:
         raise LayoutError(f"{holder} has {shard.sizes}, the trainers send to {sizes}")
-    layout = vllm.layout(hf_config, sizes, shard.rank)
+    layout = engine_layout.layout(hf_config, sizes, shard.rank)
     layout.check({name: parameter.shape for name, parameter in shard.parameters.items()}, holder)
     for name, parameter in shard.parameters.items():
         if parameter.dtype != dtype:

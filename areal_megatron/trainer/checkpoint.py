@@ -22,13 +22,13 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-from areal_megatron.reshard.dist_metadata import BACKEND
+from areal_megatron.checkpoint.torch_dist_metadata import BACKEND
 from areal_megatron.run import RunError
-from areal_megatron.trainer import image, stored
+from areal_megatron.trainer import checkpoint_file, checkpoint_tensors
+from areal_megatron.trainer.checkpoint_file import Image
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
-from areal_megatron.trainer.image import Image
 from areal_megatron.trainer.learner import Learner
-from areal_megatron.trainer.step import Trainer
+from areal_megatron.trainer.trainer import Trainer
 
 _POLL_S = 0.02
 
@@ -57,7 +57,7 @@ class Saver:
         self.wait()
         if self._image is None:
             self._lay_out()
-        for name, state in stored.generators().items():
+        for name, state in checkpoint_tensors.generators().items():
             self._generators[name].copy_(state)
         common = self._common() if self._trainer.is_first else b""
         self._number += 1
@@ -99,17 +99,17 @@ class Saver:
 
     def _lay_out(self) -> None:
         trainer = self._trainer
-        self._generators = stored.generators()
-        tensors, objects = [*stored.stored_generators(trainer, self._generators)], {}
+        self._generators = checkpoint_tensors.generators()
+        tensors, objects = [*checkpoint_tensors.stored_generators(trainer, self._generators)], {}
         for name, learner in trainer.learners.items():
-            model = stored.model_state(name, learner)
-            tensors += stored.stored_tensors(model, learner.optimizer)
-            objects |= stored.stored_objects(model)
+            model = checkpoint_tensors.model_state(name, learner)
+            tensors += checkpoint_tensors.stored_tensors(model, learner.optimizer)
+            objects |= checkpoint_tensors.stored_objects(model)
         self._image = Image(tensors, objects)
         everybody = [None] * trainer.parallel.world if trainer.is_first else None
         dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
         if trainer.is_first:
-            self._metadata = image.metadata({_file(rank): entries for rank, entries in enumerate(everybody)})
+            self._metadata = checkpoint_file.metadata({_file(rank): entries for rank, entries in enumerate(everybody)})
 
     def _common(self) -> bytes:
         """common.pt."""
@@ -118,10 +118,10 @@ class Saver:
         for name, learner in self._trainer.learners.items():
             optimizer = learner.optimizer
             states[name] = {
-                "optimizer": optimizer.common_state(stored.METADATA),
+                "optimizer": optimizer.common_state(checkpoint_tensors.METADATA),
                 "schedule": optimizer.schedule_state(),
             }
-        described = {"sizes": asdict(self._trainer.sizes), "content_metadata": stored.METADATA}
+        described = {"sizes": asdict(self._trainer.sizes), "content_metadata": checkpoint_tensors.METADATA}
         torch.save(states.pop("policy") | states | described, file)
         return file.getvalue()
 
@@ -170,9 +170,9 @@ class Saver:
         if errors:
             raise RunError("; ".join(errors))
         if self._trainer.is_first:
-            image.write(path / "common.pt", memoryview(common))
-            image.write(path / ".metadata", memoryview(self._metadata))
-            image.write(path / "metadata.json", memoryview(json.dumps(BACKEND).encode()))
+            checkpoint_file.write(path / "common.pt", memoryview(common))
+            checkpoint_file.write(path / ".metadata", memoryview(self._metadata))
+            checkpoint_file.write(path / "metadata.json", memoryview(json.dumps(BACKEND).encode()))
             seal()
 
 
@@ -182,7 +182,7 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises RunError if the checkpoint is not one of this model or cannot be read.
     """
     strategy = get_default_load_sharded_strategy(str(path))
-    replicas = stored.replicas()
+    replicas = checkpoint_tensors.replicas()
     if trainer.config.trainer.dp > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, replicas, do_cache_distribution=False)
     try:
@@ -192,12 +192,12 @@ def load(trainer: Trainer, path: Path) -> None:
             raise ValueError("it has no critic: resume it without ppo.critic, or take one of a run that had a critic")
         state = states.pop("policy") | states
         if common["sizes"] == asdict(trainer.sizes):
-            state["generators"] = stored.generator_state(trainer)
+            state["generators"] = checkpoint_tensors.generator_state(trainer)
         with cpu_passes_for_cuda():
             loaded = dist_checkpointing.load(state, str(path), strategy)
         for name, learner in trainer.learners.items():
             found = loaded if name == "policy" else loaded[name]
-            stored.load_model(name, learner, found["model"])
+            checkpoint_tensors.load_model(name, learner, found["model"])
             with torch.no_grad():
                 learner.optimizer.load(found["optimizer"], found["schedule"])
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError, AssertionError) as e:
@@ -206,13 +206,13 @@ def load(trainer: Trainer, path: Path) -> None:
             f"sizes: {_said(e)}"
         ) from e
     if "generators" in loaded:
-        stored.set_generators(loaded["generators"])
+        checkpoint_tensors.set_generators(loaded["generators"])
 
 
 def _sharded(name: str, learner: Learner) -> dict[str, Any]:
     """What megatron-core is to load of a learner. Collective."""
-    model = stored.model_state(name, learner)
-    metadata = stored.METADATA | {"dp_cp_group": stored.replicas()}
+    model = checkpoint_tensors.model_state(name, learner)
+    metadata = checkpoint_tensors.METADATA | {"dp_cp_group": checkpoint_tensors.replicas()}
     return {"model": model, "optimizer": learner.optimizer.sharded_state(model, metadata)}
 
 

@@ -10,22 +10,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart
+from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.ppo.advantage import normalised, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.critic import at_the_end, explained_variance, gae, value_loss
-from areal_megatron.reshard import hf
-from areal_megatron.reshard.architectures import read_config
-from areal_megatron.reshard.megatron import MegatronSizes, is_head, layout, without_head
+from areal_megatron.reshard.trainer_layout import MegatronSizes, is_head, layout, without_head
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.model import ValueModel, build_model, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.parallel import Parallel
-from areal_megatron.trainer.tally import Tally
+from areal_megatron.trainer.token_sums import Tally
 
 MEANS = ("value_loss", "value_clip_share", "value_mean", "return_mean")
 """Reported as means over trained tokens."""

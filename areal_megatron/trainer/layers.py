@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer.attention import CoreAttention
 from areal_megatron.trainer.routing import Replay
 

@@ -33,7 +33,7 @@ class Learner:
     optimizer: ModelOptimizer
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters as `reshard.megatron.layout` names them; they change only in optimizer steps."""
+        """This rank's parameters as `reshard.trainer_layout.layout` names them; they change only in optimizer steps."""
         return tensors(self.chunks)
 
     def gradient(self, work: Sequence[pipeline.Work]) -> float:

@@ -18,8 +18,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_megatron.config import Config
-from areal_megatron.reshard.architectures import Architecture, architecture, read_config
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.models.architecture import Architecture, architecture, read_config
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.routing import replay_routes
@@ -140,7 +140,7 @@ def build_model(
 
 
 def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, by the names of `reshard.megatron.layout`."""
+    """This rank's parameters, by the names of `reshard.trainer_layout.layout`."""
     for number, chunk in enumerate(chunks):
         prefix = f"model{number}." if len(chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():

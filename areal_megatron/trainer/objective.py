@@ -18,7 +18,7 @@ from areal_megatron.ppo.penalty import k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
-from areal_megatron.trainer.tally import Tally
+from areal_megatron.trainer.token_sums import Tally
 
 
 class Objective:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from areal_megatron.address import address, socket_settings
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.network import address, socket_settings
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run, RunError
 
 STORE = "trainer-store"
@@ -23,7 +23,7 @@ STORE = "trainer-store"
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this rank stands. Ranks lie in Megatron's order, see reshard.megatron.MegatronSizes."""
+    """Where this rank stands. Ranks lie in Megatron's order, see reshard.trainer_layout.MegatronSizes."""
 
     device: torch.device
     rank: int

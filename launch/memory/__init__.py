@@ -1,7 +1,7 @@
 """How much memory a run needs, from its config and the model's config.json: pure, without torch.
 
 Figures are those of the fullest rank of each pool. What is allocated by our own code or by Megatron is counted from
-the layout tables of reshard/architectures; what CUDA, NCCL and vLLM take besides is an allowance and called so.
+the layout tables of models; what CUDA, NCCL and vLLM take besides is an allowance and called so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, Trainer
-from areal_megatron.rollout.kv_cache import longest_answer, machine_bytes
+from areal_megatron.engine.kv_cache import longest_answer, machine_bytes
 from launch.memory.activations import microbatch_tokens
 from launch.memory.engine import engine_memory, kv_tokens
 from launch.memory.parts import GIB, Part, RankMemory

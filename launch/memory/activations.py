@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_megatron.config import Config
-from areal_megatron.reshard.architectures import Architecture
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.models.architecture import Architecture
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.parts import ITEMSIZE
 
 

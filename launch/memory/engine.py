@@ -7,14 +7,14 @@ from math import prod
 from typing import Any
 
 from areal_megatron.config import Config
-from areal_megatron.reshard import vllm
-from areal_megatron.reshard.architectures import architecture
-from areal_megatron.reshard.architectures.table import LAYER_PREFIX
-from areal_megatron.reshard.layout import Layout
+from areal_megatron.engine import kv_cache
+from areal_megatron.engine.kv_cache import longest_answer
+from areal_megatron.models.architecture import architecture
+from areal_megatron.models.table import LAYER_PREFIX
+from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard.boxes import Layout
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
-from areal_megatron.reshard.vllm import EngineSizes
-from areal_megatron.rollout import kv_cache
-from areal_megatron.rollout.kv_cache import longest_answer
 from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, Part, RankMemory
 
 UTILIZATION = 0.92
@@ -30,7 +30,7 @@ def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, 
     be negative), on CPU what requests need on a machine of as many bytes. Raises ConfigError where the sizes do not fit
     the model."""
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
-    layout = max((vllm.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
+    layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
     weights, staged = _elements(layout), staging_elements(layout, config.reshard.staging == "streamed")
     parts = [
         Part("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),

@@ -7,15 +7,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 from areal_megatron.config import Config
-from areal_megatron.reshard import megatron
-from areal_megatron.reshard.architectures import architecture
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.models.architecture import architecture
+from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory import activations
 from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, Part, RankMemory
 
 LOGITS_ELEMENTS = 2**27
-"""trainer/step.py's: logits that a rank holds at a time, with 12 bytes each."""
+"""trainer/trainer.py's: logits that a rank holds at a time, with 12 bytes each."""
 MOMENTS, MAIN = 8, 4
 """Bytes of Adam's two moments and of a float32 copy."""
 
@@ -36,9 +36,9 @@ class Held(NamedTuple):
 def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic: bool = False) -> Held:
     """Of the first rank of a pipeline stage; those beside it hold as many. A critic has a head with one row in place of
     the output layer. Raises ConfigError."""
-    layout = megatron.layout(hf_config, sizes, stage * sizes.tp * sizes.cp * sizes.dp)
+    layout = trainer_layout.layout(hf_config, sizes, stage * sizes.tp * sizes.cp * sizes.dp)
     if critic:
-        layout = megatron.without_head(layout)
+        layout = trainer_layout.without_head(layout)
     counts = {name: prod(shape) for name, shape in layout.held.items()}
     if critic and stage == sizes.pp - 1:
         counts["head"] = hf_config["hidden_size"]

@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import psutil
-from audit_run import audit
 
+from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from tests.conftest import ROOT
 from tests.e2e.test_run import small
-from tests.living import left_over
+from tests.support.living import left_over
 
 ENGINES = [sys.executable, "-m", "launch.engines"]
 

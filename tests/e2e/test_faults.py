@@ -8,12 +8,12 @@ import time
 
 import psutil
 import pytest
-from audit_run import audit
 
+from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tests.e2e.test_run import small
-from tests.living import left_over
+from tests.support.living import left_over
 
 
 def running(local_run, world, name):

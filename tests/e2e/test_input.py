@@ -9,7 +9,7 @@ import pytest
 
 from launch import local
 from tests.conftest import ROOT
-from tests.hostile import WITHOUT_NAMESPACES
+from tests.support.hostile import WITHOUT_NAMESPACES
 
 
 def arguments_of(world, tmp_path, *overrides):

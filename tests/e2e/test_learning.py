@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 
-import demo
 import pytest
 
 from tests.conftest import ROOT
-from tests.e2e.controls import MARK
+from tests.support.controls import MARK
+from tools import demo
 
 
 @pytest.mark.soak
@@ -35,7 +35,7 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
             f"model.path={out / 'sft' / 'hf'}",
             f"data.train={control}",
             f"data.eval={out / 'world' / 'heldout.jsonl'}",
-            "reward.function=tests.e2e.controls:shuffled",
+            "reward.function=tests.support.controls:shuffled",
         ],
         cwd=ROOT,
         check=True,

@@ -9,15 +9,15 @@ from collections import Counter
 
 import pytest
 import torch
-from audit_run import audit, drawing, surviving
 from safetensors.torch import load_file
 
-from areal_megatron.checkpoint_folder import complete, newest
+from areal_megatron.audit import audit, drawing, surviving
+from areal_megatron.checkpoint.folder import complete, newest
 from areal_megatron.config import load
+from areal_megatron.controller.state import read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.rollout.state import read
 from areal_megatron.run import Run
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
@@ -32,7 +32,7 @@ CHANGES = {
     "rollout.max_staleness": 2,
     "resume": "auto",
     "rollout.pass_rate": [0, 1],
-    "reward.function": "tests.e2e.rewards:coarse",
+    "reward.function": "tests.support.rewards:coarse",
 }
 
 

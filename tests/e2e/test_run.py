@@ -7,16 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
-import trajectories
-from reshard_oracle import expected_checksums, held_checksums
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from areal_megatron import trajectories
+from areal_megatron.engine.client import EngineClient
+from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.reshard.architectures import read_config
-from areal_megatron.rollout.client import EngineClient
 from areal_megatron.run import Run
-from tests.living import left_over
+from tests.support.living import left_over
+from tests.support.reshard_oracle import expected_checksums, held_checksums
 
 
 def small(world, held_out=32, **changes):
@@ -35,7 +35,7 @@ def small(world, held_out=32, **changes):
         "rollout.group_size": 4,
         "rollout.max_running": 32,
         # Random answers are never right: this reward differs within groups and says nothing else.
-        "reward.function": "tests.e2e.rewards:short",
+        "reward.function": "tests.support.rewards:short",
         **changes,
     }
     return [f"{key}={value}" for key, value in keys.items()]
@@ -60,7 +60,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     changes = {
         "rollout.max_staleness": eta,
         "rollout.pass_rate": [0, 1],
-        "reward.function": "tests.e2e.rewards:coarse",
+        "reward.function": "tests.support.rewards:coarse",
         "reshard.staging": "streamed" if eta == 1 else "full",
     }
     if eta == 4:
@@ -69,7 +69,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
             "trainer.dp": 2,
             "machine.slots": 3,
             "rollout.max_new_tokens": 64,
-            "rollout.workflow": "{tests.e2e.workflows:twice: 2}",
+            "rollout.workflow": "{tests.support.workflows:twice: 2}",
         }
     started = local_run(f"eta-{eta}", *small(world, **changes))
     assert started.wait() == 0, started.output

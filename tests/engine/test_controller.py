@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from areal_megatron.config import save
+from areal_megatron.controller.state import read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.prompts import read_prompts
@@ -18,7 +19,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import encoder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import read_spans
-from areal_megatron.rollout.protocol import (
+from areal_megatron.protocol import (
     Bye,
     Checkpoint,
     ControllerClient,
@@ -37,8 +38,7 @@ from areal_megatron.rollout.protocol import (
     Trained,
     Written,
 )
-from areal_megatron.rollout.state import read
-from tests.engine.engines import ask, lengthened, make_run, started_engine
+from tests.support.engines import ask, lengthened, make_run, started_engine
 
 ETA = 1
 msgpack = encoder()
@@ -62,12 +62,12 @@ def start(world, tmp_path, engine):
     def new(timeout_s=60, world=world, rollout=None, **keys):
         folder = tmp_path / f"run-{len(started)}"
         run, config = make_run(folder, world, rollout={"max_staleness": ETA, **(rollout or {})}, **keys)
-        config.reward.function = "tests.e2e.rewards:coarse"
+        config.reward.function = "tests.support.rewards:coarse"
         config.trainer.dp, config.machine.timeout_s = 2, timeout_s
         save(config, run.config)
         (run.folder / "secret").write_text(engine.token)
         run.announce("engine-0", engine.endpoint("engine-0"))
-        command = [sys.executable, "-m", "areal_megatron.rollout.controller", "--run", str(run.folder)]
+        command = [sys.executable, "-m", "areal_megatron.controller.controller", "--run", str(run.folder)]
         started.append(subprocess.Popen(command, stdout=run.log("controller").open("wb"), stderr=subprocess.STDOUT))
         return run, config, started[-1]
 
@@ -172,7 +172,7 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
 
     spans = [(span.start, span.end) for span in read_spans(run) if span.name == "generate"]
     at_once = [sum(start <= begin < end for start, end in spans) for begin, _ in spans]
-    # Groups whose short answers have ended leave room for others, see tests/unit/test_fleet.py.
+    # Groups whose short answers have ended leave room for others, see tests/unit/controller/test_engine.py.
     assert max(at_once) * config.rollout.group_size >= config.rollout.max_running
 
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
@@ -233,16 +233,16 @@ def test_sigterm_is_a_clean_stop(start, connect, engine):
 def test_wrong_input_ends_the_controller_with_code_2(start):
     run, config, process = start()
     process.kill()
-    config.reward.function = "tests.e2e.rewards:missing"
+    config.reward.function = "tests.support.rewards:missing"
     save(config, run.config)
     ended = subprocess.run(
-        [sys.executable, "-m", "areal_megatron.rollout.controller", "--run", str(run.folder)],
+        [sys.executable, "-m", "areal_megatron.controller.controller", "--run", str(run.folder)],
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1] == "error: reward.function: tests.e2e.rewards has no function missing"
+    assert ended.stderr.splitlines()[-1] == "error: reward.function: tests.support.rewards has no function missing"
 
 
 def kill(engine):

@@ -10,21 +10,22 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from chat_world import Judge
 from openai import AsyncOpenAI
-from standin_engines import answers
 from transformers import AutoModelForCausalLM
 
 from areal_megatron.config import Rollout, load
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.rollout.client import EngineError
-from areal_megatron.rollout.episode import Place
-from areal_megatron.rollout.episodes import Episodes
-from areal_megatron.rollout.scoring import Scorer
-from areal_megatron.rollout.workflows import Workflow, multi_turn, single_turn, tool_use
-from areal_megatron.rollout.workflows.single_turn import Sampling
-from tests.engine.engines import ask, lengthened, make_run, started_engine
+from areal_megatron.engine.client import EngineError
+from areal_megatron.workflows import multi_turn, single_turn, tool_use
+from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.runner import Episodes
+from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.single_turn import Sampling
+from areal_megatron.workflows.workflow import Workflow
+from tests.support.chat_world import Judge
+from tests.support.engines import ask, lengthened, make_run, started_engine
+from tools.bench.standin_engines import answers
 
 TEMPERATURE = 0.7
 PROMPT = [5, 9, 7, 3]

@@ -1,4 +1,4 @@
-"""tools/evaluate.py with a real engine: killed in the middle and started again, beside one that nobody kills."""
+"""areal_megatron.evaluate with a real engine: killed in the middle and started again, beside one that nobody kills."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, take_interrupts
-from tests.living import left_over
+from tests.support.living import left_over
 
 ITEMS, N = 40, 4
 
@@ -21,7 +21,8 @@ class Started:
     def __init__(self, world, data, out, *more):
         command = [
             sys.executable,
-            "tools/evaluate.py",
+            "-m",
+            "areal_megatron.evaluate",
             str(world / "model"),
             str(data),
             "--n",
@@ -31,7 +32,7 @@ class Started:
             "--max-new-tokens",
             "40",
             "--reward",
-            "tests.e2e.rewards:coarse",
+            "tests.support.rewards:coarse",
             "--out",
             str(out),
             *more,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_megatron.reshard.layout import LayoutError
+from areal_megatron.reshard.boxes import LayoutError
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("TRITON", False), ("FLASHINFER_CUTLASS", True)])

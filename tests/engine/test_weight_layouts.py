@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from reshard_oracle import MODELS, megatron_shard, write_model
 
-from areal_megatron.reshard import hf
-from areal_megatron.reshard.architectures import read_config
-from areal_megatron.reshard.convert import from_hf, to_hf
-from areal_megatron.reshard.hf_folder import INDEX
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.checkpoint import hf
+from areal_megatron.checkpoint.convert import from_hf, to_hf
+from areal_megatron.checkpoint.hf_folder import INDEX
+from areal_megatron.models.architecture import read_config
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.processes import end_sessions
 from launch.shared_memory import SharedMemory
+from tests.support.reshard_oracle import MODELS, megatron_shard, write_model
 
 WRITTEN = [
     "llama-converted",
@@ -41,7 +41,7 @@ SHARD_BYTES = 500_000
 
 
 def write_again(folder: Path, name: str, tensors: dict) -> None:
-    """The model `name` there and back by tools/convert_checkpoint.py, and as a trainer of one rank exports it."""
+    """The model `name` there and back by areal_megatron.convert, and as a trainer of one rank exports it."""
     config, sizes = read_config(folder / name), MegatronSizes()
     from_hf(folder / name, folder / f"{name}-checkpoint")
     to_hf(folder / f"{name}-checkpoint", folder / f"{name}-converted", shard_bytes=SHARD_BYTES)
@@ -72,7 +72,7 @@ def loaded(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = Path(__file__).with_name("loaded_parameters.py")
+    script = Path(__file__).parents[1] / "support" / "loaded_parameters.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": f"layouts-{port}"}
     with (folder / "out").open("w+") as output:
         ranks = subprocess.Popen(

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from link_store import open_store
 from omegaconf import OmegaConf
-from reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 
 from areal_megatron.config import load
+from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.reshard.architectures import read_config
-from areal_megatron.reshard.megatron import MegatronSizes
+from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import init_body
-from areal_megatron.reshard.vllm import EngineSizes
-from areal_megatron.rollout.client import EngineClient, EngineError
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from launch.processes import end_sessions
 from launch.shared_memory import SharedMemory
+from tests.support.link_store import open_store
+from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 
 SERVERS = {
     "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1),
@@ -66,7 +66,7 @@ class Server:
         self.config = load(self.run.config)
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "areal_megatron.rollout.engine", "--run", self.run.folder, "--index", "0"],
+                [sys.executable, "-m", "areal_megatron.engine.server", "--run", self.run.folder, "--index", "0"],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
                 stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"),
                 stderr=subprocess.STDOUT,

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-import debian
 import pytest
-from cluster import Cluster
 
-from tests.living import is_alive, name_of
+from tests.support import debian
+from tests.support.cluster import Cluster
+from tests.support.living import is_alive, name_of
 
 ENDS_IN_ITS_SECOND_RUN = """
 echo run ${SLURM_RESTART_COUNT:-0}

@@ -1,5 +1,6 @@
-import debian
 import pytest
+
+from tests.support import debian
 
 
 @pytest.fixture(autouse=True)

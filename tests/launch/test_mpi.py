@@ -7,19 +7,19 @@ import sys
 import time
 from pathlib import Path
 
-import debian
 import psutil
 import pytest
-from audit_run import audit
 
+from areal_megatron.audit import audit
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from launch.mpi import slots
 from launch.orders import Hello
 from tests.e2e.test_run import small
-from tests.living import command_of, left_over
-from tests.traces import Traces
+from tests.support import debian
+from tests.support.living import command_of, left_over
+from tests.support.traces import Traces
 
 ROOT = Path(__file__).parents[2]
 

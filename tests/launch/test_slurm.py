@@ -9,10 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from audit_run import audit
-from cluster import ENDED, Cluster
 
-from areal_megatron.checkpoint_folder import complete
+from areal_megatron.audit import audit
+from areal_megatron.checkpoint.folder import complete
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
@@ -21,8 +20,9 @@ from launch.network import check_network
 from launch.orders import Hello
 from launch.records import read_record
 from tests.e2e.test_run import small
-from tests.living import command_of, name_of
-from tests.traces import Traces
+from tests.support.cluster import ENDED, Cluster
+from tests.support.living import command_of, name_of
+from tests.support.traces import Traces
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +111,7 @@ def of_jobs(cluster: Cluster) -> list[psutil.Process]:
 def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, traces, world, tmp_path, capsys):
     """A trainer rank dies: the run begins again. A more important job comes: this one saves, is queued and goes on."""
     run, updates = Run(tmp_path / "run"), 40
-    changes = {"rollout.max_staleness": 2, "reward.function": "tests.e2e.rewards:brief"}
+    changes = {"rollout.max_staleness": 2, "reward.function": "tests.support.rewards:brief"}
     job = submit("--restarts", "1", *tiny(world, tmp_path, updates=updates, **changes))
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
     assert status.main([str(run.folder)]) == 0

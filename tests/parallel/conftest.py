@@ -10,16 +10,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-import trainer_rank
+
+from tests.support.ranks import trainer_rank
 
 TIMEOUT_S = 240
+RANKS = "tests.support.ranks"
 
 
 @pytest.fixture(scope="session")
 def forks():
     """Starts ranks by forking a process that has imported torch, megatron-core and the checks: importing them takes
     longer than most checks."""
-    here = Path(__file__).parent
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -27,7 +28,8 @@ def forks():
         "TRANSFORMERS_VERBOSITY": "error",
     }
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer_rank", *sorted(path.stem for path in here.glob("*_checks.py"))])
+    checks = sorted(path.stem for path in Path(trainer_rank.__file__).parent.glob("*_checks.py"))
+    context.set_forkserver_preload([f"{RANKS}.{module}" for module in ("trainer_rank", *checks)])
     return context
 
 
@@ -48,7 +50,7 @@ def start_ranks(forks):
     """
 
     def run(folder: Path, check: str, world: int, **arguments) -> None:
-        check = check if ":" in check else f"trainer_checks:{check}"
+        check = f"{RANKS}." + (check if ":" in check else f"trainer_checks:{check}")
         outputs = [folder / f"rank-{rank}.out" for rank in range(world)]
         ranks = [
             forks.Process(target=trainer_rank.main, args=(check, folder, rank, arguments, output))

@@ -1,9 +1,9 @@
 """Trainer pools that go on from a checkpoint, under the same layout and others."""
 
 import pytest
-from tiny_models import save_model
 
 from areal_megatron.run import Run
+from tests.support.tiny_models import save_model
 
 CASES = {
     "dense": ("qwen3", {"tp": 2, "pp": 2}, [{"tp": 2, "pp": 2}, {}, {"dp": 2}, {"pp": 4}]),

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_models import save_model
 
-from areal_megatron.reshard.convert import from_hf, to_hf
+from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.run import Run
+from tests.support.tiny_models import save_model
 
 SIZES = {"qwen2": {"vocab_size": 101}, "qwen3": {"vocab_size": 203}, "llama": {}, "qwen3_moe": {}, "qwen3_deep": {}}
 """Models whose vocabulary is tied or not, padded or not, and what differs from the other tests'."""

@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from tiny_models import save_model
 
 from areal_megatron.config import PPO, Config, Data, Model, Trainer
-from areal_megatron.reshard.architectures import architecture, read_config
+from areal_megatron.models.architecture import architecture, read_config
 from launch.memory import activations
 from launch.memory.parts import ITEMSIZE
 from launch.memory.trainer import LOGITS_ELEMENTS, stage_memory
+from tests.support.tiny_models import save_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 TOKENS = 512

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import MODELS, save_model
 
 from areal_megatron.config import Optimizer
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
+from tests.support.tiny_models import MODELS, save_model
 
 DENSE = ("qwen2", "qwen3", "llama")
 CASES = {

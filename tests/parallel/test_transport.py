@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from link_store import open_store
-from reshard_oracle import vllm_parameters, write_model
 
-from areal_megatron.reshard.architectures import read_config
+from areal_megatron.models.architecture import read_config
+from tests.support.link_store import open_store
+from tests.support.reshard_oracle import vllm_parameters, write_model
 
-TESTS = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SIZES = {"tp": 2, "pp": 2}
 ENGINE_TP = 2
 TIMEOUT_S = 5.0
@@ -30,12 +30,12 @@ class Rank:
     def __init__(self, setup):
         self.name = f"{setup['role']} {setup.get('engine', '')}/{setup['rank']}"
         self.process = subprocess.Popen(
-            [sys.executable, TESTS / "parallel" / "link_rank.py", json.dumps(setup)],
+            [sys.executable, ROOT / "tests" / "support" / "ranks" / "link_rank.py", json.dumps(setup)],
             text=True,
             bufsize=1,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
 
         self._lines, self._kept = queue.SimpleQueue(), []

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from reshard_oracle import write_model
 from safetensors.torch import load_file
 
-TESTS = Path(__file__).parent.parent
+from tests.support.reshard_oracle import write_model
+
+ROOT = Path(__file__).parents[2]
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
 EXPERT_LAYOUTS = {"ep2": {"dp": 2, "ep": 2}, "etp2": {"dp": 2, "etp": 2}, "vpp2": {"pp": 2, "vpp": 2}}
 MODELS = {"qwen2": LAYOUTS, "qwen3-tied": LAYOUTS, "qwen3-moe": EXPERT_LAYOUTS}
@@ -43,8 +44,8 @@ def world(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    script = TESTS / "parallel" / "export_rank.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script = ROOT / "tests" / "support" / "ranks" / "export_rank.py"
     ranks = [
         subprocess.Popen([sys.executable, script, str(rank), port, json.dumps(exports)], env=environment)
         for rank in range(2)

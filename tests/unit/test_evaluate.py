@@ -8,13 +8,13 @@ import sys
 from fractions import Fraction
 from statistics import NormalDist, mean, stdev
 
-import evaluate
 import numpy as np
 import pytest
-from evaluation_folder import Folder, Sampled, files_digest
 
+from areal_megatron import evaluate
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.estimates import estimate, pass_at_k
+from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -157,13 +157,16 @@ def test_a_line_that_is_no_answer_is_named(tmp_path):
 
 
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
-    code = "import sys; from evaluation_folder import *; Folder(Path(sys.argv[1]), {'n': 2}).add; sys.exit(9)"
+    code = (
+        "import sys; from areal_megatron.observe.evaluation_folder import *; "
+        "Folder(Path(sys.argv[1]), {'n': 2}).add; sys.exit(9)"
+    )
     with Folder(tmp_path / "out", {"n": 2}):
         second = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "out")],
             capture_output=True,
             text=True,
-            env={"PYTHONPATH": "tools:."},
+            env={"PYTHONPATH": "."},
             timeout=60,
         )
     assert "another evaluation is writing here" in second.stderr

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import zmq
 
+from areal_megatron.controller.service import Service
 from areal_megatron.data.trajectory import BatchPart, Trajectory
-from areal_megatron.rollout.protocol import (
+from areal_megatron.protocol import (
     Bye,
     ControllerClient,
     ControllerError,
@@ -21,7 +22,6 @@ from areal_megatron.rollout.protocol import (
     Refused,
     Welcome,
 )
-from areal_megatron.rollout.service import Service
 
 SECRET = "s3cret"
 

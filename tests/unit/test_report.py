@@ -3,9 +3,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-import report
 
 from areal_megatron import config as configuration
+from areal_megatron import report
 from areal_megatron.config import Config
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline

@@ -1,14 +1,14 @@
-"""tools/trajectories.py on a run folder as a run leaves it, with a tokenizer whose tokens are bytes."""
+"""areal_megatron.trajectories on a run folder as a run leaves it, with a tokenizer whose tokens are bytes."""
 
 import json
 
 import numpy as np
 import pytest
-import trajectories
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal_megatron import trajectories
 from areal_megatron.config import Config, Data, Model, save
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer

@@ -1,0 +1,230 @@
+"""Whether a run lost nothing and trained nothing twice, whatever happened to it.
+
+    python -m areal_megatron.audit runs/NAME
+
+Joins what the trainer ranks wrote down for themselves (ledger/) with the incarnations of the run and with the
+controller's state in the newest checkpoint, and looks at the surviving line only: work after a checkpoint from
+which the run went on has been done again. Exit code 0: clean, 1: faults, a line each, 2: no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_megatron import config as configuration
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.controller import state
+from areal_megatron.controller.schedule import FILTERED, TRAINED
+from areal_megatron.data.files import records, shares
+from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of
+from areal_megatron.run import Run, Start
+
+Prompt = tuple[int, int]
+"""(epoch, prompt_id)"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of the surviving line, of all replicas together."""
+
+    number: int
+    version: int
+    applied: bool
+    uids: list[int]
+    admitted: list[int]
+    """Admission version of each trajectory."""
+    prompts: list[Prompt]
+    """Of each trajectory."""
+    max_staleness: int
+    """η of the incarnation that trained it."""
+
+
+def audit(run: Run) -> list[str]:
+    """What is wrong with the run; [] if nothing is. Raises ConfigError if there is no such run."""
+    config = configuration.load(run.config)
+    batches, faults = surviving(run, config)
+    faults += check_versions(run.starts(), batches)
+    faults += check_trajectories(config, batches)
+    checkpoint, problems = checkpoint_folder.newest(run)
+    faults += problems
+    if checkpoint and config.mode == "rl":
+        faults += check_dispositions(config, checkpoint, batches)
+    return faults
+
+
+def line_of(starts: list[Start]) -> list[tuple[Start, int | None]]:
+    """The incarnations whose work counts, oldest first, each with the number of the batch before which it ends."""
+    line, end = [], None
+    start = starts[-1] if starts else None
+    while start:
+        line.append((start, end))
+        start, end = (None, None) if start.after is None else (starts[start.after], start.batches)
+    return line[::-1]
+
+
+def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
+    """The batches that all replicas have written down, and what does not fit together in them."""
+    ledgers = [_lines(run.ledger(replica)) for replica in range(config.trainer.dp)]
+    batches, faults = [], []
+    for start, end in line_of(run.starts()):
+        own = [[line for line in ledger if line["incarnation"] == start.incarnation] for ledger in ledgers]
+        for number, parts in enumerate(itertools.zip_longest(*own), start.batches):
+            if end is not None and number >= end:
+                break
+            if None in parts:
+                if end is not None:
+                    faults.append(f"batch {number} is missing in the ledger of replica {parts.index(None)}")
+                break  # the run died before that replica came to write it
+            if len({(part["version"], part["applied"]) for part in parts}) > 1:
+                faults.append(f"batch {number}: replicas disagree on its version or whether it was applied")
+            merged = {
+                key: [x for part in parts for x in part[key]] for key in ("uids", "admission_versions", "prompts")
+            }
+            batches.append(
+                Batch(
+                    number,
+                    parts[0]["version"],
+                    parts[0]["applied"],
+                    merged["uids"],
+                    merged["admission_versions"],
+                    [tuple(prompt) for prompt in merged["prompts"]],
+                    parts[0].get("max_staleness", config.rollout.max_staleness),
+                )
+            )
+        if end is not None and number_after(batches, start) < end:
+            faults.append(
+                f"the ledger of incarnation {start.incarnation} ends before batch {end}, from which the run went on"
+            )
+    return batches, faults
+
+
+def number_after(batches: list[Batch], start: Start) -> int:
+    return batches[-1].number + 1 if batches else start.batches
+
+
+def check_versions(starts: list[Start], batches: list[Batch]) -> list[str]:
+    """Every batch trains the version that the one before left."""
+    faults = []
+    expected = line_of(starts)[0][0].version if starts else 0
+    for batch in batches:
+        if batch.version != expected:
+            faults.append(f"batch {batch.number} trained version {batch.version}, the policy was at {expected}")
+        expected = batch.version + batch.applied
+    return faults
+
+
+def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
+    """Each trajectory once, each prompt of an epoch with all its answers in one batch, none too stale."""
+    faults = [
+        f"trajectory {uid} was trained {count} times"
+        for uid, count in Counter(uid for batch in batches for uid in batch.uids).items()
+        if count > 1
+    ]
+    seen: dict[Prompt, int] = {}
+    for batch in batches:
+        for prompt, count in Counter(batch.prompts).items():
+            if count != config.rollout.group_size:
+                faults.append(
+                    f"{_name(prompt)}: {count} answers in batch {batch.number}, a group has {config.rollout.group_size}"
+                )
+            if seen.setdefault(prompt, batch.number) != batch.number:
+                faults.append(f"{_name(prompt)} was trained in batch {seen[prompt]} and in batch {batch.number}")
+        for uid, admitted in zip(batch.uids, batch.admitted, strict=True):
+            if not 0 <= batch.version - admitted <= batch.max_staleness:
+                faults.append(
+                    f"trajectory {uid}, admitted at version {admitted}, was trained by version {batch.version}"
+                )
+    return faults
+
+
+def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint, batches: list[Batch]) -> list[str]:
+    """What the controller says of each prompt that it drew before the checkpoint is what became of it."""
+    ids, cursor = drawing(config)
+    saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
+    said: dict[Prompt, str] = {}
+    faults = []
+    claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
+    claims += [((group.epoch, group.prompt_id), "waiting to be trained") for group in saved.schedule.finished]
+    claims += [((group.epoch, group.prompt_id), "begun and to go on") for group in saved.schedule.begun]
+    claims += [(prompt, "to be generated again") for prompt in saved.again]
+    for prompt, kind in claims:
+        if prompt in said:
+            faults.append(f"{_name(prompt)} is {said[prompt]} and {kind}")
+        said[prompt] = kind
+    drawn = drawn_before(saved.cursor, cursor, ids)
+    faults += [f"{_name(prompt)} was drawn and is lost" for prompt in sorted(drawn - said.keys())]
+    faults += [f"{_name(prompt)} is {said[prompt]}, but was never drawn" for prompt in sorted(said.keys() - drawn)]
+    before = [batch for batch in batches if batch.number < checkpoint.batches]
+    trained = {prompt for batch in before if batch.applied for prompt in batch.prompts}
+    claimed = {prompt for prompt, kind in said.items() if kind == TRAINED}
+    if not batches or batches[0].number == 0:  # else the run began with another's checkpoint, whose ledger is not here
+        faults += [
+            f"{_name(prompt)} counts as trained, but no trainer trained it" for prompt in sorted(claimed - trained)
+        ]
+    faults += [
+        f"{_name(prompt)} was trained, but is {said.get(prompt, 'unknown')}" for prompt in sorted(trained - claimed)
+    ]
+    return faults
+
+
+def drawing(config: Config) -> tuple[list[int], Cursor]:
+    """Ids of all prompts, in their order, and the cursor that draws them."""
+    prompts = list(records(config.data.train))
+    mixture = shares(config.data.train, [prompt.source for prompt in prompts])
+    ranks = ranks_of(config, map(pass_rate_of, prompts))
+    return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture, ranks=ranks)
+
+
+def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Prompt]:
+    drawn = set()
+    while cursor.at < tuple(at):
+        epoch, position = cursor.next()
+        drawn.add((epoch, ids[position]))
+    return drawn
+
+
+def _lines(ledger: Path) -> list[dict]:
+    """Its finished lines; one that was being written when the run died is not there."""
+    if not ledger.exists():
+        return []
+    return [json.loads(line) for line in ledger.read_text().split("\n")[:-1]]
+
+
+def _name(prompt: Prompt) -> str:
+    return f"prompt {prompt[1]} of epoch {prompt[0]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="run folder")
+    run = Run(parser.parse_args().run)
+    try:
+        faults = audit(run)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    for fault in faults:
+        print(fault)
+    batches, _ = surviving(run, configuration.load(run.config))
+    checkpoint, _ = checkpoint_folder.newest(run)
+    kinds, config = Counter(), configuration.load(run.config)
+    if checkpoint and config.mode == "rl":
+        ids, cursor = drawing(config)
+        saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
+        kinds = Counter(kind.partition(":")[0] for _, _, kind in saved.schedule.dispositions)
+    print(
+        f"{len(faults)} faults in {len(batches)} batches of {len(run.starts())} incarnations; at the newest checkpoint "
+        f"{kinds[TRAINED]} prompts trained, {kinds[FILTERED]} filtered, {kinds['skipped']} skipped"
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

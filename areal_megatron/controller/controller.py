@@ -1,0 +1,358 @@
+"""The controller of a run: `python -m areal_megatron.controller.controller --run RUN_DIR`.
+
+One asyncio process without torch. It samples from the engines under the schedule, scores the answers, serves batches to
+the trainers, drives the weight updates and evaluates. It ends with code 0 after the trainers' Bye and the last
+evaluation (a replay: without engines and evaluations, see replay.py), with code 1 and one line that names the process
+if anything fails, with code 2 for wrong input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.config import Config, ConfigError, load
+from areal_megatron.controller import state
+from areal_megatron.controller.batches import Batches, ask_again_s
+from areal_megatron.controller.evaluation import Evaluation
+from areal_megatron.controller.fleet import Members
+from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.replay import Replay
+from areal_megatron.controller.schedule import Schedule
+from areal_megatron.controller.service import Service
+from areal_megatron.data.dumps import forget
+from areal_megatron.data.prompts import cursor, read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.client import EngineError
+from areal_megatron.models.architecture import read_config
+from areal_megatron.models.flops import SequenceFlops
+from areal_megatron.network import address
+from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.startup import Startup
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.protocol import (
+    Bye,
+    Checkpoint,
+    Delivered,
+    NextBatch,
+    NotYet,
+    Ok,
+    Publish,
+    Refused,
+    Reply,
+    Request,
+    Saved,
+    Sending,
+    Trained,
+    Written,
+)
+from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.run import Run, RunError, from_command_line
+from areal_megatron.workflows.runner import episodes_of
+from areal_megatron.workflows.scoring import Scorer
+
+log = logging.getLogger(__name__)
+_STATUS_S = 0.5
+_SHARE_OF_CONCURRENT_EVALUATION = 0.25
+_YOUNGER_COLLECTIONS = 1000
+"""Before a full one, which stops the event loop while it looks at all that is in flight: 0.2 s for 30,000 answers."""
+PROCESS = "controller"
+
+
+class Controller:
+    """Wires schedule, engines, rewards, batches and links together and lives through the phases of a run."""
+
+    def __init__(self, config: Config, run: Run):
+        self.config, self.run = config, run
+        tokenizer = Tokenizer(config.model.path)
+        prompts = read_prompts(config, "train", tokenizer)
+        held_out = read_prompts(config, "eval", tokenizer) if config.data.eval else []
+        self.hf_config = read_config(config.model.path)
+        self.start = run.start
+        self.schedule = Schedule(
+            batch_size=config.batch_size,
+            group_size=config.rollout.group_size,
+            max_staleness=config.rollout.max_staleness,
+            updates=config.updates - (self.start.batches - self.start.version),
+        )
+        self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
+        self.metrics = MetricsWriter(run)
+        self.rewards = RewardWorkers(config.reward, config.model.path)
+        scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
+        self.episodes = episodes_of(config, tokenizer, scorer)
+        self.members = Members(
+            config,
+            run,
+            self.hf_config,
+            self.schedule,
+            wake=lambda: self.generation.wake(),
+            on_lost=lambda engine: self.generation.lose(engine),
+            on_committed=self._committed,
+        )
+        self.generation = Generation(
+            config,
+            self.schedule,
+            self.members.engines,
+            prompts,
+            tokenizer.stop_tokens,
+            scorer,
+            self.timeline,
+            on_finished=lambda: self.batches.try_form(),
+            is_lost=self.members.is_lost,
+            episodes=self.episodes,
+        )
+        self.batches = Batches(
+            config,
+            self.schedule,
+            self.generation,
+            SequenceFlops.of(self.hf_config),
+            self.start.batches,
+            run.trajectories if config.rollout.dump else None,
+        )
+        self.evaluation = Evaluation(
+            config,
+            self.members.engines,
+            held_out,
+            tokenizer.stop_tokens,
+            scorer,
+            self.timeline,
+            self.members.is_lost,
+            self.generation.wake,
+            self.episodes,
+        )
+        self.service = Service(address(config.machine.host), run.token, self._handle)
+        self.phase = "starting engines"
+        self.startup = Startup(self.start.time)
+        self._bye = asyncio.Event()
+        self._last_update: dict[str, Any] = {}
+        self._last_update_at = self._started_at = time.monotonic()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._evaluations: set[asyncio.Task] = set()
+        self._first_evaluation: asyncio.Task | None = None
+        """Of the version that the run begins with; until it is through, no engine gets another."""
+        self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
+        """Version of the checkpoint asked for last, and the writing of this process's part."""
+        forget(run.trajectories, self.start.batches)
+        if self.start.checkpoint:
+            written = Path(self.start.checkpoint) / "controller.msgpack"
+            drawn = cursor(config, prompts)
+            saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
+            self.generation.restore(saved)
+            self.rewards.failures = saved.reward_failures
+        if self.start.incarnation:  # of what came before, the versions up to this one count; without a checkpoint none
+            version = self.start.version if self.start.checkpoint else -1
+            self.metrics.write("resume", version, {"incarnation": self.start.incarnation})
+
+    async def live(self) -> None:
+        """From the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""
+        gc.set_threshold(*gc.get_threshold()[:2], _YOUNGER_COLLECTIONS)
+        await self.rewards.start()
+        self.run.announce(PROCESS, self.service.endpoint)
+        async with asyncio.TaskGroup() as self._tasks:
+            background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
+            bye = self._tasks.create_task(self._bye.wait())
+            await self.members.connect()
+            self.startup.mark("engines")
+            background.append(self._tasks.create_task(self.members.run()))
+            if not self.start.version:
+                self._first_evaluation = self._begin_evaluation(0, after=self.batches.formed)
+            self.phase = "training"
+            self.batches.begin()
+            generating = self._tasks.create_task(self.generation.run())
+            await bye
+            generating.cancel()
+            self.schedule.end("the run ended")
+            await self.members.settled()
+            if not self.batches.stopping:
+                self.phase = "final evaluation"
+                await self._begin_evaluation(self.schedule.version)
+            self.phase = "stopped" if self.batches.stopping else "done"
+            self._write_status()
+            for task in (*background, *(self._evaluations if self.batches.stopping else ())):
+                task.cancel()
+
+    async def close(self) -> None:
+        self.service.close()
+        if self.episodes:
+            await self.episodes.close()
+        await self.rewards.close()
+        await self.members.close()
+        self.metrics.close()
+
+    async def _handle(self, message: Request) -> Reply:
+        match message:
+            case NextBatch():
+                self.startup.mark("trainers")
+                return await self.batches.next(message)
+            case Trained():
+                await self.batches.dumped()  # it had the time of the training; no second one waits in memory
+                return self._trained(message)
+            case Publish():
+                self.startup.mark("trainers")
+                if message.version and not await self._first_is_evaluated():
+                    return NotYet()
+                return await self.members.publish(message)
+            case Delivered():
+                return self.members.delivered(message)
+            case Sending():
+                return self.members.cut(message)
+            case Checkpoint():
+                return await self._save(message)
+            case Written():
+                return await self._written(message)
+            case Saved():
+                self.metrics.write("checkpoint", message.version, message.figures)
+                return Ok()
+            case Bye():
+                self._bye.set()
+                return Ok()
+        return Refused(f"{type(message).__name__} is not for the controller")
+
+    def _trained(self, message: Trained) -> Reply:
+        account = self.batches.trained(message)
+        if isinstance(account, Refused):
+            return account
+        now = time.monotonic()
+        elapsed, self._last_update_at = now - self._last_update_at, now
+        account |= self.members.account(elapsed) | {
+            "groups_filtered": self.schedule.counts["filtered"],
+            "groups_skipped": self.schedule.counts["skipped"],
+            "prompts_too_long": self.generation.prompts_too_long,
+            "reward_failures": self.rewards.failures,
+        }
+        if self.episodes:
+            account |= self.episodes.account()
+        self._last_update = account
+        self.metrics.write("update", self.schedule.version, account)
+        if self.startup.mark("first_batch"):
+            self.metrics.write("start", self.schedule.version, self.startup.figures())
+        self.generation.wake()
+        return Ok()
+
+    async def _save(self, message: Checkpoint) -> Reply:
+        if self.batches.number != message.batches or self.schedule.version != message.version:
+            return Refused(
+                f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
+                f"the checkpoint at batch {message.batches} of version {message.version}"
+            )
+        if self.batches.stopping:
+            await self.generation.break_off()
+        saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
+        path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
+        writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on
+        self._written_state = message.version, asyncio.ensure_future(writing)
+        return Ok()
+
+    async def _written(self, message: Written) -> Reply:
+        version, writing = self._written_state
+        if version != message.version:
+            return Refused(f"there is no checkpoint of version {message.version} to write")
+        try:
+            await writing
+        except OSError as e:
+            return Refused(f"the controller's state cannot be written: {e.strerror}")
+        return Ok()
+
+    def _committed(self, version: int) -> None:
+        """All engines that serve have it, or a later one."""
+        every = self.config.eval_every
+        if every and version and version % every == 0 and version < self.schedule.updates:
+            self._begin_evaluation(version, _SHARE_OF_CONCURRENT_EVALUATION)
+
+    def _begin_evaluation(
+        self, version: int, share: float = 1.0, after: Callable[[], Awaitable[None]] | None = None
+    ) -> asyncio.Task:
+        self._evaluations.add(task := self._tasks.create_task(self._evaluate(version, share, after)))
+        task.add_done_callback(self._evaluations.discard)
+        return task
+
+    async def _first_is_evaluated(self) -> bool:
+        """Waits a while for it; a run that is to stop does without."""
+        if self._first_evaluation is None or self._first_evaluation.done():
+            return True
+        if self.batches.stopping:
+            self._first_evaluation.cancel()
+            return True
+        with self.batches.trainers_waiting():
+            await asyncio.wait([self._first_evaluation], timeout=ask_again_s(self.config))
+        return self._first_evaluation.done()
+
+    async def _evaluate(self, version: int, share: float, after: Callable[[], Awaitable[None]] | None) -> None:
+        if after is not None:
+            await after()
+        values = await self.evaluation.run(version, share)
+        if values is not None:
+            self.metrics.write("eval", version, values)
+
+    async def _keep_status(self) -> None:
+        while True:
+            self._write_status()
+            if self.run.stop.exists() and not self._bye.is_set():
+                self.phase = "stopping"
+                self.batches.stop()
+            self.members.bring_weights(self.batches.publish_again)
+            await asyncio.sleep(_STATUS_S)
+
+    def _write_status(self) -> None:
+        write_status(
+            self.run,
+            {
+                "phase": self.phase,
+                "version": self.schedule.version,
+                "updates": self.config.updates,
+                "elapsed_s": time.monotonic() - self._started_at,
+                "engines": [engine.status() for engine in self.members.engines],
+                "buffer_groups": len(self.schedule.finished),
+                "running_groups": len(self.schedule.running),
+                "last": self._last_update,
+            },
+        )
+
+
+async def control(config: Config, run: Run) -> None:
+    """Lives until the run is over or SIGTERM asks for an end; then raises CancelledError."""
+    controller = (Replay if config.mode == "replay" else Controller)(config, run)
+    life = asyncio.create_task(controller.live())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
+    try:
+        await life
+    finally:
+        await controller.close()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def main() -> int:
+    run, _ = from_command_line("areal_megatron.controller.controller")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(control(load(run.config), run))
+    except asyncio.CancelledError:
+        print(f"{PROCESS}: stopped by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except BaseException as e:
+        cause = first_cause(e)
+        if not isinstance(cause, ConfigError | EngineError | RunError):
+            raise
+        print(f"error: {cause}", file=sys.stderr)
+        return 2 if isinstance(cause, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

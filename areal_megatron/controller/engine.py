@@ -1,0 +1,139 @@
+"""The engines of a run as the controller sees them: what each is doing, which version it has, how idle it was."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from areal_megatron.config import Config
+from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import Run
+
+_POLL_S = 2.0
+_ARRIVES_S = 0.2
+"""Within which a request has come from here to the engine's counters: until then it would look ended."""
+LOST = "lost"
+"""State of an engine that has died, or answers no more, and was not yet started again."""
+DRAINED = "drained"
+"""State of one that has answered everything and is to get nothing more."""
+_SILENCE_S = 30.0
+"""After which an engine that does not even tell its load is lost; its server does nothing else than talk."""
+
+
+class Engine:
+    """One engine. `version` is what the controller has seen it commit; the engine itself is never behind that."""
+
+    def __init__(self, index: int, client: EngineClient, timeline: Timeline):
+        self.index, self.name, self.client, self.timeline = index, client.name, client, timeline
+        self.version = 0
+        self.state = "starting"
+        self.losses = 0
+        """How often it has died or stopped answering."""
+        self.draining = False
+        """It gets no further prompt."""
+        self._unfinished = 0
+        self._started = 0
+        self._ended = 0
+        self.tokens_per_s = 0.0
+        self._idle_since: float | None = time.monotonic()
+        self._idle_s = 0.0
+
+    @property
+    def running(self) -> int:
+        """Trajectories on it, training and evaluation.
+
+        A group answers as a whole, when its longest answer ends: until then the engine's own counters, polled
+        now and then, tell how many of its answers have ended and left room for others.
+        """
+        return min(self._unfinished, self._started - self._ended)
+
+    def occupy(self, trajectories: int) -> None:
+        """Counts `trajectories` as running here until `release`."""
+        if self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+        self._unfinished += trajectories
+        self._started += trajectories
+
+    def release(self, trajectories: int) -> None:
+        self._unfinished -= trajectories
+        if not self._unfinished:
+            self._idle_since = time.monotonic()
+
+    def take_idle_s(self) -> float:
+        """Seconds without a running request since the last call."""
+        now = time.monotonic()
+        idle, self._idle_s = self._idle_s, 0.0
+        if self._idle_since is not None:
+            idle += now - self._idle_since
+            self._idle_since = now
+        return idle
+
+    def status(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "state": self.state,
+            "version": self.version,
+            "running": self.running,
+            "losses": self.losses,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+        }
+
+    @property
+    def gone(self) -> bool:
+        return self.state in (LOST, DRAINED)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it owes an answer."""
+        return self._unfinished > 0
+
+    def leave(self, state: str) -> None:
+        """LOST or DRAINED: it holds no version, and gets nothing until another process serves in its place."""
+        self.state, self.version, self.tokens_per_s = state, -1, 0.0
+        self.losses += state == LOST
+
+    async def return_as(self, client: EngineClient) -> None:
+        """Another process serves in its place."""
+        await self.client.close()
+        self.client, self.state, self._ended, self.draining = client, "ready", self._started, False
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        await self.client.wait_until_healthy(timeout_s)
+        self.state = "ready"
+
+    async def watch(self, timeout_s: float, on_room: Callable[[], None]) -> None:
+        """Polls the engine's own counters until it is gone. Raises EngineError if it dies or samples nothing for
+        timeout_s."""
+        tokens, seen, progress = None, time.monotonic(), time.monotonic()
+        while not self.gone:
+            started = self._started
+            await asyncio.sleep(_ARRIVES_S)
+            load = await self.client.load(min(timeout_s, _SILENCE_S))
+            now = time.monotonic()
+            self._ended = started - (load.running + load.waiting)
+            on_room()
+            if tokens is not None:
+                self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
+            if load.generated_tokens != tokens or not load.running + load.waiting or self.state == "receiving":
+                progress = now
+            elif now - progress > timeout_s:
+                raise EngineError(
+                    f"{self.name} holds {load.running + load.waiting} requests but has sampled "
+                    f"nothing for {timeout_s:.0f} s"
+                )
+            tokens, seen = load.generated_tokens, now
+            await asyncio.sleep(_POLL_S - _ARRIVES_S)
+
+
+def connect(config: Config, run: Run, index: int) -> Engine:
+    """The engine that has announced itself as `engine-INDEX`. Raises RunError if it has not."""
+    name = f"engine-{index}"
+    return Engine(index, find(config, run, name), Timeline(run.timeline(name), name))
+
+
+def find(config: Config, run: Run, name: str) -> EngineClient:
+    """A connection to where the engine has announced itself last. Raises RunError if it has not."""
+    return EngineClient(name, run.endpoint(name), run.token, config.machine.timeout_s)

@@ -1,0 +1,292 @@
+"""Keeps the engines busy with prompts, as the schedule allows, and turns answers into scored trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+
+from areal_megatron.config import Config, Rollout
+from areal_megatron.controller.difficulty import Difficulty
+from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.schedule import Group, Schedule
+from areal_megatron.controller.state import State
+from areal_megatron.data.prompts import Prompt, cursor
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.engine.client import Completion, EngineClient, EngineError
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import RunError
+from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.runner import Ended, Episodes
+from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.seeds import sampling_seed
+from areal_megatron.workflows.single_turn import BROKEN_OFF, Sampling
+from areal_megatron.workflows.transcript import Context
+
+log = logging.getLogger(__name__)
+_BREAK_OFF_S = 10.0
+_TOO_LONG = "longer than data.max_prompt_tokens"
+IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
+"""Whether a request to an engine's client failed because that process is gone; then the engine is taken for lost."""
+
+
+class Generation:
+    """Owns the cursor, the requests in flight and the trajectories of finished groups."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        engines: list[Engine],
+        prompts: list[Prompt],
+        stop_tokens: list[int],
+        scorer: Scorer,
+        timeline: Timeline,
+        on_finished: Callable[[], None],
+        is_lost: IsLost,
+        episodes: Episodes | None = None,
+    ):
+        """`episodes`: of the config's workflow, None for single_turn."""
+        self._episodes = episodes
+        self._config, self._schedule, self._engines = config, schedule, engines
+        self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
+        self._on_finished, self._is_lost = on_finished, is_lost
+        self._by_id = {prompt.id: prompt for prompt in prompts}
+        self._cursor = cursor(config, prompts)
+        self._difficulty = Difficulty(config.rollout.pass_rate)
+        self._wake = asyncio.Event()
+        self._trajectories: dict[int, list[Trajectory]] = {}
+        self._again: deque[tuple[int, int]] = deque()
+        self._begun: dict[int, list[Completion]] = {}
+        """What groups have that were broken off."""
+        self._breaking_off = False
+        self._tasks: defaultdict[int, set[asyncio.Task]] = defaultdict(set)
+        """By engine."""
+        self.prompts_too_long = 0
+
+    def save(self) -> State:
+        """What a resumed run needs to go on from here; between two batches."""
+        groups = self._schedule.running
+        schedule = self._schedule.save(broken_off=groups.keys() & self._begun.keys())
+        running = ((group.epoch, group.prompt_id) for number, group in groups.items() if number not in self._begun)
+        return State(
+            prompts=len(self._prompts),
+            seed=self._config.seed,
+            cursor=self._cursor.at,
+            again=[*running, *self._again],
+            schedule=schedule,
+            trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},
+            begun={group.number: self._begun[group.number] for group in schedule.begun},
+            prompts_too_long=self.prompts_too_long,
+            mixture=self._cursor.shares,
+            order=self._cursor.order,
+            pass_rates=dict(self._difficulty.measured),
+        )
+
+    def restore(self, state: State) -> None:
+        """Goes on from what `save` gave, with this config's batch, group and bound."""
+        n, saved = self._config.rollout.group_size, state.schedule
+        answers = state.trajectories | state.begun
+        finished, begun = (
+            [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.begun)
+        )
+        if self._episodes:  # only answers of a single turn go on
+            begun = []
+        kept = {group.number for group in (*finished, *begun)}
+        lost = [group for group in (*saved.finished, *saved.begun) if group.number not in kept]
+        lost += self._schedule.restore(replace(saved, finished=finished, begun=begun))
+        self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
+        self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
+        self._begun = {number: state.begun[number] for number in self._schedule.begun}
+        if self._begun:
+            log.info("going on with %s", _described(self._begun))
+        self._cursor = cursor(self._config, self._prompts, state.cursor)
+        self._difficulty.measured = dict(state.pass_rates)
+        self.prompts_too_long = state.prompts_too_long
+
+    async def run(self) -> None:
+        """Admits groups for ever, those that were broken off first. Raises EngineError when a request fails for the
+        last time."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                self._wake.clear()
+                while (engine := self._free_engine()) is not None:
+                    group = self._next_group(engine)
+                    engine.occupy(self._config.rollout.group_size)  # now: the task starts after further admissions
+                    tasks = self._tasks[engine.index]
+                    tasks.add(task := groups.create_task(self._run_group(engine, group)))
+                    task.add_done_callback(tasks.discard)
+                await self._wake.wait()
+
+    def wake(self) -> None:
+        """Something changed that may allow another admission."""
+        self._wake.set()
+
+    async def break_off(self) -> None:
+        """Ends what is running, for `save` to keep what has been sampled. Nothing runs after it, and once is enough."""
+        if self._breaking_off:
+            return
+        self._breaking_off = True
+        tasks = [task for tasks in self._tasks.values() for task in tasks]
+        for engine in self._engines:
+            try:
+                await engine.client.abort("group-")
+            except EngineError as e:
+                log.warning("its answers will be generated again: %s", e)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_BREAK_OFF_S)
+        log.info("kept %s", _described(self._begun))
+
+    def lose(self, engine: Engine) -> None:
+        """Its groups are admitted again, elsewhere or when it is back."""
+        if engine.index in self._schedule.engines:
+            lost = self._schedule.remove_engine(engine.index)
+            self._again.extendleft((group.epoch, group.prompt_id) for group in reversed(lost))
+        for task in self._tasks[engine.index] - {asyncio.current_task()}:
+            task.cancel()
+        self.wake()
+
+    def take(self, group: Group) -> list[Trajectory]:
+        """The trajectories of a group that trains now."""
+        return self._trajectories.pop(group.number)
+
+    def _free_engine(self) -> Engine | None:
+        """The least loaded engine that may take a group, by Eq. 3 and by rollout.max_running."""
+        if self._breaking_off:
+            return None
+        room = self._config.rollout.max_running - self._config.rollout.group_size
+        whole = [e for e in self._engines if e.state != "torn"]
+        if not whole:
+            raise EngineError(
+                "every engine holds a mixture of versions after a streamed update that failed (the "
+                "reason is logged above); nothing can generate the batch that would bring the next"
+            )
+        with_weights = [e for e in whole if e.index in self._schedule.engines]
+        with_room = [e for e in with_weights if not e.draining and e.running <= room]
+        free = [e for e in with_room if self._schedule.begun or self._schedule.may_admit(e.index)]
+        return min(free, key=lambda e: e.running, default=None)
+
+    def _next_group(self, engine: Engine) -> Group:
+        if self._schedule.begun:
+            return self._schedule.go_on(engine.index)
+        epoch, prompt = self._draw()
+        return self._schedule.admit(engine.index, epoch, prompt.id)
+
+    def _draw(self) -> tuple[int, Prompt]:
+        """Next prompt that fits; those that do not are skipped and counted. Raises RunError if none is left that
+        does."""
+        skipped = 0
+        while True:
+            if self._again:
+                epoch, prompt_id = self._again.popleft()
+                prompt = self._by_id[prompt_id]
+            else:
+                epoch, position = self._cursor.next()
+                prompt = self._prompts[position]
+            if not (reason := self._reason_to_skip(prompt)):
+                return epoch, prompt
+            self._schedule.skip_prompt(epoch, prompt.id, reason)
+            self.prompts_too_long += reason == _TOO_LONG
+            skipped += 1
+            if skipped % len(self._prompts) == 0 and all(map(self._reason_to_skip, self._prompts)):
+                raise RunError(
+                    f"rollout.pass_rate: no prompt is left that is not too easy, too hard or too long for "
+                    f"{sorted(self._config.rollout.pass_rate)}"
+                )
+
+    def _reason_to_skip(self, prompt: Prompt) -> str:
+        fits = len(prompt.tokens) <= self._config.data.max_prompt_tokens
+        return self._difficulty.reason_to_skip(prompt) if fits else _TOO_LONG
+
+    async def _run_group(self, engine: Engine, group: Group) -> None:
+        rollout, prompt = self._config.rollout, self._by_id[group.prompt_id]
+        n, client = rollout.group_size, engine.client
+        sampling = Sampling(
+            client,
+            rollout,
+            self._stop_tokens,
+            cache_salt(rollout, engine.version),
+            may_break_off=lambda: self._breaking_off,
+        )
+        begun = self._begun.pop(group.number, [])
+        # Random numbers of their own for what is sampled later
+        place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in begun)] if begun else []))
+        seed, request_id = sampling_seed(self._config.seed, "train", *place), f"group-{group.number}"
+        start = time.time_ns()
+        try:
+            if self._episodes is None:
+                sampled = await single_turn.sample(sampling, prompt, n, request_id, seed, begun)
+            else:
+                episode = Place(prompt, group.admission_version, request_id, seed, "train")
+                sampled = await self._episodes.sample(sampling, episode, n)
+        except EngineError as e:
+            if await self._is_lost(engine, client, e):
+                return
+            raise
+        finally:
+            engine.release(n)
+        if sampled is None:  # broken off: it begins again in the next launch
+            return
+        tokens = sum(len(one.tokens) for one in sampled)
+        engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
+        if self._episodes is None:
+            if any(c.finish_reason == BROKEN_OFF for c in sampled):
+                self._begun[group.number] = sampled
+                return
+            self.wake()
+            sampled = await self._scored(prompt, sampled)
+        if self._is_useless(prompt, sampled):
+            self._schedule.filter(group)
+        else:
+            self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
+            self._schedule.finish(group)
+        self.wake()
+        self._on_finished()
+
+    async def _scored(self, prompt: Prompt, answers: list[Completion]) -> list[Ended]:
+        with self._timeline.span("reward", prompt=prompt.id):
+            scores = await self._scorer.score(prompt, answers)
+        context = Context(prompt.tokens, 0)
+        return [
+            Ended(context.with_answer(answer, score.truncated), score)
+            for answer, score in zip(answers, scores, strict=True)
+        ]
+
+    def _is_useless(self, prompt: Prompt, sampled: list[Ended]) -> bool:
+        trained = any(ended.score.trained and ended.context.answers for ended in sampled)
+        return self._difficulty.filters(prompt, [ended.score for ended in sampled]) or not trained
+
+
+def _described(begun: dict[int, list[Completion]]) -> str:
+    answers = [answer for answers in begun.values() for answer in answers]
+    return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were broken off"
+
+
+def cache_salt(rollout: Rollout, version: int) -> str | None:
+    """With KV kept over updates, only requests of one version share prefix blocks; `recompute` drops the blocks."""
+    return f"v{version}" if rollout.kv_policy == "keep" else None
+
+
+def _trajectory(group: Group, k: int, n: int, ended: Ended) -> Trajectory:
+    """The k-th of n of the group."""
+    context, score = ended.context, ended.score
+    return Trajectory(
+        uid=group.number * n + k,
+        epoch=group.epoch,
+        prompt_id=group.prompt_id,
+        admission_version=group.admission_version,
+        prompt=np.array(context.prompt, np.int32),
+        response=context.tokens,
+        logprobs=context.logprobs,
+        versions=context.versions,
+        loss_mask=context.loss_mask * np.uint8(score.trained),
+        reward=score.reward,
+        truncated=score.truncated,
+        routes=context.routes,
+    )

@@ -1,0 +1,270 @@
+"""Which prompts run, and which answers a batch trains: the decisions of the rollout as a pure state machine.
+
+No I/O, no clock, no asyncio: the controller tells it what happened and asks what may happen next. The
+unit is the group: the n trajectories of one prompt, admitted together on one engine; G = B / n groups
+make a batch. Three rules hold for every sequence of events (tests/unit/controller/test_schedule.py draws thousands):
+
+- a trained group was admitted at most `max_staleness` versions before the version that trains it;
+- once everything in flight has finished, a batch forms or another group may be admitted, as long as the
+  engines have committed the current version: nothing deadlocks;
+- each (epoch, prompt) ends with exactly one disposition: trained, filtered or skipped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+TRAINED = "trained"
+FILTERED = "filtered"
+
+
+class ScheduleError(RuntimeError):
+    """An event that cannot happen in the state the schedule is in."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The n trajectories of one prompt, from their admission to their disposition."""
+
+    number: int
+    """Admission number in the run, from 0; trajectory k of the group has uid number * n + k."""
+    epoch: int
+    prompt_id: int
+    engine: int
+    admission_version: int
+    """Version committed by the engine when it took the group."""
+    deadline: int
+    """Last version that may train it: admission_version + max_staleness."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A schedule between two batches, without engines."""
+
+    version: int
+    admitted: int
+    dispositions: list[tuple[int, int, str]]
+    """(epoch, prompt_id, disposition)"""
+    finished: list[Group]
+    begun: list[Group] = field(default_factory=list)
+    """Of the running groups those that go on; the others are to be admitted again."""
+
+
+class Schedule:
+    """Groups in flight and finished, engines with their versions, and the version that trains next."""
+
+    def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, updates: int):
+        """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` batches train in all."""
+        if batch_size % group_size:
+            raise ValueError(f"group_size={group_size} does not divide batch_size={batch_size}")
+        self.groups_per_batch = batch_size // group_size
+        self.max_staleness = max_staleness
+        self.updates = updates
+        self.version = 0
+        self.engines: dict[int, int] = {}
+        self.dispositions: dict[tuple[int, int], str] = {}
+        """(epoch, prompt_id) → "trained", "filtered" or "skipped: REASON"."""
+        self.counts: Counter[str] = Counter()
+        """Dispositions so far by kind: trained, filtered, skipped."""
+        self.running: dict[int, Group] = {}
+        self.begun: dict[int, Group] = {}
+        """Broken off before this schedule was restored; no engine has gone on with them yet."""
+        self.finished: dict[int, Group] = {}
+        self.training: list[Group] = []
+        self._admitted = 0
+
+    def add_engine(self, engine: int, version: int) -> None:
+        if engine in self.engines:
+            raise ScheduleError(f"engine {engine} is already there")
+        self.engines[engine] = version
+
+    def remove_engine(self, engine: int) -> list[Group]:
+        """Forgets the engine; its running groups leave N_r and come back to be admitted elsewhere or skipped."""
+        del self.engines[engine]
+        lost = [group for group in self.running.values() if group.engine == engine]
+        for group in lost:
+            del self.running[group.number]
+        return lost
+
+    def committed(self, engine: int, version: int) -> None:
+        """The engine samples from `version` now."""
+        if not self.engines[engine] <= version <= self.version:
+            raise ScheduleError(
+                f"engine {engine} cannot go from version {self.engines[engine]} to {version}, "
+                f"the policy is at {self.version}"
+            )
+        self.engines[engine] = version
+
+    def may_admit(self, engine: int) -> bool:
+        """Equation 3 with the engine's own version: floor((N_r − 1) / B) ≤ v + η, this group included in N_r.
+
+        In groups, with c counted before this one, floor((n·(c + 1) − 1) / (n·G)) = floor(c / G). Groups that
+        only versions after the last could train are not admitted.
+        """
+        batches_ahead = self._counted() // self.groups_per_batch
+        return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
+
+    def admit(self, engine: int, epoch: int, prompt_id: int) -> Group:
+        if not self.may_admit(engine):
+            raise ScheduleError(f"engine {engine} at version {self.engines[engine]} may not take another group")
+        self._check_undisposed(epoch, prompt_id)
+        version = self.engines[engine]
+        group = Group(self._admitted, epoch, prompt_id, engine, version, version + self.max_staleness)
+        self._admitted += 1
+        self.running[group.number] = group
+        return group
+
+    def go_on(self, engine: int) -> Group:
+        """The begun group with the oldest deadline runs again, on this engine; it counts as admitted when it first
+        was."""
+        if engine not in self.engines or not self.begun:
+            raise ScheduleError(f"engine {engine} has nothing to go on with")
+        first = min(self.begun.values(), key=_by_deadline)
+        group = self.running[first.number] = replace(self.begun.pop(first.number), engine=engine)
+        return group
+
+    def finish(self, group: Group) -> None:
+        """All trajectories of the group are there and scored: it may be trained."""
+        self.finished[group.number] = self._leave_running(group)
+
+    def filter(self, group: Group) -> None:
+        """The group carries nothing to train on; it leaves N_r."""
+        self._leave_running(group)
+        self._dispose(group.epoch, group.prompt_id, FILTERED)
+
+    def skip(self, group: Group, reason: str) -> None:
+        """The group failed; it leaves N_r."""
+        self._leave_running(group)
+        self.skip_prompt(group.epoch, group.prompt_id, reason)
+
+    def skip_prompt(self, epoch: int, prompt_id: int, reason: str) -> None:
+        """The prompt is never admitted in this epoch."""
+        self._dispose(epoch, prompt_id, f"skipped: {reason}")
+
+    def form_batch(self) -> list[Group] | None:
+        """The G groups that train version `version` next, ordered by (epoch, prompt_id); None: not yet.
+
+        Oldest deadline first among the finished, and only if every deadline stays feasible: for every
+        k ≥ version, the groups left over with deadline ≤ k are at most (k − version) · G.
+        """
+        if self.training:
+            raise ScheduleError(f"the batch of version {self.version} is still in training")
+        batch = self._oldest_finished()
+        if len(batch) < self.groups_per_batch or self._infeasible_without(batch):
+            return None
+        for group in batch:
+            del self.finished[group.number]
+        self.training = sorted(batch, key=lambda group: (group.epoch, group.prompt_id))
+        return list(self.training)
+
+    def stragglers(self) -> int:
+        """Unfinished groups that a batch waits for although enough have finished; 0 if it does not wait for them."""
+        if self.training or len(self.finished) < self.groups_per_batch:
+            return 0
+        batch = self._oldest_finished()
+        tight = self._infeasible_without(batch)
+        unfinished = [*self.running.values(), *self.begun.values()]
+        return sum(group.deadline <= max(tight) for group in unfinished) if tight else 0
+
+    def applied(self) -> None:
+        """The update of the batch in training is done: the policy is one version further."""
+        for group in self._take_training():
+            self._dispose(group.epoch, group.prompt_id, TRAINED)
+        self.version += 1
+
+    def not_applied(self, reason: str) -> None:
+        """Every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
+
+        The run does not make up for it: it reaches one version less.
+        """
+        for group in self._take_training():
+            self.skip_prompt(group.epoch, group.prompt_id, reason)
+        self.updates -= 1
+
+    def end(self, reason: str) -> None:
+        """Whatever is still in flight will not be trained."""
+        for group in [*self._in_flight(), *self.training]:
+            self.skip_prompt(group.epoch, group.prompt_id, reason)
+        self.running, self.begun, self.finished, self.training = {}, {}, {}, []
+
+    def save(self, broken_off: Collection[int] = ()) -> Saved:
+        """Everything but engines and what runs on them, except for the groups `broken_off`. No batch may be in
+        training."""
+        if self.training:
+            raise ScheduleError(f"the batch of version {self.version} is still in training")
+        disposed = [(epoch, prompt_id, kind) for (epoch, prompt_id), kind in self.dispositions.items()]
+        begun = [*self.begun.values(), *(self.running[number] for number in broken_off)]
+        return Saved(self.version, self._admitted, disposed, list(self.finished.values()), begun)
+
+    def restore(self, saved: Saved) -> list[Group]:
+        """Goes on from there, with this schedule's bound; before any engine is added.
+
+        Returns the finished and begun groups that this bound has no place for: they leave N_r and are to be admitted
+        again.
+        """
+        self.version, self._admitted = saved.version, saved.admitted
+        for epoch, prompt_id, disposition in saved.dispositions:
+            self._dispose(epoch, prompt_id, disposition)
+        finished = {group.number for group in saved.finished}
+        bounded = [
+            replace(group, deadline=group.admission_version + self.max_staleness)
+            for group in (*saved.finished, *saved.begun)
+        ]
+        lost = []
+        for group in sorted(bounded, key=_by_deadline):
+            # All kept so far have a deadline as early or earlier, and must train up to this one.
+            if len(self.finished) + len(self.begun) < (group.deadline - self.version + 1) * self.groups_per_batch:
+                (self.finished if group.number in finished else self.begun)[group.number] = group
+            else:
+                lost.append(group)
+        return lost
+
+    def _counted(self) -> int:
+        """N_r / n: every admitted group that was not filtered, failed or left untrained."""
+        trained = self.version * self.groups_per_batch
+        return trained + len(self.running) + len(self.begun) + len(self.finished) + len(self.training)
+
+    def _oldest_finished(self) -> list[Group]:
+        return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]
+
+    def _infeasible_without(self, batch: list[Group]) -> list[int]:
+        """Deadlines that cannot all be met if `batch` trains now."""
+        taken = {group.number for group in batch}
+        left_by_deadline = Counter(group.deadline for group in self._in_flight() if group.number not in taken)
+        infeasible, left = [], 0
+        for deadline in sorted(left_by_deadline):
+            left += left_by_deadline[deadline]
+            if left > (deadline - self.version) * self.groups_per_batch:
+                infeasible.append(deadline)
+        return infeasible
+
+    def _in_flight(self) -> Iterator[Group]:
+        yield from self.running.values()
+        yield from self.begun.values()
+        yield from self.finished.values()
+
+    def _leave_running(self, group: Group) -> Group:
+        if self.running.pop(group.number, None) is None:
+            raise ScheduleError(f"group {group.number} (epoch {group.epoch}, prompt {group.prompt_id}) is not running")
+        return group
+
+    def _take_training(self) -> list[Group]:
+        if not self.training:
+            raise ScheduleError(f"no batch of version {self.version} is in training")
+        batch, self.training = self.training, []
+        return batch
+
+    def _check_undisposed(self, epoch: int, prompt_id: int) -> None:
+        if (epoch, prompt_id) in self.dispositions:
+            raise ScheduleError(f"prompt {prompt_id} of epoch {epoch} is already {self.dispositions[epoch, prompt_id]}")
+
+    def _dispose(self, epoch: int, prompt_id: int, disposition: str) -> None:
+        self._check_undisposed(epoch, prompt_id)
+        self.dispositions[epoch, prompt_id] = disposition
+        self.counts[disposition.partition(":")[0]] += 1
+
+
+def _by_deadline(group: Group) -> tuple[int, int]:
+    return group.deadline, group.number

@@ -1,0 +1,192 @@
+"""Weight updates as the controller drives them: one link per engine, each on its own, in the background.
+
+The trainers publish a version; each engine receives it into staging while it generates, and once the trainers
+report the delivery it commits under a short pause. With `streamed` staging the pause begins before the first
+message. A failed link costs a new epoch at the next version and leaves its engine behind, or, if weights were
+streaming in, `torn`: it stays paused and gets no request until it has a whole version again. The others do not
+notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_megatron.config import Config
+from areal_megatron.controller.engine import Engine
+from areal_megatron.engine.client import EngineError
+from areal_megatron.protocol import Delivered, Link, Publish
+from areal_megatron.reshard.session import init_body
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Update:
+    version: int
+    epoch: int
+    store: str
+    opens_epoch: bool
+    delivered: asyncio.Future[Delivered] = field(default_factory=asyncio.Future)
+
+
+class EngineLink:
+    """The updates of one engine, one after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        engine: Engine,
+        on_committed: Callable[[int, int], None],
+        on_torn: Callable[[], None],
+    ):
+        self._config, self._hf_config, self._engine = config, hf_config, engine
+        self._on_committed, self._on_torn = on_committed, on_torn
+        self._updates: asyncio.Queue[_Update] = asyncio.Queue()
+        self._pending: dict[tuple[int, int], _Update] = {}
+        self._unfinished: list[_Update] = []
+        self._epoch = 0
+        self._usable = False
+        self.failures = 0
+        self.last: dict[str, float] = {}
+        """Of the last commit: publish_s, commit_s (how long the engine stood still) and weights_bytes."""
+
+    def publish(self, message: Publish) -> Link:
+        opens_epoch = not self._usable
+        if opens_epoch:
+            self._epoch += 1
+            self._usable = True
+        update = _Update(message.version, self._epoch, message.store, opens_epoch)
+        self._pending[update.epoch, update.version] = update
+        self._unfinished.append(update)
+        self._updates.put_nowait(update)
+        return Link(self._engine.index, self._epoch)
+
+    def delivered(self, message: Delivered) -> None:
+        update = self._pending.pop((message.epoch, message.version), None)
+        if update is not None and not update.delivered.done():
+            update.delivered.set_result(message)
+
+    async def run(self) -> None:
+        """Works through the published versions for ever."""
+        while True:
+            update = await self._updates.get()
+            try:
+                if update.epoch == self._epoch and self._usable:
+                    await self._carry_out(update)
+            except EngineError as e:
+                self._fail(update, str(e))
+            finally:
+                self._unfinished.remove(update)
+                self._updates.task_done()
+
+    def lacks(self, version: int) -> bool:
+        """Whether the engine could take `version`, which it neither has nor is about to get."""
+        under_way = any(update.version == version for update in self._unfinished)
+        return not self._engine.gone and self._engine.version < version and not under_way
+
+    def cut(self, reason: str) -> None:
+        """The engine is lost: what is under way has failed, and the next version opens a new epoch."""
+        self._usable = False
+        for update in self._pending.values():
+            update.delivered.set_exception(EngineError(reason))
+            update.delivered.exception()  # nobody may be waiting for it yet
+        self._pending.clear()
+
+    def is_cut(self, epoch: int) -> bool:
+        """Whether nothing will ever be committed any more that is under way in this epoch."""
+        return epoch != self._epoch or not self._usable
+
+    async def settled(self) -> None:
+        """Returns when every published version was committed or has failed."""
+        await self._updates.join()
+
+    async def _carry_out(self, update: _Update) -> None:
+        client, config = self._engine.client, self._config
+        if update.opens_epoch:
+            await client.join_link(
+                init_body(
+                    config=config,
+                    engine=self._engine.index,
+                    epoch=update.epoch,
+                    store=update.store,
+                    hf_config=self._hf_config,
+                )
+            )
+        streamed = config.reshard.staging == "streamed"
+        if streamed:
+            start = self._stop_for("receiving")
+            await client.pause(clear_cache=False)
+        await client.start_update()
+        try:
+            # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
+            async with asyncio.timeout(2 * config.reshard.timeout_s):
+                delivered = await update.delivered
+        except TimeoutError:
+            raise EngineError(
+                f"the trainers did not report the delivery of version {update.version} to "
+                f"{self._engine.name} within {2 * config.reshard.timeout_s:.0f} s"
+            ) from None
+        if delivered.error:
+            await client.abandon_update()
+            self._fail(update, delivered.error)
+            return
+        if not streamed:
+            start = self._stop_for("committing")
+        stood_s = await self._commit(update.version)
+        end = time.time_ns()
+        self._engine.timeline.event("commit", start, end, version=update.version)
+        if not self._usable:
+            raise EngineError(f"{self._engine.name} was lost while it committed version {update.version}")
+        commit_s = (end - start) / 1e9 if streamed else stood_s
+        self.last = {"publish_s": delivered.seconds, "commit_s": commit_s, "weights_bytes": delivered.bytes}
+        self._engine.version = update.version
+        self._on_committed(self._engine.index, update.version)
+
+    def _stop_for(self, state: str) -> int:
+        """When it began, in ns of the wall clock."""
+        if self._engine.gone:
+            raise EngineError(f"{self._engine.name} was lost")
+        self._engine.state = state
+        return time.time_ns()
+
+    async def _commit(self, version: int) -> float:
+        """How many seconds the engine stood still for it."""
+        client = self._engine.client
+        try:
+            stood_s = await client.commit(version, clear_cache=self._config.rollout.kv_policy == "recompute")
+        except EngineError:
+            with contextlib.suppress(EngineError):  # the first says more
+                await client.abandon_update()
+            if self._config.reshard.staging == "full":  # it has whole weights, the old ones
+                await client.resume()
+                self._go_on()
+            raise
+        self._go_on()
+        return stood_s
+
+    def _go_on(self) -> None:
+        if not self._engine.gone:
+            self._engine.state = "ready"
+
+    def _fail(self, update: _Update, reason: str) -> None:
+        self.failures += 1
+        if self._engine.state == "receiving":
+            self._engine.state = "torn"
+            self._on_torn()
+        if update.epoch == self._epoch:
+            self._usable = False
+        log.error(
+            "%s stays at version %d: version %d did not arrive in epoch %d: %s",
+            self._engine.name,
+            self._engine.version,
+            update.version,
+            update.epoch,
+            reason,
+        )

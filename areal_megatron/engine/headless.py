@@ -1,0 +1,35 @@
+"""A part of an engine that serves nothing: vLLM's `serve --headless`, without the rest of vLLM's command line.
+
+That looks up the version of a package called `vllm`, which vLLM's CPU build is not.
+
+    python -m areal_megatron.engine.headless MODEL --headless [vLLM's options]
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+
+
+def main() -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser, command = FlexibleArgumentParser(), ServeSubcommand()
+    command.subparser_init(parser.add_subparsers())
+    options = parser.parse_args([command.name, *sys.argv[1:]])
+    command.validate(options)
+    try:
+        command.cmd(options)
+    except SystemExit:  # SIGTERM: ranks that wait for the first part do not hear it, and vLLM waits for them
+        for rank in multiprocessing.active_children():
+            rank.kill()
+        gc.freeze()  # the interpreter's last collections would look at all of vLLM for 2 s
+        raise
+
+
+if __name__ == "__main__":  # its ranks are processes that import this module
+    main()

@@ -1,0 +1,166 @@
+"""One engine: becomes vLLM's own OpenAI-compatible server, unpatched, on the cores or GPUs of this process.
+
+    python -m areal_megatron.engine.server --run RUN_DIR --index E
+
+The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES. It announces
+`engine-E` before vLLM has loaded: whoever talks to it waits for /health. Every route asks for the run's
+secret (engine/guard.py), so any OpenAI client works that sends it as its API key; the policy is served
+as the model `policy`.
+
+Of an engine that lies on several nodes every node runs a part, by vLLM's own executor for that: the first part
+serves, the others hold ranks only and meet it at the address that it announces as AREAL_RENDEZVOUS. AREAL_PART says
+which of how many this one is, e.g. 1/2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_megatron.config import Config, load
+from areal_megatron.engine import kv_cache
+from areal_megatron.models.architecture import read_config
+from areal_megatron.network import address, socket_settings
+from areal_megatron.run import Run, from_command_line
+
+SERVED_MODEL = "policy"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one node runs of an engine."""
+
+    number: int = 0
+    of: int = 1
+    master: str = ""
+    """host:port on the node of part 0, where they meet; of a whole engine empty."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of vLLM's command line."""
+        if self.of == 1:
+            return []
+        host, _, port = self.master.rpartition(":")
+        arguments = ["--distributed-executor-backend", "mp", "--nnodes", str(self.of), "--node-rank", str(self.number)]
+        return [*arguments, "--master-addr", host, "--master-port", port]
+
+
+def server_command(config: Config, host: str, port: int, part: Part = Part()) -> list[str]:
+    """vLLM's command line for an engine of `config`, or its first part, that listens on an address."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
+    command += ["--host", host, "--port", str(port)]
+    command += ["--middleware", "areal_megatron.engine.commit.Commit"]
+    command += ["--middleware", "areal_megatron.engine.guard.Guard"]  # the last is outermost
+    command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    return command + _engine_arguments(config) + part.arguments
+
+
+def headless_command(config: Config, part: Part) -> list[str]:
+    """The same for a part that serves nothing."""
+    command = [sys.executable, "-m", "areal_megatron.engine.headless", _model(config), "--headless"]
+    return command + _engine_arguments(config) + part.arguments
+
+
+def _model(config: Config) -> str:
+    return str(Path(config.model.path).absolute())
+
+
+def _engine_arguments(config: Config) -> list[str]:
+    rollout = config.rollout
+    command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
+    command += ["--max-model-len", str(config.data.max_prompt_tokens + rollout.max_new_tokens)]
+    command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
+    backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
+    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    command += ["--worker-extension-cls", "areal_megatron.reshard.receive.Session"]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if "parallel" in rollout.experts:
+        command += ["--enable-expert-parallel"]
+    if "replay" in rollout.experts:
+        command += ["--enable-return-routed-experts"]
+    if runs_on_cpu(config):
+        size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
+        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
+        # A step that prefills a part of a prompt takes back the draw of its seed, which a CPU generator cannot do.
+        command += ["--no-enable-chunked-prefill"]
+        if rollout.tp == 1:
+            command += ["--distributed-executor-backend", "uni"]
+    else:
+        command += ["--moe-backend", "triton"]  # keeps experts as they are loaded, which updates rely on
+    return command
+
+
+def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
+    """What vLLM reads from its environment, in addition to this process's own. `cpus`: of this one of the `parts`."""
+    environment = {
+        "AREAL_SECRET_FILE": str(run.folder / "secret"),
+        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of pause, resume and weight transfer
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # The client keeps its connections; a server that closes idle ones would race with its next request.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
+    }
+    if "replay" in config.rollout.experts:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
+    if not runs_on_cpu(config):
+        return environment
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # the first request with log-probabilities would compile for seconds
+    tp = config.rollout.tp
+    if tp == 1:
+        # The worker inside EngineCore: no third process to import and feed. vLLM allows it on CPU only with this
+        # variable, because its own thread binding needs a child process; here the affinity is set before exec.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environment["OMP_NUM_THREADS"] = str(len(cpus))
+    else:
+        here = tp // parts
+        shares = [cpus[rank * len(cpus) // here : (rank + 1) * len(cpus) // here] or cpus for rank in range(here)]
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return environment
+
+
+def runs_on_cpu(config: Config) -> bool:
+    device = config.machine.device
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+
+
+def reserve_port(host: str) -> tuple[int, socket.socket]:
+    """A free port, kept from others until vLLM binds it: the socket lives through exec but never listens."""
+    reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((host, 0))
+    reservation.set_inheritable(True)
+    return reservation.getsockname()[1], reservation
+
+
+def main() -> None:
+    run, index = from_command_line("areal_megatron.engine.server")
+    config = load(run.config)
+    allowed = os.environ.get("AREAL_CPUS") or ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cpus = [int(cpu) for cpu in allowed.split(",")]
+    if runs_on_cpu(config):
+        os.sched_setaffinity(0, cpus)
+    host = address(config.machine.host)
+    number, parts = map(int, os.environ.get("AREAL_PART", "0/1").split("/"))
+    if number:
+        part = Part(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.timeout_s))
+        command = headless_command(config, part)
+    else:
+        port, _reservation = reserve_port(host)
+        part = Part()
+        if parts > 1:
+            master_port, _master_reservation = reserve_port(host)
+            part = Part(0, parts, f"{host}:{master_port}")
+            run.announce(os.environ["AREAL_RENDEZVOUS"], part.master)
+        command = server_command(config, host, port, part)
+        run.announce(f"engine-{index}", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
+    os.execve(command[0], command, environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""How good a model is: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
+
+    python -m areal_megatron.evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--max-new-tokens N]
+                                      [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1] [--out FOLDER]
+                                      [--pass-rates FILE.jsonl]
+
+MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/evaluation.md). Starts one vLLM engine,
+asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. Killed and
+started again with the same OUT it goes on where it was. Exit code 0: done, 1: the engine failed, 2: wrong input, 130:
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import msgspec
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config, ConfigError, Data, Machine, Model, Reshard, Reward, Rollout
+from areal_megatron.controller.controller import first_cause
+from areal_megatron.controller.engine import Engine, connect
+from areal_megatron.data.files import records
+from areal_megatron.data.prompts import Prompt, read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.client import EngineError
+from areal_megatron.files import new_folder, write_atomically, write_json
+from areal_megatron.model_check import check_model
+from areal_megatron.models.architecture import read_config
+from areal_megatron.observe.estimates import estimate, pass_at_k
+from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
+from areal_megatron.reward.function import load_function
+from areal_megatron.reward.workers import RewardWorkers, default_count
+from areal_megatron.run import Run, RunError
+from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.seeds import sampling_seed
+from areal_megatron.workflows.single_turn import Sampling
+from launch.engines import slots
+from launch.hosts import Here
+from launch.local import device_of
+from launch.orders import start_order
+from launch.pools import Process, Slot
+from launch.processes import Child
+from launch.supervise import describe
+
+_PROGRESS_S = 5.0
+_POLL_S = 0.2
+_ENGINE = "engine-0"
+
+
+class Evaluation:
+    """All that is to be asked, and of whom. Raises ConfigError for whatever cannot work."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.config = config_of(options)
+        self.config.machine.device = device_of(self.config)
+        self.tokenizer = Tokenizer(options.model)
+        self.prompts = read_prompts(self.config, "eval", self.tokenizer)
+        self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
+        check_model(self.config)
+        self.n, self.temperature, self.workers = options.n, options.temperature, options.workers
+        self.rewards = {prompt.id: options.reward or prompt.reward or Reward().function for prompt in self.prompts}
+        for name in set(self.rewards.values()):
+            load_function(name)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What answers depend on, beyond the order in which an engine happens to batch them."""
+        config = self.config
+        items = [[p.id, p.tokens, p.answer, p.response_tokens, self.rewards[p.id]] for p in self.prompts]
+        return {
+            "model": config.model.path,
+            "model_files": files_digest(Path(config.model.path)),
+            "data": config.data.eval,
+            "rewards": sorted(set(self.rewards.values())),
+            "rows": digest(items),
+            "n": self.n,
+            "temperature": self.temperature,
+            "max_new_tokens": config.rollout.max_new_tokens,
+            "seed": config.seed,
+        }
+
+    def missing(self, folder: Folder) -> list[tuple[Prompt, int]]:
+        """(item, number of its sample) of all answers that are still to be given, the samples of an item in a row."""
+        asked = ((prompt, sample) for prompt in self.prompts for sample in range(self.n))
+        return [(prompt, sample) for prompt, sample in asked if (prompt.id, sample) not in folder.answers]
+
+    async def run(self, child: Child, run: Run, folder: Folder) -> None:
+        """Until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
+        workers = {
+            name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path, self.workers)
+            for name in set(self.rewards.values())
+        }
+        try:
+            await asyncio.gather(*(pool.start() for pool in workers.values()))
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(_watch(child))]
+                async with _serving(self.config, run) as engine:
+                    background.append(group.create_task(engine.watch(self.config.machine.timeout_s, lambda: None)))
+                    background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
+                    longest = self.config.rollout.max_new_tokens
+                    scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
+                    await self._ask(engine, scorers, folder)
+                    for task in background:
+                        task.cancel()
+        finally:
+            await asyncio.gather(*(pool.close() for pool in workers.values()))
+        if failed := sum(pool.failures for pool in workers.values()):
+            _say(f"warning: {failed} answers could not be scored and count as wrong; the first ones are named above")
+
+    async def _ask(self, engine: Engine, scorers: dict[str, Scorer], folder: Folder) -> None:
+        queue, most = iter(self.missing(folder)), self.config.rollout.max_running
+        running = asyncio.Semaphore(most)
+
+        async def ask_in_turn() -> None:
+            for prompt, sample in queue:
+                folder.add(await self._answer(engine, scorers[self.rewards[prompt.id]], running, prompt, sample))
+
+        async with asyncio.TaskGroup() as group:  # as many again: scoring keeps no engine waiting
+            for _ in range(2 * most):
+                group.create_task(ask_in_turn())
+
+    async def _answer(
+        self, engine: Engine, scorer: Scorer, running: asyncio.Semaphore, prompt: Prompt, sample: int
+    ) -> Sampled:
+        seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
+        async with running:
+            engine.occupy(1)
+            try:
+                rollout = replace(self.config.rollout, temperature=self.temperature)
+                sampling = Sampling(engine.client, rollout, self.tokenizer.stop_tokens, cache_salt=None)
+                (completion,) = await single_turn.sample(sampling, prompt, 1, f"item-{prompt.id}-{sample}", seed)
+            finally:
+                engine.release(1)
+        (score,) = await scorer.score(prompt, [completion])
+        return Sampled(
+            item=prompt.id,
+            sample=sample,
+            seed=seed,
+            score=score.reward,
+            correct=score.correct,
+            truncated=score.truncated,
+            tokens=len(completion.tokens),
+            response=self.tokenizer.decode(completion.tokens.tolist()),
+        )
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    """Of a run of engines alone. Raises ConfigError."""
+    described = read_config(options.model)
+    dtype = "float32" if described.get("dtype", described.get("torch_dtype")) == "float32" else "bfloat16"
+    return Config(
+        name="engine",
+        updates=1,
+        seed=options.seed,
+        model=Model(path=str(Path(options.model).absolute()), dtype=dtype),
+        data=Data(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
+        machine=Machine(device=options.device),
+        rollout=Rollout(tp=options.tp, max_new_tokens=options.max_new_tokens),
+        reshard=Reshard(staging="streamed"),  # nothing is to come: no memory for a second copy of the weights
+        reward=Reward(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
+    )
+
+
+def result_of(answers: Sequence[Sampled], ks: Sequence[int]) -> dict[str, object]:
+    """Figures of complete answers, n for each item; the same in whatever order they come."""
+    correct: dict[int, list[bool]] = {}
+    for answer in answers:
+        correct.setdefault(answer.item, []).append(answer.correct)
+    items = [correct[item] for item in sorted(correct)]
+    (n,) = {len(own) for own in items}
+    result: dict[str, object] = {"items": len(items), "n": n}
+    result[f"avg@{n}"] = asdict(estimate([sum(own) / n for own in items]))
+    for k in ks:
+        result[f"pass@{k}"] = asdict(estimate([pass_at_k(n, sum(own), k) for own in items]))
+    return result | {
+        "truncated_share": sum(answer.truncated for answer in answers) / len(answers),
+        "response_tokens_mean": sum(answer.tokens for answer in answers) / len(answers),
+    }
+
+
+def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
+    """The rows of `data` as JSONL, each with its share of correct answers as `pass_rate`. Raises ConfigError."""
+    given: dict[int, list[bool]] = {}
+    for answer in answers:
+        given.setdefault(answer.item, []).append(answer.correct)
+    rows = (record.row | {"pass_rate": sum(own) / len(own)} for record in records(data) for own in [given[record.id]])
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
+    except OSError as e:
+        raise ConfigError(f"--pass-rates: {file} cannot be written: {e.strerror}") from None
+
+
+def table(result: dict[str, object]) -> str:
+    rows = [
+        f"{name:<10}{figure['value']:>8.2%}   95% interval {figure['low']:.2%} – {figure['high']:.2%}"
+        for name, figure in result.items()
+        if isinstance(figure, dict) and "value" in figure
+    ]
+    rows.append(
+        f"{result['items']} items × {result['n']} answers, {result['response_tokens_mean']:.1f} tokens each; "
+        f"{result['truncated_share']:.1%} cut at their limit"
+    )
+    return "\n".join(rows)
+
+
+def fill(evaluation: Evaluation, folder: Folder) -> None:
+    """Starts an engine and lives until all answers are there. Raises EngineError, RunError or ConfigError."""
+    config, run = evaluation.config, Run(folder.path / "engine")
+    own = slots(config, 1)[0]
+    shutil.rmtree(run.folder, ignore_errors=True)  # of an evaluation that was killed
+    run.create()
+    configuration.save(config, run.config)
+    here = socket.gethostname()
+    process = Process(_ENGINE, "rollout", 0, here, tuple(Slot(here, index) for index in own))
+    _say(f"starting {_ENGINE}; its log: {run.log(_ENGINE)}")
+    with Here() as host:
+        host.start(start_order(config, run, process, host.supervisor(process)))
+        asyncio.run(evaluation.run(host.by_name[_ENGINE], run, folder))
+
+
+@asynccontextmanager
+async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
+    """Raises EngineError or RunError where it does not serve within machine.timeout_s."""
+    deadline = time.monotonic() + config.machine.timeout_s
+    while not run.announced(_ENGINE) and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+    engine = connect(config, run, 0)
+    try:
+        await engine.wait_until_ready(config.machine.timeout_s)
+        yield engine
+    finally:
+        await engine.client.close()
+
+
+async def _watch(child: Child) -> None:
+    """For ever. Raises EngineError with its last words if the process ends."""
+    while child.exit_code is None:
+        await asyncio.sleep(_POLL_S)
+    *last_lines, problem = describe(child).split("\n")
+    _say("\n".join(last_lines))
+    raise EngineError(problem.removeprefix("error: "))
+
+
+async def _progress(engine: Engine, folder: Folder, total: int) -> None:
+    begin, before = time.monotonic(), len(folder.answers)
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        done = len(folder.answers)
+        left = (
+            f", about {(total - done) * (time.monotonic() - begin) / (done - before):.0f} s left"
+            if done > before
+            else ""
+        )
+        right = f", {sum(answer.correct for answer in folder.answers.values()) / done:.1%} correct" if done else ""
+        _say(f"{done} of {total} answers{right}, {engine.tokens_per_s:,.0f} tokens/s{left}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return sorted({int(part) for part in text.split(",")})
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument("data", metavar="DATA", help="JSONL or Parquet file, folder, or several with commas")
+    parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")
+    parser.add_argument("--k", type=_whole_numbers, help="of pass@k, with commas, n at most; default: 1,n")
+    parser.add_argument("--temperature", type=float, default=Rollout().temperature, help="0: greedy; default 1")
+    parser.add_argument("--max-new-tokens", type=int, default=Rollout().max_new_tokens, help="default: %(default)s")
+    parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
+    parser.add_argument("--workers", type=int, default=default_count(), help="reward processes; default: %(default)s")
+    parser.add_argument("--reward-timeout-s", type=float, default=Reward().timeout_s, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=1, help="of samples, and of the order of choices; default: 1")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
+    parser.add_argument("--out", type=Path, help="folder to begin or to go on with; default: runs/evaluation-N")
+    parser.add_argument(
+        "--pass-rates",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write the rows of DATA here, each with its pass_rate, for rollout.pass_rate",
+    )
+    options = parser.parse_args(arguments)
+    options.k = options.k or sorted({1, options.n})
+    positive = {
+        "--n": options.n,
+        "--max-new-tokens": options.max_new_tokens,
+        "--workers": options.workers,
+        "--tp": options.tp,
+        "--reward-timeout-s": options.reward_timeout_s,
+        "--k": options.k[0],
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            parser.error(f"{name}: must be above 0, is {value}")
+    if options.seed < 0:
+        parser.error(f"--seed: must be 0 or more, is {options.seed}")
+    if options.k[-1] > options.n:
+        parser.error(f"--k: pass@{options.k[-1]} needs --n {options.k[-1]} or more, it is {options.n}")
+    if options.temperature < 0 or (options.temperature == 0 and options.n > 1):
+        parser.error(f"--temperature: {options.temperature:g} with --n {options.n}: must be above 0, or 0 with --n 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        evaluation = Evaluation(options)
+        out = options.out or new_folder("evaluation")
+        with Folder(out, evaluation.settings) as folder:
+            if folder.answers:
+                _say(f"going on with {len(folder.answers)} answers of {out}")
+            if evaluation.missing(folder):
+                fill(evaluation, folder)
+            result = result_of(list(folder.answers.values()), options.k)
+            write_json(out / "result.json", {"settings": evaluation.settings} | result)
+            if options.pass_rates:
+                write_pass_rates(options.data, list(folder.answers.values()), options.pass_rates)
+    except KeyboardInterrupt:
+        _say("interrupted; the same command with the same --out goes on")
+        return 128 + signal.SIGINT
+    except (ConfigError, EngineError, RunError, BaseExceptionGroup) as e:
+        cause = first_cause(e)
+        if not isinstance(cause, ConfigError | EngineError | RunError):
+            raise
+        _say(f"error: {str(cause).removeprefix('model.path: ')}")
+        return 2 if isinstance(cause, ConfigError) else 1
+    print(f"{table(result)}\n{out}/answers.jsonl, {out}/result.json")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the engine too
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The models this project knows: one table a family, chosen by the checkpoint's config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.config import ConfigError
+from areal_megatron.models.llama import LLAMA
+from areal_megatron.models.qwen2 import QWEN2
+from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
+from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, Dimensions, Family
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+}
+"""By the class that config.json names in `architectures`."""
+
+_CLASS_OF_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model: its family's table and its sizes."""
+
+    name: str
+    family: Family
+    dimensions: Dimensions
+    tied: bool
+    """The output layer is the embedding; the checkpoint has no lm_head."""
+
+    @cached_property
+    def canonical(self) -> dict[str, tuple[int, ...]]:
+        """Canonical tensors: the checkpoint's names as patterns → shape, in the order of the model."""
+        rows = [EMBEDDING, *(row.of_layers() for row in self.family.layer), FINAL_NORM, *([] if self.tied else [HEAD])]
+        return {name: self.dimensions.shape(axes) for row in rows for name, axes in row.tensors.items()}
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model folder. Raises ConfigError where it is missing or no JSON object."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except OSError as e:
+        raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
+    except ValueError as e:
+        raise ConfigError(f"model.path: {file} is not JSON: {e}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.path: {file} holds no JSON object")
+    return config
+
+
+def architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    """The architecture that a checkpoint's config.json describes.
+
+    Raises ConfigError for a model without a table, a flag that adds unknown parameters, or a missing size.
+    """
+    named = (hf_config.get("architectures") or [None])[0]
+    name = named or _CLASS_OF_MODEL_TYPE.get(hf_config.get("model_type"))
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"model.path: config.json names {named or hf_config.get('model_type')!r}, which has no table; "
+            f"known are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    for flag in family.refused:
+        if hf_config.get(flag):
+            raise ConfigError(f"model.path: config.json sets {flag}, whose parameters the table of {name} lacks")
+
+    def size(key: str, default: int | None = None) -> int:
+        value = hf_config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"model.path: config.json needs a positive integer {key}, has {value!r}")
+        return value
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    kv_heads = size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"model.path: config.json has num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}"
+        )
+    dimensions = Dimensions(
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=size("head_dim", hidden // heads),
+        ffn=0 if family.has_experts else size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        # transformers 5 writes num_local_experts, the published checkpoints have num_experts
+        experts=size("num_experts", hf_config.get("num_local_experts")) if family.has_experts else 0,
+        expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
+    )
+    if family.has_experts and size("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            "model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
+            f"which the table of {name} lacks"
+        )
+    return Architecture(name, family, dimensions, bool(hf_config.get("tie_word_embeddings", False)))

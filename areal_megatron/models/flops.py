@@ -1,0 +1,45 @@
+"""What a sequence costs the model at hand, from its config.json. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_megatron.models.architecture import architecture
+
+
+@dataclass(frozen=True)
+class SequenceFlops:
+    """FLOPs of a forward pass; a multiplication with an addition is two.
+
+    The backward pass takes twice as many of each kind, recomputation as many again: neither changes how the costs of
+    sequences compare. Norms, activations, rotations and softmax are left out.
+    """
+
+    token: float
+    """Each token: projections, and MLP or router and the experts chosen for it."""
+    trained: float
+    """Each trained token: the output layer, which runs for no other."""
+    pair: float
+    """Each query with each key that it attends to."""
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> SequenceFlops:
+        """Raises ConfigError for a model without a table, as `architecture` does."""
+        sizes = architecture(hf_config).dimensions
+        attention = 2 * sizes.hidden * (sizes.query + sizes.key_value)  # q and output, k and v
+        chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
+        feed_forward = 3 * sizes.hidden * (sizes.ffn + chosen * sizes.expert_ffn) + sizes.hidden * sizes.experts
+        return cls(
+            token=2.0 * sizes.layers * (attention + feed_forward),
+            trained=2.0 * sizes.vocabulary * sizes.hidden,
+            pair=2.0 * sizes.layers * 2 * sizes.query,  # q·k, and its weight times v, of every query head
+        )
+
+    def __call__(self, tokens: np.ndarray, trained: np.ndarray) -> np.ndarray:
+        """float64 [n] of sequences with int [n] tokens, of which `trained` are trained; attention is causal."""
+        tokens = np.asarray(tokens, dtype=np.float64)
+        return self.token * tokens + self.trained * np.asarray(trained) + self.pair * tokens * (tokens + 1) / 2

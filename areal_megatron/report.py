@@ -1,0 +1,511 @@
+"""A run as one HTML page: what it learned, how stale, how busy the pools were, what a weight update cost.
+
+    python -m areal_megatron.report runs/NAME [--out FILE.html]
+
+The page holds its figures itself and needs no network. Beside it goes timeline.json, every process on one
+clock, for ui.perfetto.dev or chrome://tracing. Works while a run goes on and for one that died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import sys
+import time
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from areal_megatron import config as configuration
+from areal_megatron.config import Config
+from areal_megatron.files import write_atomically
+from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speed_by_company
+from areal_megatron.run import Run
+
+TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
+UTILISATION_BINS = 60
+FEW_POINTS = 15
+"""A line of fewer points shows them."""
+WAITS = ("wait", "publish", "pause")
+"""Spans whose name starts so do not count as work of their pool."""
+
+STYLE = Path(__file__).with_name("report.css").read_text()
+
+
+@dataclass
+class Data:
+    """All that a report shows."""
+
+    run: Run
+    config: Config
+    status: dict[str, Any]
+    steps: list[dict[str, Any]]
+    """Lines of kind `update` or `sft`."""
+    evaluations: list[dict[str, Any]]
+    spans: list[Span]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """(versions, values) of the steps that have a value for `key`."""
+        points = [(step["version"], step[key]) for step in self.steps if step.get(key) is not None]
+        return [version for version, _ in points], [value for _, value in points]
+
+    def values(self, key: str) -> list[float]:
+        return self.series(key)[1]
+
+
+def load(run: Run) -> Data:
+    """Raises configuration.ConfigError if the folder is no run, ValueError if a line of its files is broken."""
+    config = configuration.load(run.config)
+    records = read_metrics(run)
+    return Data(
+        run,
+        config,
+        read_status(run),
+        [r for r in records if r["kind"] in ("update", "sft")],
+        sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]),
+        read_spans(run),
+    )
+
+
+def write_report(run: Run, out: Path) -> None:
+    data = load(run)
+    merge(run)
+    page = _page(data, _sft_sections(data) if data.config.mode == "sft" else _rl_sections(data))
+    write_atomically(out, page)
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _sft_sections(data: Data) -> list[str]:
+    return [
+        _section(
+            "Training",
+            "",
+            [
+                _lines(data, "Loss", "nats per token", {"loss": TRAIN}),
+                _lines(data, "Speed", "tokens/s", {"tokens_per_s": THIRD}, zero=True),
+                _lines(data, "Learning rate", "", {"lr": GREY}),
+            ],
+        ),
+    ]
+
+
+def _rl_sections(data: Data) -> list[str]:
+    return [
+        _section(
+            "Learning",
+            "Training figures are of the answers trained at each update, sampled up to "
+            f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained.",
+            [
+                _accuracy(data),
+                _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
+                _lines(
+                    data,
+                    "Answer length",
+                    "tokens",
+                    {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
+                    labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"},
+                    zero=True,
+                ),
+            ],
+        ),
+        _section(
+            "Asynchrony",
+            "Staleness: versions between an answer's admission, or the sampling of a token, and its "
+            "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
+            [
+                _staleness(data, "Staleness of trained answers", "staleness_histogram"),
+                _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
+                _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
+                _lines(
+                    data,
+                    "Waiting per update",
+                    "seconds",
+                    {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT},
+                    zero=True,
+                    labels={"trainer_wait_s": "trainer for a batch", "straggler_wait_s": "batch for a straggler"},
+                ),
+                _utilisation(data),
+            ],
+        ),
+        _section(
+            "Weight updates",
+            "Publish: weights travel while engines generate and trainers train. "
+            "Commit: the short pause in which an engine takes them.",
+            [
+                _lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
+                _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
+                _lines(
+                    data,
+                    "Trainer − engine log-probability",
+                    "nats, difference",
+                    {"logprob_diff_max": HELD_OUT, "logprob_diff_p99": THIRD, "logprob_diff_mean": TRAIN},
+                    log=True,
+                    labels={"logprob_diff_max": "largest", "logprob_diff_p99": "99%", "logprob_diff_mean": "mean"},
+                ),
+            ],
+            _table(
+                ["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"],
+                _publish_rows(data),
+            ),
+        ),
+        _section(
+            "Optimisation",
+            "",
+            [
+                _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
+                _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
+                _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
+                _lines(
+                    data,
+                    "Clipped, capped and masked tokens",
+                    "share",
+                    {"clip_share": TRAIN, "capped_share": HELD_OUT, "masked_share": THIRD},
+                    zero=True,
+                    labels={
+                        "clip_share": "clipped by ε",
+                        "capped_share": "weight at its cap",
+                        "masked_share": "weight 0",
+                    },
+                ),
+                _lines(
+                    data,
+                    "Advantage",
+                    "of trained tokens",
+                    {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
+                    labels={
+                        "advantage_max": "largest",
+                        "advantage_mean": "mean",
+                        "advantage_std": "deviation",
+                        "advantage_min": "least",
+                    },
+                ),
+                _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
+                _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
+            ],
+        ),
+        *([_critic(data)] if data.config.ppo.critic else []),
+    ]
+
+
+def _critic(data: Data) -> str:
+    return _section(
+        "Critic",
+        "Values of before each update, against the returns that it trains them towards.",
+        [
+            _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
+            _lines(
+                data,
+                "Means",
+                "of trained tokens",
+                {"value_mean": TRAIN, "return_mean": HELD_OUT},
+                labels={"value_mean": "value", "return_mean": "return"},
+            ),
+            _lines(data, "Value loss", "", {"value_loss": TRAIN}, zero=True),
+            _lines(data, "Gradient norm of the critic", "before clipping", {"value_grad_norm": TRAIN}, zero=True),
+        ],
+    )
+
+
+def _publish_rows(data: Data) -> list[tuple[str, ...]]:
+    """Per kind of the trainer's work: tokens/s of a rank in steps during which weights are sent, and in the others."""
+    trainers = [span for span in data.spans if span.process.startswith("trainer-")]
+    publishes = [span for span in trainers if span.name == "publish"]
+    rows = []
+    for name in ("train", "proximal"):
+        speeds = speed_by_company([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
+        cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{100 * speeds[0] / speeds[1]:.0f}%"] if speeds else "–––"
+        rows.append((name, *cells))
+    return rows
+
+
+def _final_rows(data: Data) -> list[tuple[str, str]]:
+    def last(key: str, form: str, count: int = 10) -> str:
+        values = data.values(key)[-count:]
+        return form.format(mean(values)) if values else "–"
+
+    rows = [("duration", _duration(data.status.get("elapsed_s", _time_covered(data))))]
+    if data.config.mode == "sft":
+        return [
+            *rows,
+            ("loss, last 10 steps", last("loss", "{:.3f}")),
+            ("tokens/s, median", _median(data, "tokens_per_s")),
+        ]
+    for evaluation in data.evaluations:
+        rows.append((f"held-out accuracy, version {evaluation['version']}", f"{100 * evaluation['accuracy']:.1f}%"))
+    totals = {
+        "trained tokens": "trained_tokens",
+        "groups filtered": "groups_filtered",
+        "groups skipped": "groups_skipped",
+        "prompts too long": "prompts_too_long",
+        "reward failures": "reward_failures",
+        "skipped optimizer steps": "skipped_steps",
+    }
+    return [
+        *rows,
+        ("accuracy, last 10 updates", last("accuracy", "{:.3f}")),
+        ("reward, last 10 updates", last("reward_mean", "{:.2f}")),
+        (
+            "staleness, mean and largest",
+            f"{last('staleness_mean', '{:.2f}', 10**9)}, {max(data.values('staleness_max'), default=0):.0f}",
+        ),
+        ("effective tokens/s, median", _median(data, "effective_tokens_per_s")),
+        ("publish, median s", _median(data, "publish_s", 3)),
+        ("commit, median s", _median(data, "commit_s", 3)),
+        ("weights sent per update, MB", _median(data, "weights_bytes", 1, 1e-6)),
+        ("log-probability difference, largest", f"{max(data.values('logprob_diff_max'), default=0):.1e}"),
+        *((name, f"{sum(data.values(key)):,.0f}") for name, key in totals.items()),
+    ]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _axes(title: str, unit: str, wide: bool = False) -> tuple[plt.Figure, Axes]:
+    figure, axes = plt.subplots(figsize=(12.4, 2.9) if wide else (4.4, 2.8), layout="constrained")
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color="#0f172a")
+    axes.set_ylabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#cbd5e1")
+    axes.tick_params(colors="#64748b", labelsize=9)
+    axes.yaxis.label.set_color("#64748b")
+    axes.xaxis.label.set_color("#64748b")
+    axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _svg(figure: plt.Figure, wide: bool = False) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    svg = buffer.getvalue()
+    return f"<figure{' class=wide' if wide else ''}>{svg[svg.index('<svg') :]}</figure>"
+
+
+def _over_versions(data: Data, axes: Axes) -> None:
+    axes.set_xlabel("step" if data.config.mode == "sft" else "policy version")
+    axes.set_xlim(0, data.config.updates)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _lines(
+    data: Data,
+    title: str,
+    unit: str,
+    colors: dict[str, str],
+    labels: dict[str, str] | None = None,
+    zero: bool = False,
+    log: bool = False,
+    scale: float = 1.0,
+) -> str:
+    """One figure, a line a key over versions. `zero`: the axis starts at 0."""
+    figure, axes = _axes(title, unit)
+    for key, color in colors.items():
+        versions, values = data.series(key)
+        axes.plot(
+            versions,
+            [value * scale for value in values],
+            color=color,
+            linewidth=1.8,
+            marker="o" if len(values) < FEW_POINTS else "",
+            markersize=3,
+            label=(labels or {}).get(key),
+        )
+    _over_versions(data, axes)
+    if log and any(value > 0 for key in colors for value in data.values(key)):
+        axes.set_yscale("log")
+    if zero:
+        axes.set_ylim(bottom=0)
+    if labels:
+        axes.legend(frameon=False, fontsize=9)
+    return _svg(figure)
+
+
+def _accuracy(data: Data) -> str:
+    figure, axes = _axes("Accuracy", "share of right answers")
+    axes.plot(*data.series("accuracy"), color=TRAIN, linewidth=1.8, label="training batch")
+    axes.plot(
+        [e["version"] for e in data.evaluations],
+        [e["accuracy"] for e in data.evaluations],
+        "o-",
+        color=HELD_OUT,
+        linewidth=1.8,
+        markersize=5,
+        label="held-out",
+    )
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _over_versions(data, axes)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    return _svg(figure)
+
+
+def _staleness(data: Data, title: str, key: str) -> str:
+    counts: dict[int, float] = {}
+    for step in data.steps:
+        for staleness, count in (step.get(key) or {}).items():
+            counts[int(staleness)] = counts.get(int(staleness), 0) + count
+    bound, total = data.config.rollout.max_staleness, sum(counts.values()) or 1
+    figure, axes = _axes(title, "share")
+    axes.bar(list(counts), [count / total for count in counts.values()], color=TRAIN, width=0.8)
+    axes.axvline(bound + 0.5, color=HELD_OUT, linestyle="--", linewidth=1.4, label=f"bound η = {bound}")
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    axes.set_xlim(-0.6, bound + 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlabel("versions")
+    return _svg(figure)
+
+
+def _utilisation(data: Data) -> str:
+    figure, axes = _axes("Pool utilisation", "share of time at work", wide=True)
+    begin, end = _time_range(data)
+    edges = [begin + (end - begin) * i / UTILISATION_BINS for i in range(UTILISATION_BINS + 1)]
+    minutes = [(edge - begin) / 60 for edge in edges]
+    for pool, prefix, color in (("trainer", "trainer-", TRAIN), ("rollout", "engine-", HELD_OUT)):
+        work = [s for s in data.spans if s.process.startswith(prefix) and not s.name.startswith(WAITS)]
+        axes.stairs(busy_share(work, edges), minutes, color=color, linewidth=1.8, label=pool)
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlim(0, minutes[-1])
+    axes.set_xlabel("minutes since the first span")
+    axes.legend(frameon=False, fontsize=9, loc="lower right", ncols=2, bbox_to_anchor=(1, 1))
+    return _svg(figure, wide=True)
+
+
+# ---------------------------------------------------------------- page
+
+
+def _page(data: Data, sections: list[str]) -> str:
+    name = html.escape(data.config.name)
+    what = "supervised fine-tuning" if data.config.mode == "sft" else "asynchronous PPO"
+    unit = "steps" if data.config.mode == "sft" else "updates"
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.steps[0]["time"])) if data.steps else "no step yet"
+    return "\n".join(
+        [
+            f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{name} · areal_megatron</title>",
+            f"<meta name=viewport content='width=device-width, initial-scale=1'>"
+            f"<style>{STYLE}</style></head><body><main>",
+            f"<h1>{name}</h1><p>{what}, {len(data.steps)} of {data.config.updates} {unit}, {started}</p>",
+            _banner(data),
+            _cards(data),
+            *sections,
+            "<h2>Figures and configuration</h2><div class=tables>",
+            _table(["final figures", ""], _final_rows(data)),
+            _table(["configuration", ""], [(key, str(value)) for key, value in _settings(data.config)]),
+            "</div></main></body></html>",
+        ]
+    )
+
+
+def _banner(data: Data) -> str:
+    if len(data.steps) >= data.config.updates:
+        return ""
+    last = max([step["time"] for step in data.steps] + [span.end for span in data.spans], default=None)
+    sign = f", last sign of life {time.strftime('%H:%M:%S', time.localtime(last))}" if last else ""
+    return (
+        f"<div class=banner>This run is incomplete: {len(data.steps)} of {data.config.updates} updates, phase "
+        f"“{html.escape(str(data.status.get('phase', 'unknown')))}”{sign}. "
+        f"Its processes' logs are in {html.escape(data.config.name)}/logs/.</div>"
+    )
+
+
+def _cards(data: Data) -> str:
+    if data.config.mode == "sft":
+        losses = data.values("loss")
+        cards = [
+            (f"{losses[0]:.2f} → {losses[-1]:.3f}" if losses else "–", "loss"),
+            (_median(data, "tokens_per_s"), "tokens/s"),
+        ]
+    else:
+        accuracy = [f"{100 * e['accuracy']:.0f}%" for e in data.evaluations]
+        cards = [
+            (" → ".join([accuracy[0], accuracy[-1]][: len(accuracy)]) if accuracy else "–", "held-out accuracy"),
+            (_median(data, "effective_tokens_per_s"), "effective tokens/s"),
+            (
+                f"{max(data.values('staleness_max'), default=0):.0f}",
+                f"largest staleness, bound {data.config.rollout.max_staleness}",
+            ),
+            (_percent(data.values("trainer_idle_share")), "trainer idle"),
+            (_percent(data.values("engine_idle_share")), "engines idle"),
+        ]
+    cards.append((_duration(data.status.get("elapsed_s", _time_covered(data))), "duration"))
+    return (
+        "<div class=cards>"
+        + "".join(f"<div class=card><b>{html.escape(value)}</b><span>{label}</span></div>" for value, label in cards)
+        + "</div>"
+    )
+
+
+def _section(title: str, text: str, figures: list[str], table: str = "") -> str:
+    below = f"<div class=tables style='margin-top:14px'>{table}</div>" if table else ""
+    return f"<h2>{title}</h2><p>{text}</p><div class=figures>{''.join(figures)}</div>{below}"
+
+
+def _table(head: list[str], rows: list[tuple[str, ...]]) -> str:
+    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div><table><tr>{top}</tr>{body}</table></div>"
+
+
+def _settings(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    settings = []
+    for field in fields(node):
+        value = getattr(node, field.name)
+        settings += _settings(value, f"{field.name}.") if is_dataclass(value) else [(prefix + field.name, value)]
+    return settings
+
+
+def _time_range(data: Data) -> tuple[float, float]:
+    begin = min((span.start for span in data.spans), default=0.0)
+    return begin, max([begin + 1.0] + [span.end for span in data.spans])
+
+
+def _time_covered(data: Data) -> float:
+    times = [step["time"] for step in data.steps + data.evaluations]
+    return max(times) - min(times) if times else 0.0
+
+
+def _median(data: Data, key: str, digits: int = 0, scale: float = 1.0) -> str:
+    values = data.values(key)
+    return f"{median(values) * scale:,.{digits}f}" if values else "–"
+
+
+def _percent(values: list[float]) -> str:
+    return f"{100 * mean(values):.0f}%" if values else "–"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
+    parser.add_argument("--out", type=Path, help="default: report.html in the run folder")
+    options = parser.parse_args()
+    out = options.out or options.run / "report.html"
+    try:
+        write_report(Run(options.run), out)
+    except (configuration.ConfigError, ValueError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The engine's layout: how vLLM holds a model, by rank. Imports no vllm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_megatron.config import ConfigError, Rollout
+from areal_megatron.models.architecture import architecture
+from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, Dimensions
+from areal_megatron.reshard.boxes import Layout, Rows
+from areal_megatron.reshard.shard import ShardBuilder, Share
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Parallel sizes of one engine; its ranks are numbered tp first, then dp."""
+
+    tp: int = 1
+    dp: int = 1
+    expert_parallel: bool = False
+    """Each rank holds whole experts, its share of them (vLLM's --enable-expert-parallel, linear placement);
+    otherwise a part of every expert."""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> EngineSizes:
+        return cls(tp=rollout.tp, expert_parallel="parallel" in rollout.experts)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+
+def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layout:
+    """What rank `rank` of an engine holds. Raises ConfigError where the sizes do not fit the model."""
+    model = architecture(hf_config)
+    dimensions, whole = model.dimensions, not sizes.expert_parallel
+    if sizes.expert_parallel and dimensions.experts < sizes.ranks:
+        raise ConfigError(
+            f"rollout.experts: [parallel] has {sizes.ranks} ranks of an engine share {dimensions.experts} experts"
+        )
+    shard = ShardBuilder(
+        dimensions,
+        tensor=Share(rank % sizes.tp, sizes.tp, "rollout.tp"),
+        expert_tensor=Share(rank, sizes.ranks, "rollout.tp") if whole else Share(0, 1, "rollout.experts"),
+        experts=range(dimensions.experts) if whole else _own_experts(dimensions.experts, sizes.ranks, rank),
+        vocabulary=-(-dimensions.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        fuse_heads=_stacked_heads,
+    )
+    shard.add(EMBEDDING, EMBEDDING.vllm)
+    for row in model.family.layer:
+        shard.add(row, LAYER_PREFIX + row.vllm, range(dimensions.layers))
+    shard.add(FINAL_NORM, FINAL_NORM.vllm)
+    if not model.tied:
+        shard.add(HEAD, HEAD.vllm)
+    return shard.build()
+
+
+def _own_experts(experts: int, ranks: int, rank: int) -> range:
+    """Consecutive ones, the first ranks with one more where they do not divide evenly."""
+    each, more = divmod(experts, ranks)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
+    """Own query heads, then own key heads, then own value heads; with tp above kv_heads, heads are replicated."""
+    query, key, value = names
+    own_heads = max(dimensions.kv_heads // share.count, 1)
+    first = share.index * dimensions.kv_heads // share.count
+    own = (first * dimensions.head_dim, (first + own_heads) * dimensions.head_dim)
+    return [Rows(query, *share.of(dimensions.query)), Rows(key, *own), Rows(value, *own)]

@@ -1,0 +1,214 @@
+"""The trainer's layout: how megatron-core's GPTModel holds a model, by rank.
+
+Names are those of GPTModel.named_parameters(): decoder layers counted from 0 on each pipeline stage. With
+virtual stages a rank holds several models; the names of the k-th begin with `model<k>.`, as in Megatron's own
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from areal_megatron.config import ConfigError, Trainer
+from areal_megatron.models.architecture import Architecture, architecture
+from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Dimensions, Row
+from areal_megatron.reshard.boxes import Layout, Rows, window
+from areal_megatron.reshard.shard import ShardBuilder, Share
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in each dimension of parallelism; of the experts in etp, ep and edp (their dp)."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class MegatronSizes:
+    """Parallel sizes of the trainer pool. Ranks are numbered in megatron-core's default order, tp-cp-ep-dp-pp.
+
+    Raises ConfigError if the sizes do not divide each other.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    """Tensor parallelism of the experts; 0: as tp."""
+    vpp: int = 1
+    """Virtual pipeline stages of a rank."""
+    vocabulary_multiple: int = 128
+    """The vocabulary is padded to a multiple of this times tp (Megatron's make_vocab_size_divisible_by)."""
+    fused_layernorm: bool = False
+    """TransformerEngine's layers, which hold the layer norms inside the linear layers that follow them."""
+    grouped_experts: bool = False
+    """TransformerEngine's experts, all of a rank in one module."""
+
+    def __post_init__(self):
+        if self.tp * self.cp * self.dp % (self.expert_tp * self.ep):
+            raise ConfigError(
+                f"trainer.ep: {self.ep} times etp={self.expert_tp} does not divide the "
+                f"{self.tp * self.cp * self.dp} ranks of a pipeline stage"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"trainer.vpp: {self.vpp} virtual stages need trainer.pp above 1")
+
+    @classmethod
+    def of(cls, trainer: Trainer, transformer_engine: bool = False) -> MegatronSizes:
+        """The sizes that a run's config asks for."""
+        return cls(
+            tp=trainer.tp,
+            pp=trainer.pp,
+            dp=trainer.dp,
+            ep=trainer.ep,
+            etp=trainer.etp,
+            vpp=trainer.vpp,
+            fused_layernorm=transformer_engine,
+            grouped_experts=transformer_engine,
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        pp, at = divmod(rank, self.tp * self.cp * self.dp)
+        rest, tp = divmod(at, self.tp)
+        dp, cp = divmod(rest, self.cp)
+        rest, etp = divmod(at, self.expert_tp)
+        edp, ep = divmod(rest, self.ep)
+        return Coordinates(tp, cp, dp, pp, etp, ep, edp)
+
+    def padded_vocabulary(self, vocabulary: int) -> int:
+        """The vocab_size to build GPTModel with."""
+        multiple = self.vocabulary_multiple * self.tp
+        return -(-vocabulary // multiple) * multiple
+
+    def stage_sizes(self, layers: int) -> list[int]:
+        """Decoder layers of each pipeline stage: equal, or less on the first and last, which have more to do.
+
+        Raises ConfigError where Megatron has no such division: only the first and the last stage may differ.
+        """
+        pp, unit = self.pp, self.vpp
+        if layers % (pp * unit) == 0:
+            return [layers // pp] * pp
+        even = layers // pp // unit * unit
+        for middle in (even + unit, even):
+            rest = layers - middle * (pp - 2)
+            last = rest // 2 // unit * unit
+            stages = [rest - last, *[middle] * (pp - 2), last]
+            if pp > 1 and min(stages) > 0 and (rest - last) % unit == 0:
+                return stages
+        raise ConfigError(
+            f"trainer.pp: num_hidden_layers={layers} of the model cannot be divided over {pp} stages"
+            + (f" of {unit} virtual ones (trainer.vpp)" if unit > 1 else "")
+        )
+
+    def uneven_stages(self, layers: int) -> dict[str, int]:
+        """What megatron-core's TransformerConfig must be told of stage_sizes."""
+        sizes = self.stage_sizes(layers)
+        if len(set(sizes)) == 1:
+            return {}
+        first = {"num_layers_in_first_pipeline_stage": sizes[0]}
+        # With two stages the second is what is left; megatron-core divides by zero if it is told both.
+        return first if self.pp == 2 else first | {"num_layers_in_last_pipeline_stage": sizes[-1]}
+
+    def chunk_layers(self, layers: int, stage: int) -> list[range]:
+        """The decoder layers of each model of a pipeline stage, counted over the whole model."""
+        sizes = [size // self.vpp for size in self.stage_sizes(layers)]
+        before = sum(sizes[:stage])
+        starts = (chunk * sum(sizes) + before for chunk in range(self.vpp))
+        return [range(start, start + sizes[stage]) for start in starts]
+
+
+def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int) -> Layout:
+    """What trainer rank `rank` holds. Raises ConfigError where the sizes do not fit the model."""
+    return _layout(architecture(hf_config), sizes, sizes.coordinates(rank))
+
+
+def without_head(layout: Layout) -> Layout:
+    """The layout of the same model but for its output layer: of one with another, which no Hugging Face folder
+    holds."""
+    pieces = tuple(piece for piece in layout.pieces if not is_head(piece.parameter))
+    held = {name: shape for name, shape in layout.held.items() if not is_head(name)}
+    return Layout(held, {piece.tensor: layout.canonical[piece.tensor] for piece in pieces}, pieces)
+
+
+def is_head(parameter: str) -> bool:
+    """Whether that is the name of the output layer's weight."""
+    return parameter.endswith(HEAD.megatron)
+
+
+def layouts(hf_config: Mapping[str, Any], sizes: MegatronSizes) -> list[Layout]:
+    """One per trainer rank; ranks that hold the same share one object."""
+    model = architecture(hf_config)
+    held = cache(lambda at: _layout(model, sizes, at))
+    return [held(at._replace(cp=0, dp=0, edp=0)) for at in map(sizes.coordinates, range(sizes.ranks))]
+
+
+def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layout:
+    dimensions = model.dimensions
+    if dimensions.experts % sizes.ep:
+        raise ConfigError(f"trainer.ep: {sizes.ep} does not divide num_experts={dimensions.experts} of the model")
+    shard = ShardBuilder(
+        dimensions,
+        tensor=Share(at.tp, sizes.tp, "trainer.tp"),
+        expert_tensor=Share(at.etp, sizes.expert_tp, "trainer.etp"),
+        experts=range(at.ep * dimensions.experts // sizes.ep, (at.ep + 1) * dimensions.experts // sizes.ep),
+        vocabulary=sizes.padded_vocabulary(dimensions.vocabulary),
+        fuse_heads=_interleaved_heads,
+    )
+    chunks = sizes.chunk_layers(dimensions.layers, at.pp)
+    for number, layers in enumerate(chunks):
+        prefix = f"model{number}." if sizes.vpp > 1 else ""
+        first, last = at.pp == 0 and number == 0, at.pp == sizes.pp - 1 and number == sizes.vpp - 1
+        if first:
+            shard.add(EMBEDDING, prefix + EMBEDDING.megatron)
+        for row in model.family.layer:
+            shard.add(row, prefix + "decoder.layers.{}." + _name(row, model, sizes), layers)
+        if last:
+            shard.add(FINAL_NORM, prefix + FINAL_NORM.megatron)
+            if not model.tied:
+                shard.add(HEAD, prefix + HEAD.megatron)
+            elif not first:
+                shard.add(TIED_HEAD, prefix + HEAD.megatron)
+    return shard.build()
+
+
+def _name(row: Row, model: Architecture, sizes: MegatronSizes) -> str:
+    """Of a layer's parameter: which modules are fused decides it."""
+    if sizes.grouped_experts and row.grouped:
+        return row.grouped
+    if sizes.fused_layernorm and row.megatron == "input_layernorm.weight":
+        return "self_attention.linear_qkv.layer_norm_weight"
+    if sizes.fused_layernorm and row.megatron == "pre_mlp_layernorm.weight" and not model.family.has_experts:
+        return "mlp.linear_fc1.layer_norm_weight"
+    return row.megatron
+
+
+def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
+    """Query group by query group: its query heads, its key head, its value head; cut evenly over tp."""
+    query, key, value = names
+    d, per_group = dimensions.head_dim, dimensions.query // dimensions.kv_heads
+    stack = []
+    for group in range(dimensions.kv_heads):
+        stack += [
+            Rows(query, group * per_group, (group + 1) * per_group),
+            Rows(key, group * d, (group + 1) * d),
+            Rows(value, group * d, (group + 1) * d),
+        ]
+    return list(window(stack, *share.of(dimensions.query + 2 * dimensions.key_value)))

@@ -1,0 +1,206 @@
+"""Serves the policy to agents as an OpenAI endpoint on the loopback, and records what they do as trajectories.
+
+Every episode has a key of its own, which is valid as long as the episode lasts. The tokens of a call that goes on from
+an earlier answer of its episode are those that were sampled then, followed by what the chat template puts after them;
+text is never tokenised again. Any other call begins a trajectory of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.client import EngineError
+from areal_megatron.workflows.episode import BrokenOff, Episode, EpisodeOver
+from areal_megatron.workflows.openai_messages import BadCall, Call, Known, Message, Record, answer_of, plain
+from areal_megatron.workflows.transcript import Context
+
+log = logging.getLogger(__name__)
+MODEL = "policy"
+_BODY_BYTES = 16 << 20
+_decode = msgspec.json.Decoder(Call).decode
+
+
+@dataclass(frozen=True)
+class Api:
+    """Where an agent finds the model, for any OpenAI client."""
+
+    url: str
+    key: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that runs an agent: this process's own, with OPENAI_BASE_URL and OPENAI_API_KEY."""
+        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+
+
+@dataclass(eq=False)
+class _Session:
+    episode: Episode
+    tokenizer: Tokenizer
+    record: Record = field(default_factory=Record)
+    calls: set[asyncio.Task] = field(default_factory=set)
+
+
+class Proxy:
+    """Listens from the first `serve` to `close`, on a port that the system chooses."""
+
+    def __init__(self):
+        self._sessions: dict[str, _Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self.refused = 0
+        """Calls without a valid key, and those that were malformed."""
+
+    @asynccontextmanager
+    async def serve(self, episode: Episode, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+        """Calls that are not answered at the end are dropped."""
+        url, key = await self._url(), secrets.token_urlsafe(24)
+        session = self._sessions[key] = _Session(episode, tokenizer)
+        try:
+            yield Api(url, key)
+        finally:
+            del self._sessions[key]
+            for call in session.calls:
+                call.cancel()
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _url(self) -> str:
+        async with self._starting:
+            if self._runner is None:
+                application = web.Application(client_max_size=_BODY_BYTES)
+                application.router.add_post("/v1/chat/completions", self._complete)
+                application.router.add_get("/v1/models", self._models)
+                runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+                await runner.setup()
+                await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+                self._runner = runner
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}/v1"
+
+    def _session(self, request: web.Request) -> _Session | None:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self._sessions.get(key) if scheme == "Bearer" else None
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session(request) is None:
+            return self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "areal"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        if session is None:
+            return self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
+        session.calls.add(task := asyncio.current_task())
+        try:
+            call = _decode(await request.read())
+            call.check()
+            message, context = await _answered(session, call)
+        except (msgspec.MsgspecError, UnicodeDecodeError, BadCall, ConfigError) as e:
+            return self._refuse(400, str(e), "invalid_request")
+        except EpisodeOver as e:
+            return _error(400, str(e), e.code)
+        except (EngineError, BrokenOff) as e:
+            return _error(503, f"the episode is over: {e}", "engine_failed")
+        finally:
+            session.calls.discard(task)
+        reply = _reply(message, context)
+        return await _stream(request, reply) if call.stream else web.json_response(reply)
+
+    def _refuse(self, status: int, message: str, code: str) -> web.Response:
+        self.refused += 1
+        if self.refused <= 10 or self.refused % 1000 == 0:
+            log.warning("refused call %d of an agent: %s", self.refused, message)
+        return _error(status, message, code)
+
+
+async def _answered(session: _Session, call: Call) -> tuple[Message, Context]:
+    """The model's message, and the tokens up to it. Raises BadCall, ConfigError, EpisodeOver, EngineError or
+    BrokenOff."""
+    messages, tools = [plain(message) for message in call.messages], call.tools
+    if not messages or messages[-1]["role"] == "assistant":
+        raise BadCall("the last message must be one that the model is to answer")
+    known = session.record.longest(messages, tools)
+    context = await session.episode.answer(_begin(session, known, messages, tools), call.limit)
+    message = answer_of(session.tokenizer.decode(context.answer), bool(tools))
+    before = known.messages if known else []  # so that equal ones are held once
+    session.record.add([*before, *messages[len(before) :], message], tools, context)
+    return message, context
+
+
+def _begin(session: _Session, known: Known | None, messages: list[Message], tools: Any) -> Context:
+    """Tokens up to where the model answers; `known`: the answer that the messages go on from."""
+    tokenizer, episode = session.tokenizer, session.episode
+    if known:
+        try:
+            after = tokenizer.continuation(messages, len(known.messages) - 1, tools)
+        except ConfigError as e:  # the template does not take the answer as one without tool calls
+            log.debug("a call begins anew: %s", e)
+        else:
+            return episode.told(known.context, after)
+    return episode.fresh(tokenizer.conversation(messages, tools))
+
+
+def _reply(message: Message, context: Context) -> dict[str, Any]:
+    shown = {"role": "assistant", "content": message["content"] or None}
+    if calls := message.get("tool_calls"):
+        shown["tool_calls"] = [
+            {
+                "id": f"call_{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    elif not shown["content"]:
+        shown["content"] = ""
+    sampled = len(context.answer)
+    before = len(context.prompt) + context.length - sampled
+    reason = "length" if not context.ended else "tool_calls" if calls else "stop"
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
+        "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
+    }
+
+
+async def _stream(request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:
+    """The whole answer as one piece, in the form of a stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    (choice,), head = reply["choices"], reply | {"object": "chat.completion.chunk"}
+    calls = [call | {"index": k} for k, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = choice["message"] | ({"tool_calls": calls} if calls else {})
+    for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+        event = head | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def _error(status: int, message: str, code: str) -> web.Response:
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+    return web.json_response(body, status=status, headers={"x-should-retry": "false"})

@@ -1,0 +1,49 @@
+"""The model may run Python: a block of it that an answer holds is run, and what it prints is the next message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+from areal_megatron.reward import sandbox
+from areal_megatron.reward.code import last_program
+from areal_megatron.reward.sandbox import Limits, Outcome
+from areal_megatron.reward.workers import default_count
+from areal_megatron.workflows.episode import Episode
+
+LIMITS = Limits(wall_s=5.0)
+_CHARACTERS = 2000
+"""Of what the model gets to see, and a quarter as many of an error's end."""
+
+
+async def run(episode: Episode, program_of: Callable[[str], str | None] = last_program) -> None:
+    """An answer without a program is the last. Raises SandboxError if the machine fails to isolate one."""
+    for turn in range(1, episode.turns + 1):
+        program = program_of(await episode.sample())
+        if program is None or turn == episode.turns:
+            break
+        with episode.busy():
+            outcome = await run_program(program)
+        episode.say(f"\n```output\n{described(outcome)}\n```\n")
+
+
+async def run_program(program: str) -> Outcome:
+    """In the sandbox, off the event loop; waits while as many run as there are reward workers."""
+    return await asyncio.get_running_loop().run_in_executor(_threads(), sandbox.run, program, "", LIMITS)
+
+
+def described(outcome: Outcome) -> str:
+    """What it printed, and how it ended if not well."""
+    parts = [outcome.stdout.rstrip("\n")[:_CHARACTERS]]
+    if outcome.ended in ("wall_s", "cpu_s"):
+        parts.append(f"ended after {LIMITS.wall_s:g} s")
+    elif not outcome.good:
+        parts.append(outcome.stderr.strip()[-_CHARACTERS // 4 :] or f"ended by {outcome.ended}")
+    return "\n".join(part for part in parts if part)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(default_count(), thread_name_prefix="tool")

@@ -1,0 +1,75 @@
+"""What trainer ranks hold together, and how it compares with a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_megatron.config import Config
+from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
+from areal_megatron.trainer.learner import Learner
+from areal_megatron.trainer.model import named_parameters
+from areal_megatron.trainer.parallel import parallel_state
+from areal_megatron.trainer.trainer import Trainer
+from tests.support.tiny_models import canonical
+
+
+def gather_vocabulary(logits: Tensor, size: int) -> Tensor:
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :size]
+
+
+def gather_sequence(hidden: Tensor, config: Config) -> Tensor:
+    if config.trainer.tp == 1:
+        return hidden
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(hidden) for _ in range(group.size())]
+    dist.all_gather(parts, hidden.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def whole_gradients(learner: Learner) -> dict[str, Tensor]:
+    """Gradients of this rank's parameters, the shards of all data-parallel ranks put together."""
+    groups = {
+        "buffers": parallel_state.get_data_parallel_group(),
+        "expert_parallel_buffers": parallel_state.get_expert_data_parallel_group(),
+    }
+    for kind, group in groups.items():
+        for buffer in (buffer for chunk in learner.chunks for buffer in getattr(chunk, kind)):
+            own = buffer.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(buffer.grad_data, own, group=group)
+    return {name: parameter.main_grad for name, parameter in named_parameters(learner.chunks)}
+
+
+def pieces(
+    trainer: Trainer, held: dict[str, Tensor], expected: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, ours, theirs) for each part of a canonical tensor that this rank holds; a critic's have a head of their
+    own."""
+    whole = layout(trainer.hf_config, trainer.sizes, trainer.rank)
+    if "head.weight" in expected:
+        whole = without_head(whole)
+        yield from (("head.weight", held[name].float(), expected["head.weight"]) for name in held if is_head(name))
+    for piece in whole.pieces:
+        for name, region, view in piece.tensors(held):
+            yield name, view.float(), expected[name][region]
+
+
+def assert_parameters(trainer: Trainer, expected: Mapping[str, Tensor], atol: float, learner: str = "policy") -> None:
+    """expected: by the names of a Hugging Face model in memory."""
+    for name, ours, theirs in pieces(trainer, trainer.learners[learner].parameters(), canonical(expected)):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_gradient(trainer: Trainer, gradients: Mapping[str, Tensor], learner: str = "policy") -> None:
+    """Every part within 1e-6 of the norm of the whole gradient; the norm is the one that gradients are clipped by."""
+    subject = trainer.learners[learner]
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    assert (error := abs(subject.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
+    for name, ours, theirs in pieces(trainer, whole_gradients(subject), canonical(gradients)):
+        assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"

@@ -1,0 +1,96 @@
+"""A real engine for tests: a run folder with one vLLM server on one core."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+
+from areal_megatron.config import Config, Data, Machine, Model, Rollout, save
+from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.run import Run
+
+START_TIMEOUT_S = 240
+
+
+def make_run(folder, world, *, rollout=None, **keys):
+    """A run folder with the config of a tiny run of `world` (tools/make_arithmetic.py)."""
+    config = Config(
+        name=folder.name,
+        runs_dir=str(folder.parent),
+        **{"updates": 3, "batch_size": 16} | keys,
+        model=Model(path=str(world / "model"), dtype="float32"),
+        data=Data(train=str(world / "train.jsonl"), max_prompt_tokens=32),
+        machine=Machine(device="cpu", timeout_s=60),
+    )
+    settings = {"group_size": 4, "max_new_tokens": 24, "max_running": 16, "temperature": 0.7}
+    config.rollout = Rollout(**settings | (rollout or {}))
+    run = Run(folder)
+    run.create()
+    save(config, run.config)
+    return run, config
+
+
+def lengthened(world, folder):
+    """A copy of the world in `folder`, of a model that takes longer texts."""
+    shutil.copytree(world, folder)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return folder
+
+
+@contextmanager
+def started_engine(run):
+    """engine-0 of `run`, healthy; ended afterwards."""
+    command = [sys.executable, "-m", "areal_megatron.engine.server", "--run", str(run.folder), "--index", "0"]
+    with run.log("engine-0").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"AREAL_CPUS": "0"}
+        )
+    server = psutil.Process(process.pid)
+    members: set[psutil.Process] = {server}
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ask(run, is_healthy):
+            assert process.poll() is None, run.log("engine-0").read_text()[-2000:]
+            assert time.monotonic() < deadline, f"no engine after {START_TIMEOUT_S} s"
+            time.sleep(0.5)
+        # Now, since vLLM's EngineCore is nobody's child any more if a test kills the server.
+        members.update(server.children(recursive=True))
+        yield process
+    finally:
+        grace_s = 1  # for an engine core whose server a test has killed: it may not notice
+        if process.poll() is None:
+            members.update(server.children(recursive=True))
+            grace_s = 30
+        process.terminate()
+        _, left = psutil.wait_procs(members, grace_s)
+        for member in left:
+            member.kill()
+        process.wait(10)
+
+
+async def is_healthy(client):
+    try:
+        await client.wait_until_healthy(0)
+    except EngineError:
+        return False
+    return True
+
+
+def ask(run, call, token=None):
+    """The result of `call(client)` for a client of engine-0."""
+
+    async def answer():
+        client = EngineClient("engine-0", run.endpoint("engine-0", 30), run.token if token is None else token, 60)
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(answer())

@@ -1,0 +1,196 @@
+"""What plain code makes of a tiny model, computed once for all layouts and ranks: most of their time went there."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_megatron.config import Config
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.trainer.trainer import Trainer
+from tests.support import training_oracle as oracle
+from tests.support.tiny_models import load_oracle
+
+TOKENS = 100
+"""Ids below it are tokens of every tiny model."""
+ROWS = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
+"""Lengths of the sequences of each packed row."""
+UPDATES = SFT_STEPS = 2
+
+
+def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -> list[Trajectory]:
+    """Random answers of very different lengths; some tokens and one whole answer are masked."""
+    random = np.random.default_rng(seed)
+    trajectories = []
+    for uid in range(count):
+        length = int(random.integers(1, 12)) if uid else 100
+        mask = np.ones(length, np.uint8)
+        mask[: length // 4] = 0
+        trajectories.append(
+            Trajectory(
+                uid=uid,
+                epoch=0,
+                prompt_id=uid // group,
+                admission_version=version - uid % 2,
+                prompt=random.integers(0, TOKENS, int(random.integers(1, 9)), dtype=np.int32),
+                response=random.integers(0, TOKENS, length, dtype=np.int32),
+                logprobs=random.normal(-6, 1, length).astype(np.float32),
+                versions=np.full(length, version - uid % 2, np.int32),
+                loss_mask=mask * (uid != 1),
+                reward=float(random.choice([-5.0, 5.0])),
+                truncated=False,
+            )
+        )
+    return trajectories
+
+
+def plain_results(subject: Trainer) -> dict[str, Any]:
+    """Of the subject's model under its config."""
+    return _once(subject, "plain_results", _compute)
+
+
+def plain_update(subject: Trainer) -> dict[str, Any]:
+    """Gradient of `minibatch` and parameters after one update on `update_data`. Two runs of one name share it."""
+    return _once(subject, subject.run.folder.name, _compute_update)
+
+
+def _once(subject: Trainer, name: str, compute: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0 of whoever comes first computes and keeps it beside the model."""
+    path = Path(subject.config.model.path) / f"{name}.pt"
+    if subject.is_first and not path.exists():
+        temporary = path.with_suffix(f".{os.getpid()}")
+        torch.save(compute(subject.config), temporary)
+        os.replace(temporary, path)
+    subject.parallel.barrier()
+    return torch.load(path, weights_only=True)
+
+
+def rows_and_batch() -> tuple[list[list[np.ndarray]], torch.Tensor]:
+    """Sequences by packed row, and an unpacked batch [3, 24]."""
+    random = np.random.default_rng(1)
+    rows = [[random.integers(0, TOKENS, n, dtype=np.int32) for n in lengths] for lengths in ROWS]
+    return rows, torch.from_numpy(random.integers(0, TOKENS, (3, 24)))
+
+
+def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
+    rows, batch = rows_and_batch()
+    with torch.no_grad():
+        packed = [torch.cat([model(torch.from_numpy(s)[None].long()).logits[0] for s in row]) for row in rows]
+        return {"rows": packed, "batch": model(batch).logits}
+
+
+def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor], list[torch.Tensor]]:
+    """Trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
+    trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
+    proximals, references = (
+        [
+            torch.from_numpy(t.logprobs + random.normal(0, deviation, len(t.logprobs)).astype(np.float32))
+            for t in trajectories
+        ]
+        for deviation in (0.2, 0.4)
+    )
+    return trajectories, oracle.advantages(trajectories, algorithm), proximals, references
+
+
+def critic_minibatch() -> tuple[list[Trajectory], list[torch.Tensor], list[torch.Tensor]]:
+    """Trajectories of a mini-batch, values before the batch and returns of their trained tokens."""
+    trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(5)
+    before, returns = (
+        [torch.from_numpy(random.normal(0, 2, int(t.loss_mask.sum())).astype(np.float32)) for t in trajectories]
+        for _ in range(2)
+    )
+    return trajectories, before, returns
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _compute(config: Config) -> dict[str, Any]:
+    model = load_oracle(Path(config.model.path))
+    results = {"logits": plain_logits(model), **_response(model, make_trajectories(7, version=0), config)}
+    exact = copy.deepcopy(model).double()
+    oracle.ppo_loss(exact, *minibatch(), config).backward()
+    return results | {"gradient": gradients(exact)} | _training(model, config)
+
+
+def update_data() -> tuple[list[Trajectory], list[list[int]]]:
+    """Groups of trajectories, and which make up each of the two mini-batches that `split` makes with seed 0."""
+    halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
+    return make_trajectories(12, 0, seed=4, group=4), [half.tolist() for half in halves]
+
+
+def _compute_update(config: Config) -> dict[str, Any]:
+    model = load_oracle(Path(config.model.path))
+    exact, learner, values, results = copy.deepcopy(model).double(), oracle.Learner(model, config), None, {}
+    oracle.ppo_loss(exact, *minibatch(config.ppo.algorithm), config).backward()
+    if config.ppo.critic:
+        valued = oracle.Valued(copy.deepcopy(model))
+        results, values = _compute_critic(learner, valued, config)
+    if not config.ppo.critic.get("warmup"):
+        learner.ppo_update(*update_data(), values)
+    return {"gradient": gradients(exact), "parameters": model.state_dict(), **results}
+
+
+def _compute_critic(learner: oracle.Learner, valued: oracle.Valued, config: Config) -> tuple[dict[str, Any], list]:
+    """Of the critic what _compute_update has of the policy, and advantages by trajectory."""
+    exact = copy.deepcopy(valued).double()
+    oracle.critic_loss(exact, *critic_minibatch(), config).backward()
+    values, returns, advantages = oracle.assess(valued, update_data()[0], config)
+    learner.critic_update(valued, *update_data())
+    return {
+        "critic_gradient": gradients(exact),
+        "critic_parameters": valued.state_dict(),
+        "values": torch.cat(values).double(),
+        "returns": torch.cat(returns),
+        "advantages": torch.cat(advantages),
+    }, advantages
+
+
+@torch.no_grad()
+def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Config) -> dict[str, torch.Tensor]:
+    """Log-probabilities and entropy of the trained tokens."""
+    pairs = [
+        [values[t.loss_mask == 1] for values in oracle.response(model, t, config.rollout.temperature)]
+        for t in trajectories
+    ]
+    logprobs, entropies = zip(*pairs, strict=True)
+    return {"logprobs": torch.cat(logprobs), "entropy": torch.cat(entropies)}
+
+
+def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:
+    """Trajectories of an update, and which make up each of its two mini-batches."""
+    trajectories = make_trajectories(12, version, seed=10 + version)
+    order = np.random.default_rng(version).permutation(12)
+    return trajectories, [set(half.tolist()) for half in np.array_split(order, 2)]
+
+
+def sft_examples(step: int) -> list[tuple[np.ndarray, int]]:
+    return [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
+
+
+def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
+    """UPDATES updates, then SFT_STEPS supervised steps; of each update the differences to the engine's
+    log-probabilities of tokens that the trained version sampled."""
+    learner, differences = oracle.Learner(model, config), []
+    for version in range(UPDATES):
+        trajectories, halves = training_data(version)
+        with torch.no_grad():
+            found = [
+                (
+                    oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy())
+                ).abs()[(t.loss_mask == 1) & (t.versions == version)]
+                for t in trajectories
+            ]
+        found = torch.cat(found)
+        p99 = np.quantile(found.numpy(), 0.99, method="inverted_cdf")
+        differences.append([float(found.max()), float(found.mean()), float(p99)])
+        learner.ppo_update(trajectories, [sorted(half) for half in halves])
+    losses = [learner.sft_step(sft_examples(step)) for step in range(SFT_STEPS)]
+    return {"differences": differences, "sft_losses": losses, "parameters": model.state_dict()}

@@ -1,0 +1,66 @@
+"""What trainer ranks do for the tests of areal_megatron.convert: they save and load distributed checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from areal_megatron.config import Optimizer
+from areal_megatron.packing.partition import split
+from areal_megatron.trainer.trainer import Trainer
+from tests.support.plain_results import plain_logits
+from tests.support.ranks.export_checks import mbridges_export
+from tests.support.ranks.trainer_checks import check_logits, make_config, make_trajectories, open_trainer
+from tests.support.tiny_models import load_oracle
+
+
+def state(trainer: Trainer) -> dict:
+    """megatron-core's sharded state of a rank's part of the model, by virtual stage."""
+    return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.policy.chunks)}
+
+
+def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) -> None:
+    """Saves a whole checkpoint of what it has loaded from a Hugging Face folder, after an update with learning rate 0.
+
+    cases: run folder → model, layout, dtype. With `mbridge` also what mbridge exports, as RUN.safetensors.
+    """
+    from areal_megatron.trainer import checkpoint
+
+    for run, (model, trainer, dtype) in cases.items():
+        config = make_config(
+            folder, model, trainer, dtype=dtype, optimizer=Optimizer(lr=0.0, schedule={"constant": 0.0})
+        )
+        with open_trainer(folder, rank, config, run) as subject:
+            parts = split(
+                make_trajectories(12, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0
+            )
+            assert subject.train_batch(parts[subject.replica]).applied
+            target = folder / run / "checkpoint" / "trainer"
+            saver = checkpoint.Saver(subject)
+            saver.begin(target)
+            saver.wait()
+            if mbridge and (exported := mbridges_export(config, subject)) and rank == 0:
+                save_file(
+                    {name: tensor.contiguous() for name, tensor in exported.items()}, f"{folder / run}.safetensors"
+                )
+            dist.barrier()  # rank 0 waits for the files of the others
+
+
+def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Loads a converted checkpoint into a model of zeros, which then gives the logits of Hugging Face.
+
+    cases: run folder → model, layout, checkpoint folder.
+    """
+    from megatron.core import dist_checkpointing
+
+    for run, (model, trainer, checkpoint) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject, torch.no_grad():
+            for value in subject.parameters().values():
+                value.zero_()
+            loaded = dist_checkpointing.load(state(subject), str(Path(checkpoint) / "trainer"))
+            for number, chunk in enumerate(subject.policy.chunks):
+                chunk.module.load_state_dict(loaded[f"model{number}"])
+            check_logits(subject, plain_logits(load_oracle(folder / model)))

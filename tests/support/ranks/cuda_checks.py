@@ -1,0 +1,69 @@
+"""What a trainer rank checks about itself on one CUDA device; test_trainer.py starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
+from areal_megatron.trainer.batch import pack_trajectories
+from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
+from tests.support import training_oracle as oracle
+from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer, train_once
+from tests.support.tiny_models import load_oracle
+
+
+def check_cuda(folder: Path, rank: int) -> None:
+    """bfloat16 on one CUDA device: log-probabilities and the loss are near those of float32 on the CPU."""
+    config = make_config(folder, "qwen3", {}, dtype="bfloat16")
+    reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
+    with open_trainer(folder, rank, config) as subject, torch.no_grad():
+        assert subject.device.type == "cuda"
+        batch = pack_trajectories(trajectories, [0.0] * 12, [1.0] * 12, 0, "recompute", 1, subject.device)
+        work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
+        [(logprobs, _)] = pipeline.forward(subject.policy.chunks, work)
+        expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
+        assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        with torch.enable_grad():
+            train_once(subject)
+        assert any(not torch.equal(value, before[name]) for name, value in subject.parameters().items())
+
+
+def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
+    """Peak memory of the log-probabilities of 32k tokens over 152k columns, forward and backward; printed."""
+    tokens, columns, hidden_size = 32768, 151936, 4096
+    with open_trainer(folder, rank, make_config(folder, "qwen3", {}, dtype="bfloat16")) as subject:
+        make = {"device": subject.device, "dtype": torch.bfloat16, "requires_grad": True}
+        hidden, weight = torch.randn(tokens, 1, hidden_size, **make), torch.randn(columns, hidden_size, **make)
+        labels = torch.randint(columns, (tokens,), device=subject.device)
+        vocabulary = Vocabulary(size=columns, temperature=1.0, chunk=1024, sequence_parallel=False)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        rows = torch.arange(tokens, device=subject.device)
+        logprobs, _ = token_logprobs(hidden, weight, rows, labels, vocabulary)
+        forward = torch.cuda.max_memory_allocated() - before
+        logprobs.sum().backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        print(
+            f"32k tokens x 152k columns: {forward / 2**30:.2f} GiB forward, {peak / 2**30:.2f} GiB with backward, "
+            f"full float32 logits {tokens * columns * 4 / 2**30:.1f} GiB"
+        )
+        assert forward < tokens * columns * 4 / 5
+
+
+def check_cuda_attention(folder: Path, rank: int) -> None:
+    """varlen_attn in bfloat16 gives what SDPA gives in float32, forward and backward, with grouped queries."""
+    lengths, heads, groups, size = (70, 1, 300, 33, 33, 8), 8, 2, 64
+    packed = Packed(lengths=lengths, device="cuda")
+    inputs = [torch.randn(sum(lengths), count, size, device="cuda") for count in (heads, groups, groups)]
+    results = []
+    for attend, dtype in ((_packed_varlen, torch.bfloat16), (_packed_blocks, torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = attend(*leaves, packed, None)
+        out.float().square().sum().backward()
+        results.append([out.float(), *(leaf.grad.float() for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)

@@ -1,0 +1,44 @@
+"""Exports beside those of mbridge, which shares no code with them."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from areal_megatron.checkpoint import hf
+from areal_megatron.config import Config
+from areal_megatron.trainer.trainer import Trainer
+from tests.support.ranks.trainer_checks import make_config, open_trainer
+from tools.bench.reshard_peers import bridge_of
+
+
+def mbridges_export(config: Config, trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Of a dense model: mbridge knows no experts outside TransformerEngine's grouped ones. Every rank calls it.
+
+    The vocabulary is padded as in the trainer.
+    """
+    bridge = bridge_of(config)
+    output = "model.embed_tokens.weight" if trainer.hf_config.get("tie_word_embeddings", False) else "lm_head.weight"
+    # A bridge of a tied model writes this into its class, for the bridges of all models after it.
+    bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": output}
+    return dict(bridge.export_weights([chunk.module for chunk in trainer.policy.chunks]))
+
+
+def check_mbridge(folder: Path, rank: int, model: str, layout: dict) -> None:
+    config = make_config(folder, model, layout)
+    with open_trainer(folder, rank, config) as trainer, torch.no_grad():
+        hf.export(
+            parameters=trainer.parameters(),
+            hf_config=trainer.hf_config,
+            sizes=trainer.sizes,
+            rank=rank,
+            source=config.model.path,
+            path=folder / "exported",
+            group=trainer.parallel.control,
+        )
+        theirs = mbridges_export(config, trainer)
+        if rank == 0:
+            ours = load_file(folder / "exported" / "model.safetensors")
+            assert ours.keys() == theirs.keys()
+            for name, tensor in ours.items():
+                assert torch.equal(tensor, theirs[name][: len(tensor)]), name

@@ -1,0 +1,143 @@
+"""One rank of a link as its own process, driven by JSON lines; started by test_transport.py.
+
+Trainer ranks hold what the oracle says that Megatron's hold; engine ranks start from zeros in vLLM's shapes.
+Engine 0 has `full` staging, engine 1 `streamed`.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
+from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.reshard.transport import Link, LinkError
+from tests.support.reshard_oracle import megatron_shard, vllm_parameters
+
+
+def say(**event) -> None:
+    os.write(1, (json.dumps(event) + "\n").encode())  # whole lines, from any thread
+
+
+def fingerprint(parameters) -> dict[str, str]:
+    return {name: hashlib.sha256(p.numpy().tobytes()).hexdigest() for name, p in parameters.items()}
+
+
+def trainer(setup) -> None:
+    sizes = MegatronSizes(**setup["sizes"])
+
+    def shard(folder: str):
+        tensors = load_file(Path(folder) / "model.safetensors")
+        return megatron_shard(tensors, setup["hf_config"], sizes, setup["rank"])
+
+    # Ranks 0 and 1 have the engines' dtype and send large parameters as they are; the others must cast them.
+    own = torch.bfloat16 if setup["rank"] < 2 else torch.float32
+    live = {name: tensor.to(own, copy=True) for name, tensor in shard(setup["folder"]).items()}
+    host, port = setup["store"].split(":")
+    publisher = Publisher(
+        parameters=lambda: live,
+        hf_config=setup["hf_config"],
+        sizes=sizes,
+        rank=setup["rank"],
+        engine=EngineSizes(tp=setup["engine_tp"]),
+        engines=setup["engines"],
+        dtype=setup["dtype"],
+        store_host=host,
+        store_port=int(port),
+        timeout_s=setup["timeout_s"],
+        bucket_elements=setup["bucket_elements"],
+        on_delivered=lambda engine, epoch, version, seconds, received, error: say(
+            engine=engine, epoch=epoch, version=version, bytes=received, error=error
+        ),
+        timeline=Timeline(Path(setup["timeline"]), f"trainer-{setup['rank']}"),
+    )
+    say(up=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "publish" in command:
+            for name, tensor in shard(command["folder"]).items():
+                live[name].copy_(tensor)
+            publisher.publish(command["publish"], [tuple(link) for link in command["links"]])
+            say(published=command["publish"])
+        elif "overwrite" in command:  # what an optimizer step does as soon as it may
+            publisher.wait_until_read()
+            for tensor in live.values():
+                tensor.fill_(float("nan"))
+            say(overwritten=True)
+        elif "give_up" in command:  # what the trainers' watcher does while the main loop waits
+            threading.Timer(command["after_s"], publisher.give_up, command["give_up"]).start()
+            say(ok=True)
+        elif "timeout_s" in command:
+            publisher.timeout_s = command["timeout_s"]
+            say(ok=True)
+        elif "buffers" in command:
+            say(buffers=[b.data_ptr() for outlet in publisher._outlets.values() for b in outlet._buffers])
+
+
+def engine(setup) -> None:
+    tensors = load_file(Path(setup["folder"]) / "model.safetensors")
+    held = vllm_parameters(tensors, setup["hf_config"], tp=setup["engine_tp"], rank=setup["rank"])
+    live = {name: torch.zeros(t.shape, dtype=getattr(torch, setup["dtype"])) for name, t in held.items()}
+    sizes = EngineSizes(tp=setup["engine_tp"])
+    streamed = setup["engine"] == 1  # with room for two messages of the dozens
+    staging = reserve(live)[: 2 * setup["bucket_elements"]] if streamed else reserve(live)
+    shard = Shard(live, staging, sizes, setup["rank"], streamed)
+    inlet = update = None
+    say(up=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if "join" in command:
+                session = {
+                    key: setup[key]
+                    for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine", "bucket_elements")
+                }
+                session["engine_sizes"] = asdict(sizes)
+                inlet = Inlet(shard, **session | {"epoch": command["join"]}, log=lambda text: None)
+            elif "start" in command:
+                if command["start"]:
+                    _at_second_message(command["start"])
+                update = Incoming(inlet, after=update)
+            elif "abort" in command:
+                update.abandon()
+            elif "commit" in command:
+                if update.problem():
+                    raise LinkError(update.problem())
+                update.commit()
+                say(fingerprint=fingerprint({n: p.view(torch.uint8) for n, p in live.items()}))
+                continue
+            say(ok=True)
+        except (LinkError, ValueError) as e:
+            say(error=str(e))
+
+
+def _at_second_message(fault: str) -> None:
+    """From here on this process dies, or stops, when it is about to receive its second message."""
+    whole, calls = Link.receive, []
+
+    def receive(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            if fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+        return whole(*args)
+
+    Link.receive = receive
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    start = json.loads(sys.argv[1])
+    {"trainer": trainer, "engine": engine}[start["role"]](start)

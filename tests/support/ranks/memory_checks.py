@@ -1,0 +1,106 @@
+"""Tiny models built as the trainer builds them: trainer ranks write down what they hold, test_memory.py compares."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from areal_megatron.config import Config, Data, Model
+from areal_megatron.config import Trainer as Sizes
+from areal_megatron.trainer import trainer
+from areal_megatron.trainer.batch import pack
+from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
+from areal_megatron.trainer.optimizer import ModelOptimizer
+
+TOKENS = 512
+CPU = torch.device("cpu")
+
+
+def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]:
+    """Bytes of buffers, optimizer states and tensors saved in a forward pass."""
+    config = Config(
+        name="t",
+        updates=1,
+        mode="sft",
+        model=Model(str(folder), dtype),
+        data=Data(""),
+        trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
+    )
+    found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
+    chunk, parts = found[Policy]
+    for parameter in chunk.parameters():
+        torch.nn.init.normal_(parameter.data, std=0.02)
+    return parts | {"critic": sum(found[ValueModel][1].values()), "saved": saved(chunk)}
+
+
+def allocated(config: Config, kind: type) -> tuple[torch.nn.Module, dict[str, int]]:
+    """A model of that kind, and the bytes of its buffers and optimizer states."""
+    chunks = build_model(config, parallel_sizes(config, CPU), CPU, kind)
+    buffers = [*chunks[0].buffers, *chunks[0].expert_parallel_buffers]
+    optimizer = ModelOptimizer(config.optimizer, chunks, 1)
+    optimizer._allocate()
+    moments = [s[name] for s in optimizer._moments() for name in ("exp_avg", "exp_avg_sq")]
+    reduced = config.model.dtype == "bfloat16"
+    main = [p for group in optimizer.megatron.param_groups for p in group["params"]] if reduced else []
+    return chunks[0], {
+        "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for tensor in [*moments, *main]),
+    }
+
+
+def saved(model: torch.nn.Module) -> int:
+    """Storage that the forward pass of one whole sequence keeps for the backward pass, beside the parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = tensor  # alive, so that its address is not used again
+        return tensor
+
+    microbatch = pack([np.arange(TOKENS, dtype=np.int32) % 50], [np.zeros(0, dtype=np.int64)], 1, CPU)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(microbatch.tokens, None, None, packed_seq_params=microbatch.packed)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def warm_up(pp: int, vpp: int, stage: int, microbatches: int) -> int:
+    """Forward passes before Megatron's schedule takes its first backward pass turn by turn."""
+    group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
+    pipeline = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+    return get_pp_rank_microbatches(microbatches, vpp, pp, p2p_communicator=pipeline)[2]
+
+
+def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
+    """measured.json in `folder`; `models`: a folder of models."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), tp), rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
+    model_parallel_cuda_manual_seed(1)
+    cases = itertools.product(
+        sorted(Path(models).iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full")
+    )
+    schedules = [
+        (pp, vpp, stage, count * pp)
+        for pp in (2, 3, 4)
+        for vpp in (1, 2, 3)
+        for stage in range(pp)
+        for count in (1, 2, 8)
+    ]
+    measured = {
+        "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
+        "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
+        "logits_elements": trainer.LOGITS_ELEMENTS,
+    }
+    if rank == 0:
+        (folder / "measured.json").write_text(json.dumps(measured))

@@ -1,0 +1,416 @@
+"""What trainer ranks check about themselves; tests start them (conftest.on_ranks)."""
+
+from __future__ import annotations
+
+import json
+import resource
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_megatron.config import PPO, Config, Data, Machine, Model, Optimizer, Rollout
+from areal_megatron.config import Trainer as TrainerSettings
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.packing.partition import partition, split
+from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.reshard.trainer_layout import is_head
+from areal_megatron.run import Run, RunError
+from areal_megatron.trainer import model as trainer_model
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer import step as trainer_step
+from areal_megatron.trainer.batch import pack, pack_trajectories
+from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
+from areal_megatron.trainer.token_sums import Tally
+from areal_megatron.trainer.trainer import Trainer
+from tests.support import training_oracle as oracle
+from tests.support.comparison import assert_gradient, assert_parameters, gather_sequence, gather_vocabulary
+from tests.support.plain_results import (
+    critic_minibatch,
+    gradients,
+    make_trajectories,
+    minibatch,
+    plain_logits,
+    plain_results,
+    plain_update,
+    rows_and_batch,
+    sft_examples,
+    training_data,
+    update_data,
+)
+from tests.support.tiny_models import load_oracle
+
+trainer_step.LOGITS_ELEMENTS = 50 * 250
+
+
+def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
+    sections = {
+        "optimizer": Optimizer(lr=1e-3, schedule={"constant": 0.0}, weight_decay=0.1),
+        "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}),
+        "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100),
+        **sections,
+    }
+    return Config(
+        name="test",
+        updates=50,
+        batch_size=12,
+        model=Model(path=str(folder / family), dtype=sections.pop("dtype", "float32")),
+        data=Data(train="", max_prompt_tokens=8),
+        machine=Machine(timeout_s=60),
+        trainer=TrainerSettings(**{"microbatch_tokens": 128, **layout}),
+        **sections,
+    )
+
+
+@contextmanager
+def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
+    """A trainer in the run folder `run`, which the test has made; several ranks need a new one each time."""
+    with Trainer(config, Run(folder / run), rank) as trainer:
+        yield trainer
+
+
+def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Everything that must not depend on the parallel layout. cases: run folder → model, layout."""
+    for run, (model, trainer) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
+            if model == "qwen3_balanced":
+                reference = load_oracle(folder / model)
+                check_logits(subject, plain_logits(reference))
+                check_balance(subject, reference)
+                continue
+            expected = plain_results(subject)
+            check_logits(subject, expected["logits"])
+            check_logprobs(subject, expected)
+            check_gradient(subject, expected["gradient"])
+            check_training(subject, expected)
+            check_sharing(subject)
+
+
+def check_logits(subject: Trainer, expected: dict) -> None:
+    """Packed rows (many sequences, one sequence) and an unpacked batch give the logits of Hugging Face."""
+    rows, tokens = rows_and_batch()
+    batches = [pack(row, [np.arange(0)] * len(row), subject._row_multiple, subject.device) for row in rows]
+    size = subject.hf_config["vocab_size"]
+    weight = subject._objective._policy.output_weight if subject.parallel.is_last_stage else None
+
+    def logits(hidden):
+        return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T, size)
+
+    found = pipeline.forward(subject.policy.chunks, [(batch, logits) for batch in batches])
+    for ours, theirs in zip(found, expected["rows"], strict=False):
+        torch.testing.assert_close(ours[: len(theirs)], theirs, atol=1e-4, rtol=0)
+    if subject.config.trainer.pp == 1:
+        [model] = subject.policy.chunks
+        hidden = gather_sequence(model(tokens, None, None), subject.config)
+        found = gather_vocabulary(hidden.detach() @ weight.T, size).transpose(0, 1)
+        torch.testing.assert_close(found, expected["batch"], atol=1e-4, rtol=0)
+
+
+def check_logprobs(subject: Trainer, expected: dict) -> None:
+    trajectories = make_trajectories(7, version=0)
+    batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
+    work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
+    for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
+        torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
+
+
+def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
+    """The gradient of one mini-batch, whatever the packing, is that of the plain formula in float64."""
+    batch = MiniBatch(subject, *minibatch())
+    for cap in (40, 400):
+        batch.forward_backward(cap)
+        assert_gradient(subject, expected)
+
+
+@dataclass
+class MiniBatch:
+    """A mini-batch of PPO for the trainer."""
+
+    subject: Trainer
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    proximals: list[torch.Tensor]
+    references: list[torch.Tensor]
+
+    def microbatches(self, cap: int) -> list[list[list[int]]]:
+        """By [replica][micro-batch]; the last is empty, which changes nothing."""
+        plan = partition([t.length for t in self.trajectories], self.subject.config.trainer.dp, 1, cap, seed=cap)
+        return [[*minibatch, []] for [minibatch] in plan]
+
+    def forward_backward(self, cap: int) -> None:
+        subject, batches = self.subject, []
+        lengths = torch.tensor([int(t.loss_mask.sum()) for t in self.trajectories])
+        weights = token_weights(
+            ALGORITHMS[subject.config.ppo.algorithm].mean,
+            lengths,
+            int(lengths.sum()),
+            int((lengths > 0).sum()),
+            subject.config.rollout.max_new_tokens,
+        ).tolist()
+        for members in self.microbatches(cap)[subject.replica]:
+            chosen = [self.trajectories[i] for i in members]
+            batch = pack_trajectories(
+                chosen,
+                [self.advantages[i] for i in members],
+                [weights[i] for i in members],
+                0,
+                "recompute",
+                subject._row_multiple,
+                subject.device,
+                subject._routing,
+            )
+            batch.proximal, batch.reference = (
+                torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])
+                for values in (self.proximals, self.references)
+            )
+            batches.append(batch)
+        if threshold := subject.config.ppo.correction.get("m2po"):
+            subject._mask(batches, threshold)
+        loss = partial(subject._objective.ppo, taken=1, tally=Tally())
+        subject.policy.optimizer.zero_grad()
+        pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
+
+
+def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: dict) -> None:
+    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of
+    PPO."""
+    for run, settings in cases.items():
+        ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
+        config = make_config(folder, "qwen3", layout, ppo=ppo)
+        with open_trainer(folder, rank, config, run) as subject:
+            expected = plain_update(subject)
+            MiniBatch(subject, *minibatch(ppo.algorithm)).forward_backward(100)
+            assert_gradient(subject, expected["gradient"])
+            if subject.critic:
+                set_head(subject)
+                check_critic_gradient(subject, expected["critic_gradient"])
+            parts = split(update_data()[0], version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+            called = []
+            result = subject.train_batch(parts[subject.replica], before_step=lambda: called.append(1))  # noqa: B023
+            assert result.applied and called == [1]
+            assert_parameters(subject, expected["parameters"], atol=3e-5)
+            if subject.critic:
+                assert_parameters(subject, expected["critic_parameters"], 3e-5, "critic")
+                check_critic_metrics(result.metrics, expected)
+
+
+def set_head(subject: Trainer) -> None:
+    """A critic's head begins as zeros, with which values and all gradients but its own are 0."""
+    head = oracle.Valued(load_oracle(Path(subject.config.model.path))).head.weight.data
+    for name, values in subject.critic.learner.parameters().items():
+        if is_head(name):
+            assert not values.any()
+            values.copy_(head)
+
+
+def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
+    trajectories, before, returns = critic_minibatch()
+    critic = subject.critic
+    for cap in (40, 400):
+        plan, work = MiniBatch(subject, trajectories, [], [], []).microbatches(cap), []
+        for members in plan[subject.replica]:
+            ones = [1.0] * len(members)
+            batch = pack_trajectories(
+                [trajectories[i] for i in members], ones, ones, 0, "recompute", subject._row_multiple, subject.device
+            )
+            batch.values, batch.returns = (
+                torch.cat([torch.zeros(0), *(own[i] for i in members)]) for own in (before, returns)
+            )
+            work.append((batch.microbatch, partial(critic._loss, sampled=batch, tally=Tally())))
+        critic.learner.gradient(work)
+        assert_gradient(subject, expected, "critic")
+
+
+def check_critic_metrics(metrics: dict[str, float], expected: dict[str, torch.Tensor]) -> None:
+    values, returns, advantages = (expected[name] for name in ("values", "returns", "advantages"))
+    explained = 1 - (returns - values).var() / returns.var()
+    assert abs(metrics["explained_variance"] - explained) < 1e-5
+    assert abs(metrics["return_mean"] - returns.mean()) < 1e-5
+    for name, value in {
+        "mean": advantages.mean(),
+        "std": advantages.std(correction=0),
+        "min": advantages.min(),
+        "max": advantages.max(),
+    }.items():
+        assert abs(metrics[f"advantage_{name}"] - value) < 1e-5
+
+
+def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
+    """The routers' load-balancing loss, of trained tokens only, is part of the gradient where config.json asks for
+    it."""
+    content, exact = minibatch(), reference.double()
+    batch = MiniBatch(subject, *content)
+    members = [members for replica in batch.microbatches(100) for members in replica]
+    loss = oracle.ppo_loss(exact, *content, subject.config) + oracle.balance_loss(exact, batch.trajectories, members)
+    loss.backward()
+    batch.forward_backward(100)
+    assert_gradient(subject, gradients(exact))
+
+
+def check_training(subject: Trainer, expected: dict) -> None:
+    """PPO updates and supervised steps change the parameters as plain code with torch's AdamW does."""
+    config = subject.config
+    calls = []
+    for version, (largest, mean, p99) in enumerate(expected["differences"]):
+        trajectories, halves = training_data(version)
+        plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
+        part = split(trajectories, version=version, **plan)[subject.replica]
+        result = subject.train_batch(part, before_step=lambda: calls.append(version))  # noqa: B023
+        assert result.applied and result.version == version and calls == list(range(version + 1))
+        whole = partition([t.length for t in trajectories], *plan.values())
+        assert halves == [{i for share in whole for microbatch in share[m] for i in microbatch} for m in range(2)]
+        assert abs(result.metrics["logprob_diff_max"] - largest) < 1e-4
+        assert abs(result.metrics["logprob_diff_mean"] - mean) < 1e-4
+        assert abs(result.metrics["logprob_diff_p99"] - p99) < 1e-4
+        assert_advantages(result.metrics, trajectories, config.ppo.algorithm)
+        assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
+    for step, loss in enumerate(expected["sft_losses"]):
+        assert abs(subject.sft_step(sft_examples(step))["loss"] - loss) < 1e-4
+    assert_parameters(subject, expected["parameters"], atol=3e-5)
+    if subject.is_leader:
+        lines = [json.loads(line) for line in subject.run.ledger(subject.replica).read_text().splitlines()]
+        assert [line["version"] for line in lines] == [0, 1]
+        assert lines[1]["uids"] == [t.uid for t in part.trajectories]
+        assert lines[1]["admission_versions"] == [t.admission_version for t in part.trajectories]
+
+
+def assert_advantages(metrics: dict[str, float], trajectories: list[Trajectory], algorithm: str) -> None:
+    per_token = np.repeat(oracle.advantages(trajectories, algorithm), [int(t.loss_mask.sum()) for t in trajectories])
+    for name in ("mean", "std", "min", "max"):
+        assert abs(metrics[f"advantage_{name}"] - getattr(np, name)(per_token)) < 1e-6
+
+
+def check_sharing(subject: Trainer) -> None:
+    value = bytes(range(256)) * 3
+    assert subject.share(value if subject.is_leader else None) == value
+    assert subject.share(b"" if subject.is_leader else None) == b""
+    assert subject.share_all(b"to all" if subject.is_first else None) == b"to all"
+
+
+def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """With many small buckets, whose gradients are reduced and whose parameters gathered beside the computation, two
+    replicas train as one process does; a rank has all parameters when an update ends, and not a moment before."""
+    trainer_model.BUCKET_ELEMENTS = 3000
+    for run, (model, trainer) in cases.items():
+        with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
+            buckets = [group for chunk in subject.policy.chunks for group in chunk.bucket_groups]
+            assert len(buckets) > 4 or subject.parallel.pp_rank  # Megatron divides the first stage only
+            changed_by_settling, settle = [], subject.policy.optimizer.settle
+
+            def spied():
+                before = {name: value.clone() for name, value in subject.parameters().items()}
+                settle()  # noqa: B023
+                after = subject.parameters()
+                changed_by_settling.append(sum(not torch.equal(before[name], after[name]) for name in after))  # noqa: B023
+
+            subject.policy.optimizer.settle = spied
+            check_training(subject, plain_results(subject))
+            assert len(changed_by_settling) == 4 and all(changed_by_settling)
+
+
+def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
+    """A NaN in one trajectory of one replica: that step is skipped on every rank, the other one is taken."""
+    config = make_config(folder, "qwen3", trainer)
+    with open_trainer(folder, rank, config) as subject:
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        for bad, taken in (({0, 1}, False), ({0}, True)):
+            trajectories = make_trajectories(12, 0)
+            parts = split(trajectories, version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+            for m in bad:
+                [first, *_] = [
+                    i
+                    for microbatch in parts[-1].minibatches[m]
+                    for i in microbatch
+                    if parts[-1].trajectories[i].loss_mask.any()
+                ]
+                spoiled = parts[-1].trajectories[first]
+                spoiled.logprobs = np.full_like(spoiled.logprobs, np.nan)
+            called = []
+            result = subject.train_batch(parts[subject.replica], before_step=lambda: called.append(1))  # noqa: B023
+            assert (result.applied, result.metrics["skipped_steps"], len(called)) == (taken, len(bad), int(taken))
+            same = all(torch.equal(value, before[name]) for name, value in subject.parameters().items())
+            assert same != taken
+        assert all(torch.isfinite(value).all() for value in subject.parameters().values())
+
+
+def check_variants(folder: Path, rank: int) -> None:
+    """One rank: recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 runs."""
+    weights = {}
+    for model, recompute in product(("qwen3", "qwen3_moe"), ("none", "selective", "full")):
+        with open_trainer(folder, rank, make_config(folder, model, {"recompute": recompute})) as subject:
+            train_once(subject)
+            weights[model, recompute] = subject.parameters()
+    for (model, _), changed in weights.items():
+        for name, value in weights[model, "none"].items():
+            torch.testing.assert_close(changed[name], value, atol=1e-7, rtol=0)
+
+    settings = PPO(minibatches=2, objective="naive", algorithm="ppo_sequence")
+    config = make_config(folder, "llama", {}, ppo=settings)
+    with open_trainer(folder, rank, config) as subject:
+        reference = load_oracle(folder / "llama")
+        trajectories, plan = train_once(subject)
+        oracle.Learner(reference, config).ppo_update(trajectories, plan)
+        assert_parameters(subject, reference.state_dict(), atol=3e-5)
+
+    for model in ("qwen2", "qwen3_moe"):
+        config = make_config(folder, model, {}, dtype="bfloat16")
+        with open_trainer(folder, rank, config) as subject:
+            assert {value.dtype for value in subject.parameters().values()} == {torch.bfloat16}
+            examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
+            learner = oracle.Learner(load_oracle(folder / model), config)
+            for _ in range(3):
+                assert abs(subject.sft_step(examples)["loss"] - learner.sft_step(examples)) < 0.05
+
+
+def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
+    trajectories = make_trajectories(12, 0)
+    [plan] = partition([t.length for t in trajectories], 1, 2, 128, seed=0)
+    [part] = split(trajectories, version=0, replicas=1, minibatches=2, cap=128, seed=0)
+    assert subject.train_batch(part).applied
+    return trajectories, [[i for microbatch in minibatch for i in microbatch] for minibatch in plan]
+
+
+def check_decay(folder: Path, rank: int) -> None:
+    """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
+    optimizer = Optimizer(lr=0.1, weight_decay=0.5, schedule={"constant": 0.0})
+    config = make_config(folder, "qwen2", {}, ppo=PPO(minibatches=2), optimizer=optimizer)
+    with open_trainer(folder, rank, config) as subject:
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        trajectories = make_trajectories(12, 0)
+        for trajectory in trajectories:
+            trajectory.reward = 5.0
+        [part] = split(trajectories, version=0, replicas=1, minibatches=2, cap=128, seed=0)
+        assert subject.train_batch(part).applied
+        for name, value in subject.parameters().items():
+            factor = 1.0 if name.endswith("bias") or "norm" in name else (1 - 0.1 * 0.5) ** 2
+            torch.testing.assert_close(value, before[name] * factor, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_logprob_memory(folder: Path, rank: int) -> None:
+    """Log-probabilities of T tokens over V columns, and their gradient, need far less than T × V floats."""
+    config = make_config(folder, "qwen3", {})
+    tokens, columns = 8192, 16384
+    with open_trainer(folder, rank, config):
+        hidden = torch.randn(tokens, 1, 64, requires_grad=True)
+        weight = torch.randn(columns, 64, requires_grad=True)
+        labels = torch.randint(columns - 7, (tokens,))
+        vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=64, sequence_parallel=False)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        logprobs, entropies = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
+        (logprobs + entropies).sum().backward()
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        assert grown < tokens * columns * 4 / 4, f"{grown / 2**20:.0f} MiB more"
+        assert not weight.grad[columns - 7 :].any() and weight.grad[: columns - 7].any()
+
+
+def check_missing_peer(folder: Path, rank: int) -> None:
+    config = make_config(folder, "qwen3", {"dp": 2})
+    config.machine.timeout_s = 3
+    with pytest.raises(RunError, match="trainer-0: not all 2 trainer ranks joined within 3 s"):
+        Trainer(config, Run(folder / "run"), rank)

@@ -1,0 +1,59 @@
+"""How many trajectories the controller believes to run on an engine, from what it sent and what the engine counts."""
+
+import asyncio
+import contextlib
+
+from areal_megatron.controller.engine import Engine
+from areal_megatron.engine.client import Load
+
+
+class Counters:
+    """The engine's counters, in the place of its HTTP client; `during` happens while they are read."""
+
+    name = "engine-0"
+
+    def __init__(self, running, waiting=0, during=lambda: None):
+        self._load, self._during = Load(running, waiting, generated_tokens=0), during
+
+    async def load(self, timeout_s):
+        self._during()
+        return self._load
+
+
+def poll(engine, counters):
+    engine.client = counters
+    room = []
+
+    async def once():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.watch(60, lambda: room.append(engine.running)), 0.5)
+
+    asyncio.run(once())
+    assert room, "room was not announced"
+
+
+def test_answers_that_ended_inside_unfinished_groups_leave_room():
+    engine = Engine(0, Counters(0), timeline=None)
+    engine.occupy(8)
+    engine.occupy(8)
+    assert engine.running == 16
+    poll(engine, Counters(running=3, waiting=1))
+    assert engine.running == 4
+    engine.occupy(8)
+    assert engine.running == 12
+
+
+def test_what_starts_during_a_poll_is_counted():
+    engine = Engine(0, Counters(0), timeline=None)
+    engine.occupy(8)
+    poll(engine, Counters(running=5, during=lambda: engine.occupy(8)))
+    assert engine.running == 13
+
+
+def test_finished_groups_count_no_more_before_the_next_poll():
+    engine = Engine(0, Counters(0), timeline=None)
+    engine.occupy(8)
+    engine.occupy(8)
+    poll(engine, Counters(running=16))
+    engine.release(8)
+    assert engine.running == 8

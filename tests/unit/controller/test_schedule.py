@@ -1,0 +1,351 @@
+"""The schedule against an independent account of the same random events, kept in trajectories, not groups."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_megatron.controller.schedule import Schedule, ScheduleError
+
+RANDOM_SCHEDULES = 10_000
+
+
+class World:
+    """Draws a random run and keeps its own books: when was what admitted, and where did it end."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.n = rng.choice([1, 2, 4])
+        self.groups_per_batch = rng.choice([1, 2, 4])
+        self.batch_size = self.n * self.groups_per_batch
+        self.staleness = rng.choice([0, 1, 2, 4, 8])
+        self.resumes = rng.choice([0.005, 0.05])
+        self.raised = self.lowered = 0
+        """How often the bound was changed."""
+        self.filter_share = rng.choice([0.0, 0.15, 0.4])
+        self.updates = rng.choice([3, 10_000, 10_000])
+        self.schedule = Schedule(
+            batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates
+        )
+        self.version = 0
+        self.engines = {}
+        self.running = []
+        self.begun = []
+        self.finished = []
+        self.training = []
+        self.ended = {}
+        self.next_prompt = 0
+        self.returned = []
+        for _ in range(rng.randint(1, 4)):
+            self.add_engine()
+
+    def add_engine(self):
+        engine = len(self.engines)
+        self.engines[engine] = self.version
+        self.schedule.add_engine(engine, self.version)
+
+    def trajectories_counted(self):
+        return (
+            self.n * (len(self.running) + len(self.begun) + len(self.finished) + len(self.training))
+            + self.version * self.batch_size
+        )
+
+    def equation_3_allows(self, engine):
+        with_this = self.trajectories_counted() + self.n
+        return (with_this - 1) // self.batch_size <= self.engines[engine] + self.staleness
+
+    def try_admit(self, engine):
+        allowed = self.equation_3_allows(engine) and self.trajectories_counted() < self.updates * self.batch_size
+        assert self.schedule.may_admit(engine) == allowed
+        if not allowed:
+            with pytest.raises(ScheduleError):
+                self.schedule.admit(engine, 0, 10**9)
+            return False
+        prompt = self.returned.pop() if self.returned else self.next_prompt
+        self.next_prompt += prompt == self.next_prompt
+        group = self.schedule.admit(engine, prompt // 5, prompt)
+        assert group.admission_version == self.engines[engine]
+        self.running.append(group)
+        return True
+
+    def end(self, key, how):
+        assert key not in self.ended
+        self.ended[key] = how
+
+    def finish_one(self):
+        newest_first = self.rng.random() < 0.7
+        group = self.running.pop(-1 if newest_first else self.rng.randrange(len(self.running)))
+        fate = self.rng.random()
+        if fate < self.filter_share:
+            self.schedule.filter(group)
+            self.end((group.epoch, group.prompt_id), "filtered")
+        elif fate < self.filter_share + 0.05:
+            self.schedule.skip(group, "failed")
+            self.end((group.epoch, group.prompt_id), "skipped: failed")
+        else:
+            self.schedule.finish(group)
+            self.finished.append(group)
+
+    def try_batch(self):
+        batch = self.schedule.form_batch()
+        if batch is None:
+            return False
+        assert len(batch) == self.groups_per_batch
+        assert [(g.epoch, g.prompt_id) for g in batch] == sorted((g.epoch, g.prompt_id) for g in batch)
+        youngest_taken = max((g.deadline, g.number) for g in batch)
+        for group in batch:
+            assert self.version - group.admission_version <= self.staleness
+            self.finished.remove(group)
+        assert all((g.deadline, g.number) > youngest_taken for g in self.finished), "an older one was left over"
+        self.training = batch
+        return True
+
+    def end_training(self):
+        if self.rng.random() < 0.1:
+            self.schedule.not_applied("non-finite gradients")
+            self.updates -= 1
+            how = "skipped: non-finite gradients"
+        else:
+            self.schedule.applied()
+            self.version += 1
+            how = "trained"
+        for group in self.training:
+            self.end((group.epoch, group.prompt_id), how)
+        self.training = []
+        assert self.schedule.version == self.version
+
+    def commit(self, engine):
+        lags = self.rng.random() < 0.3
+        version = self.rng.randint(self.engines[engine], self.version) if lags else self.version
+        self.engines[engine] = version
+        self.schedule.committed(engine, version)
+
+    def lose_engine(self):
+        engine = self.rng.choice(list(self.schedule.engines))
+        lost = self.schedule.remove_engine(engine)
+        assert lost == [g for g in self.running if g.engine == engine]
+        self.running = [g for g in self.running if g.engine != engine]
+        for group in lost:
+            if self.rng.random() < 0.5:
+                self.returned.append(group.prompt_id)
+            else:
+                self.schedule.skip_prompt(group.epoch, group.prompt_id, "engine lost")
+                self.end((group.epoch, group.prompt_id), "skipped: engine lost")
+
+    def resume(self):
+        """A new schedule goes on from what the old one saved, perhaps with another bound.
+
+        What ran is run again; some of it was broken off and goes on, counted as admitted when it was.
+        """
+        if self.training:
+            with pytest.raises(ScheduleError, match="in training"):
+                self.schedule.save()
+            return
+        broken_off = [group.number for group in self.running if self.rng.random() < 0.4]
+        saved = self.schedule.save(broken_off)
+        if self.rng.random() < 0.5:
+            before, self.staleness = self.staleness, self.rng.choice([0, 1, 2, 4, 8])
+            self.raised += self.staleness > before
+            self.lowered += self.staleness < before
+        self.schedule = Schedule(
+            batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates
+        )
+        lost = self.schedule.restore(saved)
+        numbers = {group.number for group in lost}
+        admitted = {group.number: group.admission_version for group in (*self.finished, *self.running, *self.begun)}
+        kept = {*(group.number for group in (*self.finished, *self.begun)), *broken_off}
+        assert numbers <= kept
+        self.returned += [group.prompt_id for group in self.running if group.number not in kept]
+        self.returned += [group.prompt_id for group in lost]
+        self.running, self.finished = [], list(self.schedule.finished.values())
+        self.begun = list(self.schedule.begun.values())
+        assert {g.number for g in (*self.finished, *self.begun)} == kept - numbers
+        for group in (*self.finished, *self.begun):
+            assert group.admission_version == admitted[group.number]
+            assert group.deadline == group.admission_version + self.staleness >= self.version
+        self.engines = {}
+        self.add_engine()
+
+    def go_on(self):
+        """An engine takes the begun group with the oldest deadline, whatever Eq. 3 says of new ones."""
+        engine = self.rng.choice(list(self.schedule.engines))
+        group = self.schedule.go_on(engine)
+        (begun,) = [other for other in self.begun if other.number == group.number]
+        assert group.engine == engine and group.admission_version == begun.admission_version
+        assert group.deadline == min(other.deadline for other in self.begun)
+        self.begun.remove(begun)
+        self.running.append(group)
+
+    def step(self):
+        act = self.rng.random()
+        if self.rng.random() < self.resumes:
+            self.resume()
+        if act < 0.20 and self.schedule.engines and self.begun:
+            self.go_on()
+        elif act < 0.40 and self.schedule.engines:
+            self.try_admit(self.rng.choice(list(self.schedule.engines)))
+        elif act < 0.72 and self.running:
+            self.finish_one()
+        elif act < 0.82 and self.schedule.engines:
+            self.commit(self.rng.choice(list(self.schedule.engines)))
+        elif act < 0.825:
+            self.add_engine()
+        elif act < 0.83 and len(self.schedule.engines) > 1:
+            self.lose_engine()
+        elif self.training:
+            self.end_training()
+        elif self.version < self.updates:
+            self.try_batch()
+
+    def assert_alive(self):
+        """With everything in flight finished and every engine up to date, the run can always go on."""
+        if self.training:
+            self.end_training()
+        while self.begun:
+            self.go_on()
+        for group in self.running:
+            self.schedule.finish(group)
+        self.finished, self.running = self.finished + self.running, []
+        assert self.schedule.stragglers() == 0
+        for engine in self.schedule.engines:
+            self.schedule.committed(engine, self.version)
+            self.engines[engine] = self.version
+        if self.version < self.updates and not self.try_batch():
+            engine = next(iter(self.schedule.engines))
+            assert self.try_admit(engine), "deadlock: no batch forms and nothing may be admitted"
+
+    def assert_books_agree(self):
+        assert self.schedule.dispositions == self.ended
+        assert sum(self.schedule.counts.values()) == len(self.ended)
+
+    def play(self, steps):
+        for _ in range(steps):
+            self.step()
+        self.assert_alive()
+        self.assert_books_agree()
+        for group in self.running + self.begun + self.finished + self.training:
+            self.end((group.epoch, group.prompt_id), "skipped: the run ended")
+        self.schedule.end("the run ended")
+        self.assert_books_agree()
+
+
+class Choices(random.Random):
+    """A random source that replays drawn numbers, so that hypothesis can shrink a failing schedule."""
+
+    def __init__(self, numbers):
+        super().__init__(0)
+        self.numbers = iter(numbers)
+
+    def random(self):
+        return next(self.numbers, 0) / 1000
+
+    def getrandbits(self, bits):
+        return next(self.numbers, 0) & ((1 << bits) - 1)
+
+
+@given(st.lists(st.integers(0, 999), min_size=150, max_size=600))
+@settings(max_examples=200, deadline=None)
+def test_any_schedule_keeps_the_rules(numbers):
+    World(Choices(numbers)).play(steps=len(numbers) // 2)
+
+
+def test_long_random_schedules_keep_the_rules():
+    worlds = [World(random.Random(seed)) for seed in range(RANDOM_SCHEDULES)]
+    for world in worlds:
+        world.play(steps=400)
+    assert sum(world.version for world in worlds) > 10 * RANDOM_SCHEDULES, "the schedules hardly trained anything"
+    for changes in ("raised", "lowered"):
+        assert sum(getattr(world, changes) > 0 for world in worlds) > RANDOM_SCHEDULES / 3, (
+            "the bound was hardly changed"
+        )
+
+
+@pytest.mark.soak
+def test_many_more_random_schedules_keep_the_rules():
+    for seed in range(RANDOM_SCHEDULES, 6 * RANDOM_SCHEDULES):
+        World(random.Random(seed)).play(steps=1000)
+
+
+def schedule(staleness=1, batch_size=4, group_size=2, updates=100):
+    it = Schedule(batch_size=batch_size, group_size=group_size, max_staleness=staleness, updates=updates)
+    it.add_engine(0, 0)
+    return it
+
+
+def test_synchronous_runs_admit_one_batch_and_train_it():
+    it = schedule(staleness=0)
+    a, b = it.admit(0, 0, 7), it.admit(0, 0, 3)
+    assert not it.may_admit(0)
+    it.finish(a)
+    assert it.form_batch() is None
+    it.finish(b)
+    assert it.form_batch() == [b, a]
+    assert not it.may_admit(0)
+    it.applied()
+    assert not it.may_admit(0), "the engine has not committed version 1 yet"
+    it.committed(0, 1)
+    assert it.may_admit(0)
+
+
+def test_a_batch_waits_for_a_straggler_only_when_its_slack_is_used_up():
+    it = schedule(staleness=1, batch_size=2, group_size=1)
+    slow, *quick = [it.admit(0, 0, prompt) for prompt in range(4)]
+    for group in quick:
+        it.finish(group)
+    assert it.form_batch() == quick[:2]
+    it.applied()
+    it.committed(0, 1)
+    younger = [it.admit(0, 0, prompt) for prompt in (4, 5)]
+    for group in younger:
+        it.finish(group)
+    assert it.form_batch() is None
+    assert it.stragglers() == 1
+    it.finish(slow)
+    assert it.form_batch() == [slow, quick[2]]
+
+
+def test_a_filtered_group_makes_room_for_another():
+    it = schedule(staleness=0, batch_size=2, group_size=2)
+    group = it.admit(0, 0, 0)
+    assert not it.may_admit(0)
+    it.filter(group)
+    assert it.may_admit(0)
+    assert it.dispositions == {(0, 0): "filtered"}
+
+
+def test_an_update_that_was_not_applied_leaves_the_version_and_makes_room():
+    it = schedule(staleness=0, batch_size=2, group_size=2)
+    it.finish(it.admit(0, 0, 0))
+    it.form_batch()
+    it.not_applied("non-finite gradients")
+    assert it.version == 0
+    assert it.may_admit(0)
+    assert it.dispositions == {(0, 0): "skipped: non-finite gradients"}
+
+
+def test_nothing_is_admitted_that_no_update_would_train():
+    it = schedule(staleness=8, batch_size=2, group_size=1, updates=2)
+    for prompt in range(4):
+        it.admit(0, 0, prompt)
+    assert not it.may_admit(0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda it, group: it.finish(group),
+        lambda it, group: it.filter(group),
+        lambda it, group: it.admit(0, 0, 0),
+        lambda it, group: it.skip_prompt(0, 0, "again"),
+        lambda it, group: it.committed(0, 1),
+        lambda it, group: it.applied(),
+        lambda it, group: it.add_engine(0, 0),
+    ],
+)
+def test_impossible_events_are_refused(event):
+    it = schedule()
+    group = it.admit(0, 0, 0)
+    it.filter(group)
+    with pytest.raises(ScheduleError):
+        event(it, group)

@@ -1,0 +1,349 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.controller.schedule import Schedule
+from areal_megatron.controller.state import State
+from areal_megatron.controller.state import read as read_state
+from areal_megatron.controller.state import write as write_state
+from areal_megatron.data.prompts import Cursor, check_data, cursor, ranks_of, read_examples, read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}\n<|user|>{{ m['content'] | trim }}<|end|>\n{% endfor %}\n"
+    "{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}{{ {'é': 1} | tojson }}{{ eos_token }}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder as transformers writes it: bytes as tokens, a beginning token, two end tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>", "<|user|>", "<|end|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(special + alphabet)}
+    library = Library(models.BPE(vocabulary, [], unk_token="<pad>"))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=library,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=special[3:],
+    )
+    fast.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}))
+    return tmp_path / "model"
+
+
+def reference(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def with_template(folder):
+    tokenizer = reference(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+TEXTS = ["What is 12+3?", "naïve  ∑\n x", "a"]
+
+
+def test_plain_prompts_have_the_tokens_that_transformers_gives(folder):
+    assert Tokenizer(folder).prompts(TEXTS) == reference(folder)(TEXTS).input_ids
+
+
+def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
+    with_template(folder)
+    chats = [[{"role": "user", "content": text}] for text in TEXTS]
+    expected = reference(folder).apply_chat_template(chats, add_generation_prompt=True).input_ids
+    assert Tokenizer(folder).prompts(TEXTS) == expected
+
+
+def test_messages_have_the_tokens_that_transformers_gives(folder, tmp_path):
+    with_template(folder)
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in TEXTS]
+    path = write(tmp_path, *({"prompt": chat, "answer": "1"} for chat in chats))
+    prompts = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    expected = reference(folder).apply_chat_template(chats, add_generation_prompt=True).input_ids
+    assert [prompt.tokens for prompt in prompts] == expected
+    assert prompts[0].text == f"Be brief.\n\n{TEXTS[0]}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system\nmessages') }}{% endif %}",
+            "no system messages",
+        ),
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ messages[0]['tools'][0]['name'] }}{% endif %}",
+            "no attribute 'tools'",
+        ),
+        ("{% if messages[0]['role'] == 'system' %}{{ 1 + 'a' }}{% endif %}", "unsupported operand"),
+    ],
+)
+def test_a_chat_template_that_fails_names_the_line(folder, tmp_path, template, problem):
+    (folder / "chat_template.jinja").write_text(template + "{{ messages[-1]['content'] }}")
+    bad = {"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}
+    path = write(tmp_path, GOOD, bad)
+    with pytest.raises(ConfigError, match=r"data.jsonl:2: the chat template of .* refuses the prompt") as error:
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_messages_without_a_chat_template_are_refused(folder, tmp_path):
+    path = write(tmp_path, GOOD, {"prompt": [{"role": "user", "content": "b"}], "answer": "1"})
+    with pytest.raises(ConfigError, match=r"data.jsonl:2: the prompt is a list of messages, but the model has no chat"):
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+
+
+def test_decoding_leaves_special_tokens_out(folder):
+    tokens = [*reference(folder)("x ∑ y").input_ids, 2]
+    assert Tokenizer(folder).decode(tokens) == "x ∑ y"
+
+
+def test_end_tokens_of_tokenizer_and_generation_config_both_stop(folder):
+    assert Tokenizer(folder).stop_tokens == [2, 4]
+
+
+def test_reading_prompts_imports_no_torch(folder):
+    code = "import sys, areal_megatron.data.prompts as p; p.Tokenizer(sys.argv[1]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
+
+
+def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
+    tests = {"inputs": ["1\n"], "outputs": ["é\n"]}
+    path = write(
+        tmp_path,
+        {"prompt": "a", "answer": 5},
+        "",
+        {"prompt": "b", "answer": "x", "response_tokens": 7},
+        {"prompt": "c", "answer": tests},
+    )
+    first, second, third = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert (first.id, first.text, first.answer, first.response_tokens) == (0, "a", "5", None)
+    assert (second.id, second.text, second.answer, second.response_tokens) == (2, "b", "x", 7)
+    assert second.tokens == reference(folder)("b").input_ids
+    assert json.loads(third.answer) == tests
+
+
+def test_an_example_is_prompt_response_and_end_token(folder, tmp_path):
+    path = write(tmp_path, {"prompt": "1+1=", "response": "2 "})
+    (example,) = read_examples(path, Tokenizer(folder))
+    tokenizer = reference(folder)
+    prompt = tokenizer("1+1=").input_ids
+    response = tokenizer("2 ", add_special_tokens=False).input_ids
+    assert example.tokens.tolist() == [*prompt, *response, tokenizer.eos_token_id]
+    assert example.tokens.dtype == np.int32
+    assert example.prompt_length == len(prompt)
+
+
+GOOD = {"prompt": "a", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], "data.jsonl: the dataset is empty"),
+        ([GOOD, "{oops"], "data.jsonl:2: not JSON"),
+        ([GOOD, "[1]"], "data.jsonl:2: expected an object"),
+        ([GOOD, "", {"prompt": "a"}], "data.jsonl:3: field 'answer' is missing, found 'prompt'"),
+        ([{"prompt": 3, "answer": "1"}], "data.jsonl:1: field 'prompt' is int, expected str"),
+        ([{"prompt": "", "answer": "1"}], "data.jsonl:1: field 'prompt' is empty"),
+        ([{"prompt": "a", "answer": None}], "data.jsonl:1: field 'answer' is NoneType"),
+        ([{"prompt": "a", "answer": True}], "data.jsonl:1: field 'answer' is bool"),
+        ([GOOD | {"response_tokens": 9}], "data.jsonl:1: response_tokens is 9"),
+        ([GOOD | {"response_tokens": 0}], "data.jsonl:1: response_tokens is 0"),
+        ([GOOD | {"response_tokens": "4"}], "data.jsonl:1: response_tokens is '4'"),
+    ],
+)
+def test_bad_lines_are_named(folder, tmp_path, rows, problem):
+    with pytest.raises(ConfigError, match=r"data.jsonl") as error:
+        read_prompts(config(folder, train=write(tmp_path, *rows)), "train", Tokenizer(folder))
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def config(folder, **data):
+    return Config(
+        name="x",
+        updates=1,
+        model=Model(path=str(folder)),
+        data=Data(**{key: str(value) if key != "max_prompt_tokens" else value for key, value in data.items()}),
+        rollout=Rollout(max_new_tokens=8),
+    )
+
+
+def test_check_data_names_missing_files_and_prompts_that_never_fit(folder, tmp_path):
+    path = str(write(tmp_path, {"prompt": "abcdef", "answer": "1"}))
+    check_data(config(folder, train=path, max_prompt_tokens=7))
+    with pytest.raises(ConfigError, match=r"shortest prompt has 7 tokens, data.max_prompt_tokens is 6"):
+        check_data(config(folder, train=path, max_prompt_tokens=6))
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl: cannot read the dataset: No such file"):
+        check_data(config(folder, train=path, eval="nowhere.jsonl"))
+    with pytest.raises(ConfigError, match=r"tokenizer.json is missing"):
+        check_data(config(tmp_path / "elsewhere", train=path))
+
+
+def test_a_folder_without_an_end_token_is_refused(folder):
+    (folder / "generation_config.json").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="names no end token"):
+        Tokenizer(folder)
+
+
+def test_the_cursor_visits_every_prompt_once_an_epoch_in_a_new_order():
+    cursor = Cursor(50, seed=3)
+    drawn = [cursor.next() for _ in range(150)]
+    orders = [[position for e, position in drawn if e == epoch] for epoch in range(3)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders} | {tuple(range(50))}) == 4
+    assert drawn == [replayed.next() for replayed in [Cursor(50, seed=3)] for _ in range(150)]
+    assert drawn[:50] != [other.next() for other in [Cursor(50, seed=4)] for _ in range(50)]
+
+
+def test_the_order_of_prompts_stays_what_it_was():
+    """Checkpoints hold a place in it."""
+    assert [position for _, position in (cursor.next() for cursor in [Cursor(6, seed=3)] for _ in range(12))] == [
+        2,
+        5,
+        4,
+        1,
+        3,
+        0,
+        1,
+        2,
+        0,
+        4,
+        5,
+        3,
+    ]
+
+
+MIXTURE = [(10, 7), (30, 3)]
+
+
+def test_a_mixed_epoch_has_its_share_of_each_source_and_no_prompt_twice():
+    cursor = Cursor(40, seed=3, shares=MIXTURE)
+    drawn = [cursor.next() for _ in range(200)]
+    assert [epoch for epoch, _ in drawn] == [epoch for epoch in range(20) for _ in range(10)]
+    epochs = [[position for e, position in drawn if e == epoch] for epoch in range(20)]
+    for positions in epochs:
+        assert len(set(positions)) == 10 and sum(position < 10 for position in positions) == 7
+    of_the_second = [{position for position in positions if position >= 10} for positions in epochs]
+    for cycle in range(2):
+        assert set.union(*of_the_second[10 * cycle : 10 * cycle + 10]) == set(range(10, 40)), "all before any again"
+    assert of_the_second[:10] != of_the_second[10:]
+
+
+@pytest.mark.parametrize("after", [0, 1, 9, 10, 11, 137])
+def test_a_mixture_goes_on_exactly_where_it_was(after):
+    whole, first = Cursor(40, 3, shares=MIXTURE), Cursor(40, 3, shares=MIXTURE)
+    for _ in range(after):
+        assert whole.next() == first.next()
+    again = Cursor(40, 3, first.at, MIXTURE)
+    assert [whole.next() for _ in range(60)] == [again.next() for _ in range(60)]
+
+
+def test_prompts_are_drawn_easiest_first_and_a_resumed_run_goes_on_exactly():
+    rates = [None, 0.5, 0.9, 0.1, 0.5, None, 1.0, 0.5]
+    ordered = Config(name="x", updates=1, model=Model("m"), data=Data("d"), rollout=Rollout(pass_rate=[1, 0]))
+    ranks = ranks_of(ordered, rates)
+    whole = Cursor(8, seed=3, ranks=ranks)
+    drawn = [whole.next() for _ in range(24)]
+    epochs = [[position for e, position in drawn if e == epoch] for epoch in range(3)]
+    for order in epochs:
+        assert sorted(order) == list(range(8))
+        assert [rates[position] for position in order] == [1.0, 0.9, 0.5, 0.5, 0.5, 0.1, None, None]
+    assert len({tuple(order) for order in epochs}) > 1, "those of one rate in an order of each epoch"
+    for after in (3, 8, 13):
+        first = Cursor(8, 3, ranks=ranks)
+        for _ in range(after):
+            first.next()
+        again = Cursor(8, 3, first.at, ranks=ranks)
+        assert [again.next() for _ in range(24 - after)] == drawn[after:]
+    mixed = Cursor(8, 3, shares=[(4, 4), (4, 2)], ranks=ranks)
+    order = [mixed.next()[1] for _ in range(6)]
+    assert [ranks[position] for position in order] == sorted(ranks[position] for position in order)
+    ordered.rollout.pass_rate = [0, 1]
+    assert ranks_of(ordered, rates) == [] and Cursor(8, 3).order == 0 != whole.order
+    assert whole.order != Cursor(8, 3, ranks=ranks[::-1]).order
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, "0.5", True, [0.5]])
+def test_a_pass_rate_that_is_none_is_named(folder, tmp_path, rate):
+    path = write(tmp_path, GOOD | {"pass_rate": 0.25}, GOOD | {"pass_rate": None}, GOOD | {"pass_rate": rate})
+    with pytest.raises(ConfigError) as error:
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert f"data.jsonl:3: pass_rate is {rate!r}, expected a number from 0 to 1" in str(error.value)
+    write(tmp_path, GOOD | {"pass_rate": 0.25}, GOOD | {"pass_rate": None}, GOOD | {"pass_rate": 1})
+    prompts = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+    assert [prompt.pass_rate for prompt in prompts] == [0.25, None, 1]
+
+
+def test_training_draws_from_several_files_by_weight(folder, tmp_path):
+    for name, count in (("a", 4), ("b", 9)):
+        rows = [json.dumps({"prompt": f"{name}{number}", "answer": "1"}) + "\n" for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    mixed = config(folder, train=f"{tmp_path / 'a.jsonl'}:2,{tmp_path / 'b.jsonl'}:1")
+    check_data(mixed)
+    prompts = read_prompts(mixed, "train", Tokenizer(folder))
+    assert [prompt.id for prompt in prompts] == list(range(13))
+    order = cursor(mixed, prompts)
+    epoch = [prompts[order.next()[1]].text for _ in range(6)]
+    assert sorted(text for text in epoch if text[0] == "a") == ["a0", "a1", "a2", "a3"] and order.next()[0] == 1
+    with pytest.raises(ConfigError, match=r"data.eval: every prompt is asked once; leave the weights out"):
+        check_data(config(folder, train=mixed.data.train, eval=mixed.data.train))
+
+
+def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
+    saved = State(
+        prompts=40,
+        seed=3,
+        cursor=(1, 2),
+        again=[],
+        schedule=Schedule(batch_size=4, group_size=2, max_staleness=1, updates=3).save(),
+        trajectories={},
+        prompts_too_long=0,
+        mixture=MIXTURE,
+    )
+    write_state(saved, tmp_path / "state")
+    assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
+    with pytest.raises(ConfigError, match=r"rollout.pass_rate: the checkpoint was made with prompts in another order"):
+        read_state(tmp_path / "state", 40, 3, MIXTURE, order=7)
+    for other in ([], [(10, 5), (30, 5)]):
+        with pytest.raises(ConfigError, match=r"data.train: the checkpoint was made with other weights"):
+            read_state(tmp_path / "state", 40, 3, other)
+
+
+def test_a_built_in_reward_for_another_format_is_refused(folder, tmp_path):
+    path = write(tmp_path, GOOD, {"question": "a", "choices": ["x", "y"], "answer": 0})
+    asked = config(folder, train=path)
+    with pytest.raises(
+        ConfigError, match=r"reward.function: math, but row 2 of data.train is .* reward.function=choice"
+    ):
+        check_data(asked)
+    for function in ("choice", "my.module:score"):
+        asked.reward.function = function
+        check_data(asked)

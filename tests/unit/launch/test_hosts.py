@@ -1,0 +1,183 @@
+"""A supervisor over pipes, as srun holds it, and what becomes of a launcher whose nodes fall silent."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from launch import hosts
+from launch.hosts import HostError, Nodes
+from launch.node import Supervisor, follow
+from launch.orders import Alive, End, Hello, Leave, Present, Start
+from launch.pools import Process
+from launch.slurm import Srun
+from tests.support.living import is_alive
+
+SLEEPS = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print(p.pid, flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """One supervisor of node `n1`."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    with Nodes(Srun([[sys.executable, "-m", "launch.node"]])) as nodes:
+        assert nodes.gather(["n1"], 20)[0].cpus >= 1
+        yield nodes
+
+
+def start(nodes, tmp_path, code, name="child", **order):
+    nodes.start(
+        Start(
+            order.pop("node", "n1"),
+            name,
+            [sys.executable, "-c", code],
+            order.pop("settings", {}),
+            str(tmp_path / f"{name}.log"),
+            order.pop("cores", []),
+        )
+    )
+    return nodes.by_name[name]
+
+
+def eventually(condition, refresh=lambda: None, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        refresh()
+        time.sleep(0.05)
+    return value
+
+
+def test_a_process_is_started_with_its_settings_and_without_those_of_mpi(nodes, tmp_path):
+    code = "import os; print(os.environ['HERE'], os.environ.get('AREAL_CPUS'), len(os.sched_getaffinity(0)))"
+    child = start(nodes, tmp_path, code, settings={"HERE": "$(echo $HOME);`id`"}, cores=[len(os.sched_getaffinity(0))])
+    eventually(lambda: child.exit_code is not None, nodes.refresh)
+    first = min(os.sched_getaffinity(0))
+    assert child.exit_code == 0 and child.last_lines() == f"$(echo $HOME);`id` {first} 1"
+
+
+def test_deaths_are_reported_and_all_end_when_told_to(nodes, tmp_path):
+    child, other = start(nodes, tmp_path, SLEEPS), start(nodes, tmp_path, SLEEPS, "other")
+    pid, survivor = (int(eventually(c.last_lines)) for c in (child, other))
+    psutil.Process(pid).parent().send_signal(signal.SIGKILL)
+    assert eventually(lambda: child.exit_code, nodes.refresh) == -signal.SIGKILL
+    assert other.exit_code is None
+    nodes.end()
+    assert not nodes.by_name and not is_alive(pid) and not is_alive(survivor)
+    again = start(nodes, tmp_path, "raise SystemExit(3)", "again")
+    assert eventually(lambda: again.exit_code, nodes.refresh) == 3
+
+
+def test_one_that_hangs_is_ended_with_its_descendants(nodes, tmp_path):
+    code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
+    child, other = start(nodes, tmp_path, code), start(nodes, tmp_path, SLEEPS, "other")
+    pid, survivor = (int(eventually(c.last_lines)) for c in (child, other))
+    nodes.kill(Process("child", "rollout", 0, "n1", ()))
+    assert eventually(lambda: child.exit_code, nodes.refresh) == -signal.SIGKILL
+    assert not is_alive(pid) and is_alive(survivor) and other.exit_code is None
+
+
+def test_a_supervisor_that_is_terminated_while_it_waits_for_orders_does_not_abort():
+    with subprocess.Popen([sys.executable, "-m", "launch.node"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+        node.stdout.readline()
+        node.terminate()
+        assert node.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_supervisor_knows_whether_it_is_dismissed_or_left_alone():
+    with Supervisor("n1") as supervisor:
+        for last, dismissed in ((Leave(), True), (None, False)):
+            orders = queue.Queue()
+            orders.put(Present())
+            orders.put(last)
+            assert follow(supervisor, orders) is dismissed
+        orders = queue.Queue()
+        begin = time.monotonic()
+        for delay_s in (0.4, 0.8):
+            threading.Timer(delay_s, orders.put, [Present()]).start()
+        assert follow(supervisor, orders, silence_s=1.2) is False
+        assert 2.0 <= time.monotonic() - begin < 8
+
+
+def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
+    nodes.start(Start("n1", "child", ["/nowhere/python"], {}, str(tmp_path / "log"), []))
+    assert eventually(lambda: nodes.by_name["child"].exit_code, nodes.refresh) == 127
+
+
+def test_processes_end_with_their_launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    channel = Srun([[sys.executable, "-m", "launch.node"]])
+    nodes = Nodes(channel)
+    nodes.gather(["n1"], 20)
+    pid = int(eventually(start(nodes, tmp_path, SLEEPS).last_lines))
+    channel._processes[0].stdin.close()
+    eventually(lambda: not is_alive(pid))
+    eventually(lambda: channel._processes[0].poll() is not None)
+    with pytest.raises(HostError, match="srun, which holds the nodes' supervisors, ended with exit code 0"):
+        eventually(lambda: False, nodes.refresh)
+
+
+class Fixed:
+    """A channel on which nothing comes but what is given."""
+
+    def __init__(self, *events):
+        self.events = list(events)
+        self.sent = []
+
+    def send(self, order):
+        self.sent.append(order)
+
+    def receive(self):
+        taken, self.events = self.events, []
+        return taken
+
+
+def test_nodes_that_do_not_answer_are_named():
+    nodes = Nodes(Fixed(Hello("n1", [], 0, 1, "m")))
+    with pytest.raises(HostError, match=r"1 of 2 nodes did not answer within 0 s: n2"):
+        nodes.gather(["n1", "n2"], 0.2)
+
+
+@pytest.mark.parametrize(
+    ("second", "goes_on"),
+    [
+        (["engine-1"], True),
+        ([], True),
+        (["engine-1.1"], True),
+        (["engine-1", "trainer-0"], False),
+        (["engine-0", "engine-1"], False),
+        (["engine-0", "engine-1.1"], False),
+    ],
+)
+def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second, goes_on):
+    """The run goes on without it if only engines were on it, and others are left. Engine 1 may have a part on each
+    node."""
+    monkeypatch.setattr(hosts, "_SILENCE_S", 1.0)
+    channel = Fixed(Hello("n1", [], 0, 1, "m"), Hello("n2", [], 0, 1, "m"))
+    nodes = Nodes(channel)
+    nodes.gather(["n1", "n2"], 5)
+    for name in ("controller", "trainer-0", "engine-0", "engine-1", "engine-1.1"):
+        if name == "engine-1.1" and name not in second:
+            continue
+        start(nodes, tmp_path, "", name, node="n2" if name in second else "n1")
+    time.sleep(1.1)
+    channel.events = [Alive("n1")]
+    if goes_on:
+        nodes.refresh()
+        nodes.refresh()
+        assert nodes.lost == {*second, *(["engine-1"] if "engine-1.1" in second else [])}
+        assert capsys.readouterr().err.count("node n2 has said nothing") == 1
+        left = [order.name for order in channel.sent if isinstance(order, End)]
+        assert left == ["engine-1"] * ("engine-1.1" in second), "what is left of an engine is ended"
+    else:
+        with pytest.raises(HostError, match="node n2 has said nothing"):
+            nodes.refresh()

@@ -1,0 +1,312 @@
+"""The memory plan against models that transformers builds, staging as engines reserve it, and sums by hand."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from areal_megatron.config import PPO, Config, ConfigError, Data, Machine, Model, Reshard, Rollout, Trainer
+from areal_megatron.engine import kv_cache
+from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.staging import reserve
+from areal_megatron.reshard.trainer_layout import MegatronSizes
+from launch import plan
+from launch.memory import activations, engine_memory, plan_memory
+from launch.memory.parts import GIB
+from launch.memory.trainer import held, stage_memory, trainer_memory
+
+ROOT = Path(__file__).resolve().parents[3]
+HF = {name: read_config(ROOT / "configs/models" / name) for name in ("Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")}
+DENSE, EXPERTS = HF["Qwen2.5-32B"], HF["Qwen3-235B-A22B"]
+CLASSES = {"Qwen2ForCausalLM": transformers.Qwen2Config, "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig}
+CLUSTER = [
+    "configs/tiny_cpu.yaml",
+    "model.path=configs/models/Qwen2.5-32B",
+    "model.dtype=bfloat16",
+    "trainer.tp=8",
+    "trainer.pp=2",
+    "trainer.dp=12",
+    "trainer.recompute=full",
+    "trainer.microbatch_tokens=32768",
+    "rollout.engines=24",
+    "rollout.tp=8",
+    "rollout.max_new_tokens=27648",
+    "batch_size=512",
+    "--nodes",
+    "48",
+    "--gpus",
+    "8",
+    "--gpu-gb",
+    "80",
+]
+
+
+def config(trainer=None, rollout=None, dtype="bfloat16", device="cuda", **rest):
+    return Config(
+        name="x",
+        updates=1,
+        model=Model("m", dtype),
+        data=Data("t"),
+        machine=Machine(device=device),
+        trainer=Trainer(**{"recompute": "full", **(trainer or {})}),
+        rollout=Rollout(**(rollout or {})),
+        **rest,
+    )
+
+
+@pytest.fixture(scope="module")
+def built():
+    """Model → name and elements of each of its parameters, as transformers builds it."""
+    result = {}
+    for name, hf in HF.items():
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(CLASSES[hf["architectures"][0]](**hf))
+        result[name] = {name: p.numel() for name, p in model.named_parameters()}
+    return result
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), [*product(HF, (1, 2, 4), (1, 2, 4))])
+def test_parameters_of_all_ranks_are_the_models(built, name, tp, pp):
+    sizes = MegatronSizes(tp=tp, pp=pp)
+    padding = 2 * (sizes.padded_vocabulary(HF[name]["vocab_size"]) - HF[name]["vocab_size"]) * HF[name]["hidden_size"]
+    # every tensor-parallel rank has the norms and the routers
+    again = (tp - 1) * sum(n for key, n in built[name].items() if "norm" in key or "mlp.gate." in key)
+    found = tp * sum(held(HF[name], sizes, stage).all for stage in range(pp))
+    assert found == sum(built[name].values()) + padding + again
+
+
+@pytest.mark.parametrize("name", HF)
+def test_parts_in_bytes_of_a_parameter(built, name):
+    """16 bytes a parameter and replica for weights, float32 gradients and states, of which data parallelism divides
+    12; a checkpoint has 14."""
+    parameters = sum(built[name].values())
+    plan = stage_memory(config({"dp": 4}), HF[name], 0, on_cuda=True)
+    assert plan.of("parameters") == pytest.approx(2 * parameters, rel=1e-4)
+    assert plan.of("gradients") == pytest.approx(4 * parameters, rel=0.03)
+    assert plan.of("optimizer") == pytest.approx(12 * parameters / 4, rel=1e-4)
+    assert plan_memory(config(), HF[name]).checkpoint == 14 * parameters
+    assert plan_memory(config(dtype="float32"), HF[name]).checkpoint == 16 * parameters
+
+
+def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
+    plain, asked = (
+        stage_memory(config({"tp": 2}, ppo=PPO(penalty={name: 0.1})), DENSE, 0, on_cuda=True)
+        for name in ("entropy", "kl_k2")
+    )
+    assert not plain.of("reference") and asked.of("reference") == asked.of("parameters")
+    assert asked.total - plain.total == asked.of("parameters")
+
+
+@pytest.mark.parametrize("name", HF)
+def test_a_critic_is_another_model_but_for_the_output_layer(built, name):
+    parameters = sum(n for key, n in built[name].items() if "lm_head" not in key) + HF[name]["hidden_size"]
+    plain, asked = (config({"dp": 4}, ppo=PPO(critic=critic)) for critic in ({}, {"lr": 1e-5}))
+    without, found = (stage_memory(each, HF[name], 0, on_cuda=True) for each in (plain, asked))
+    assert not without.of("critic") and found.of("critic") == pytest.approx((2 + 4 + 12 / 4) * parameters, rel=1e-3)
+    assert found.total - without.total == found.of("critic")
+    checkpoints = [plan_memory(each, HF[name]).checkpoint for each in (plain, asked)]
+    assert checkpoints[1] - checkpoints[0] == 14 * parameters
+
+
+def test_experts_are_divided_over_their_own_replicas(built):
+    """Of 8 ranks ep=4 share the experts with whole ones each (etp=1): each is held by two ranks."""
+    experts = sum(n for name, n in built["Qwen3-30B-A3B"].items() if ".experts." in name)
+    dense = sum(built["Qwen3-30B-A3B"].values()) - experts
+    plan = stage_memory(config({"tp": 2, "dp": 4, "ep": 4, "etp": 1}), HF["Qwen3-30B-A3B"], 0, on_cuda=True)
+    assert plan.of("parameters") == pytest.approx(2 * (dense / 2 + experts / 4), rel=0.01)
+    assert plan.of("optimizer") == pytest.approx(12 * (dense / 2 / 4 + experts / 4 / 2), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "tp", "streamed"), [*product(HF, (1, 4, 8), (False, True))])
+def test_engine_weights_and_staging(built, name, tp, streamed):
+    staging = "streamed" if streamed else "full"
+    asked = config(rollout={"tp": tp}, reshard=Reshard(staging=staging))
+    plan = engine_memory(asked, HF[name], 0, on_cuda=True)
+    layout = engine_layout.layout(HF[name], EngineSizes(tp=tp), 0)
+    parameters = {
+        key: torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in layout.parameters.items()
+    }
+    assert plan.of("weights") == 2 * sum(p.numel() for p in parameters.values())
+    assert plan.of("weights") == pytest.approx(2 * sum(built[name].values()) / tp, rel=0.02)
+    assert plan.of("staging") == reserve(parameters, streamed).nbytes
+
+
+def test_keys_and_values_by_hand():
+    """Qwen2.5-32B over 8 ranks: one of 8 key heads of 128, 64 layers, two tensors, two bytes: 32 KiB a token."""
+    plan = plan_memory(config({"tp": 8, "dp": 2}, {"tp": 8}), DENSE, 80)
+    left = plan.engine.of("KV cache")
+    assert sum(part.bytes for part in plan.engine.parts) == pytest.approx(0.92 * 80 * GIB, abs=2)
+    tokens = int(re.search(r"KV cache .*?([\d,]+) tokens", plan.table())[1].replace(",", ""))
+    assert tokens == left // (32 * 1024) // 16 * 16
+    # 4 key heads over 16 ranks: each has a whole one
+    sixteen = engine_memory(config(rollout={"tp": 16}), EXPERTS, 80 * GIB, on_cuda=True)
+    assert f"{sixteen.of('KV cache') // (2 * 94 * 128 * 2) // 16 * 16:,} tokens" in sixteen.parts[-1].note
+
+
+def test_a_cpu_engine_takes_what_its_requests_need_and_no_more_than_its_share():
+    """Qwen2.5-32B: 256 KiB a token, 32 MiB a block of 128; an answer of 1,024 + 1,000 tokens has 16 blocks."""
+    block = 32 * 2**20
+
+    def blocks(memory, max_running=10, engines=1, tp=1, **rest):
+        asked = config(
+            rollout={"max_new_tokens": 1000, "max_running": max_running, "engines": engines, "tp": tp, **rest},
+            device="cpu",
+        )
+        return kv_cache.cpu_bytes(asked, DENSE, memory) / (block // tp)
+
+    assert blocks(10**15) == 1 + 10 * 16
+    assert blocks(10**15, tp=2) == 1 + 10 * 16
+    assert blocks(4 * 100 * block) == 100 and blocks(4 * 100 * block, engines=4) == 25
+    assert blocks(4 * 100 * block, engines=2, tp=2) == 50, "half a block on each rank"
+    assert blocks(block) == blocks(10**15, max_running=1) == 1 + 16, "one answer at least"
+    asked = config(rollout={"max_new_tokens": 1000, "group_size": 1}, device="cpu")
+    engine = plan_memory(asked, DENSE, memory=500 * GIB).engine
+    assert engine.of("KV cache") == 125 * GIB
+    with pytest.raises(
+        ConfigError, match=r"rollout.max_new_tokens: an engine needs .* GiB .* this machine has 2.00: lower it"
+    ):
+        plan_memory(asked, DENSE, memory=2 * GIB)
+    assert 2**28 < kv_cache.machine_bytes() < 2**50
+
+
+def test_virtual_stages_cost_what_the_paper_says():
+    """Korthikanti et al., Section 4.2.3: 1 + (p − 1)/(p · m) of all layers on the first stage of p, m virtual ones."""
+    for pp, vpp in product((2, 4, 8), (1, 2, 4)):
+        asked = config({"pp": pp, "vpp": vpp}, batch_size=512)
+        share = activations.in_flight(asked, 0) / (pp * vpp)
+        assert share == pytest.approx(1 + ((pp - 1) / (pp * vpp) if vpp > 1 else 0))
+        assert activations.in_flight(asked, pp - 1) == (1 if vpp == 1 else (vpp - 1) * pp + 1)
+
+
+def test_the_first_stage_holds_no_more_passes_than_there_are_micro_batches():
+    assert activations.in_flight(config({"pp": 8, "dp": 2}, batch_size=16), 0) == 2
+
+
+def test_full_recomputation_keeps_two_bytes_an_element_and_a_layer():
+    """2 · s · b · h bytes a layer (Korthikanti et al., Section 5), divided by tp with sequence parallelism."""
+    layer = activations.layer_of(config({"tp": 4}), architecture(DENSE), 0, True)
+    assert layer.input == 2 * DENSE["hidden_size"] / 4
+    assert layer.saved > 10 * layer.input
+
+
+@pytest.mark.parametrize(("cap", "batch", "tokens"), [(32768, 512, 32768), (8192, 512, 28672), (10**7, 4, 28672)])
+def test_the_largest_micro_batch(cap, batch, tokens):
+    """Not below the longest trajectory, not above a mini-batch; here of a quarter of the batch."""
+    assert activations.microbatch_tokens(config({"microbatch_tokens": cap}, batch_size=batch)) == tokens
+
+
+def test_more_replicas_and_recomputation_never_cost_memory():
+    for name, tp, pp in product(HF, (1, 4), (1, 4)):
+        ep = {"ep": 8, "etp": 1} if "experts" in str(HF[name]) else {}
+        totals = [
+            trainer_memory(config({"tp": tp, "pp": pp, "dp": dp, **ep}), HF[name], True).total for dp in (8, 16, 64)
+        ]
+        assert totals == sorted(totals, reverse=True)
+        full, none = (
+            trainer_memory(config({"tp": tp, "pp": pp, "dp": 8, "recompute": recompute, **ep}), HF[name], True).total
+            for recompute in ("full", "none")
+        )
+        assert full < none
+
+
+@pytest.mark.parametrize(
+    ("asked", "hf", "message"),
+    [
+        (
+            config({"tp": 8, "pp": 2, "dp": 12, "recompute": "none"}, {"tp": 8}),
+            DENSE,
+            r"trainer rank \(stage 0 of 2, ranks 0–95\) needs 105.41 GiB \(activations 90.01.*a GPU has 80: "
+            r"with (trainer.recompute=full) it is",
+        ),
+        (
+            config({"dp": 16}, {"tp": 8}),
+            DENSE,
+            r"needs .* GiB .*a GPU has 80: with (trainer.pp=\d+ dp=\d+|trainer.tp=\d+ dp=\d+)",
+        ),
+        (
+            config({"tp": 8}, {"tp": 8}),
+            DENSE,
+            r"needs 85.73 GiB \(optimizer 45.78.*with (trainer.dp=2 recompute=full) on 2 times as many GPUs",
+        ),
+        (
+            config({"tp": 8, "dp": 2}, {"tp": 1}),
+            DENSE,
+            r"engine rank has -52.* GiB left for its KV cache .* with (rollout.tp=2 engines=1) ",
+        ),
+        (
+            config({"tp": 8, "dp": 2}, {"tp": 2, "max_new_tokens": 100000}),
+            DENSE,
+            r"engine rank has .* an answer may have 101,024 with its prompt; "
+            r"with (reshard.staging=streamed|rollout.tp=4 engines=1)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_advice_that_works(asked, hf, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        plan_memory(asked, hf, 80)
+    assert "\n" not in str(error.value)
+    advice = re.search(message, str(error.value))[1]
+    section = advice.split(".")[0]
+    values = {
+        key: yaml.safe_load(value) for key, value in (item.split("=") for item in advice.partition(".")[2].split())
+    }
+    if section:
+        plan_memory(replace(asked, **{section: replace(getattr(asked, section), **values)}), hf, 80)
+
+
+def test_where_nothing_helps_it_says_so():
+    with pytest.raises(ConfigError, match="ask for more of them, or for larger ones"):
+        plan_memory(config({"tp": 8}), DENSE, 1)
+    assert plan_memory(config({"tp": 8}), DENSE, 0).gpu_gib == 0
+
+
+def test_supervised_training_has_no_engines():
+    plan = plan_memory(config({"tp": 8, "dp": 8}, mode="sft", batch_size=64), DENSE, 80)
+    assert plan.engine is None and "engine" not in plan.table()
+
+
+def test_login_node_plans_48_nodes_without_torch_or_vllm():
+    program = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "vllm", "megatron", "transformers"):
+            raise ImportError(f"{{name}} is not installed here")
+sys.meta_path.insert(0, Refuse())
+from launch.plan import main
+sys.exit(main({CLUSTER!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "48 nodes: 192 trainer ranks, 24 engines of 8; controller on node01"
+    assert len(lines) < 80
+    for words in ("gradients", "KV cache", "of 80, ", "checkpoint: 427.19 GiB on disk"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--nodes", "40"], "need 384 slots"),
+        (["--nodes", "0"], "expected at least one node"),
+        (["trainer.tp=16"], "trainer.tp: 16 does not divide num_attention_heads=40"),
+        (["--gpu-gb", "16"], "needs 23.80 GiB"),
+        (["model.path=nowhere"], "model.path: there is no folder nowhere"),
+    ],
+)
+def test_planning_refuses_in_one_line(capsys, monkeypatch, arguments, problem):
+    monkeypatch.chdir(ROOT)
+    pools = ["trainer.dp=6"] if arguments == ["trainer.tp=16"] else []
+    assert plan.main([*CLUSTER, *pools, *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and problem in message, message

@@ -1,0 +1,83 @@
+"""How the parts of an engine that lies on several nodes are started."""
+
+import itertools
+import json
+
+import pytest
+
+from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.engine.server import Part, headless_command, server_command, server_environment
+from areal_megatron.run import Run
+from launch import plan
+from launch.orders import start_order
+from launch.pools import Node, allocate
+
+
+def config(device, tp):
+    made = Config(name="x", updates=1, model=Model(path="m"), data=Data(train="t"), rollout=Rollout(tp=tp))
+    made.machine.device = device
+    return made
+
+
+def values(command):
+    """Of its options."""
+    return {name: value for name, value in itertools.pairwise(command) if name.startswith("--")}
+
+
+def test_each_part_is_ordered_on_its_node_with_the_gpus_of_that(tmp_path):
+    asked = config("cuda", 8)
+    nodes = [Node("a", (0, 1)), *(Node(name, (4, 5, 6, 7)) for name in "bc")]
+    (engine,) = allocate(asked, nodes[:1], nodes[1:]).pool("rollout")
+    orders = [start_order(asked, Run(tmp_path), part, part.node, rendezvous="rendezvous-7") for part in engine.parts]
+    assert [(order.supervisor, order.name) for order in orders] == [("b", "engine-0"), ("c", "engine-0.1")]
+    assert [order.settings["CUDA_VISIBLE_DEVICES"] for order in orders] == ["4,5,6,7"] * 2
+    assert [order.settings["AREAL_PART"] for order in orders] == ["0/2", "1/2"]
+    assert {order.settings["AREAL_RENDEZVOUS"] for order in orders} == {"rendezvous-7"}
+    assert orders[0].command == orders[1].command and len({order.log for order in orders}) == 2
+
+
+def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
+    (engine,) = allocate(config("cuda", 2), [Node("a", (0, 1, 2))]).pool("rollout")
+    (part,) = engine.parts
+    assert "AREAL_PART" not in start_order(config("cuda", 2), Run(tmp_path), part, "a").settings
+    assert "--nnodes" not in server_command(config("cuda", 2), "10.0.0.1", 80)
+
+
+def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path):
+    asked = config("cuda", 2)
+    before = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+    asked.rollout.experts = ["replay"]
+    command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+    assert [part for part in command if part not in before[0]] == ["--enable-return-routed-experts"]
+    assert environment == before[1] | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+def test_parts_agree_on_all_but_their_number(tmp_path):
+    asked = config("cuda", 16)
+    head = values(server_command(asked, "10.0.0.1", 8000, Part(0, 2, "10.0.0.1:9000")))
+    other = values(headless_command(asked, Part(1, 2, "10.0.0.1:9000")))
+    assert {name for name in head if name in other and head[name] != other[name]} == {"--node-rank"}
+    assert (head["--node-rank"], other["--node-rank"]) == ("0", "1")
+    assert (other["--nnodes"], other["--master-addr"], other["--master-port"]) == ("2", "10.0.0.1", "9000")
+    assert (
+        head["--host"] == "10.0.0.1"
+        and not {"--host", "--port", "--middleware"} & other.keys()
+        and "--headless" in other
+    )
+    assert json.loads(other["--weight-transfer-config"])["backend"] == "areal"
+    assert values(headless_command(asked, Part(1, 2, "fd00::1:9000")))["--master-addr"] == "fd00::1"
+
+
+def test_cores_of_a_part_are_shared_by_its_own_ranks(tmp_path):
+    environment = server_environment(config("cpu", 2), Run(tmp_path), [3], parts=2)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "3"
+    assert server_environment(config("cpu", 2), Run(tmp_path), [3, 4])["VLLM_CPU_OMP_THREADS_BIND"] == "3|4"
+
+
+def test_what_vllm_cannot_do_on_cpu_is_refused():
+    """It takes a machine without GPUs for one rank."""
+    asked, nodes = config("cpu", 4), [Node("a", (0, 1)), Node("b", (0, 1)), Node("c", (0, 1))]
+    with pytest.raises(
+        ConfigError, match=r"rollout.tp: an engine of 4 lies on 2 nodes with 2 cores each: .* machine.slots=1"
+    ):
+        plan.plan(asked, nodes, weights=False)

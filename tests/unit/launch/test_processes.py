@@ -1,0 +1,184 @@
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import processes
+from launch.processes import Children, end_sessions
+from launch.shared_memory import SharedMemory
+from tests.support.living import is_alive
+
+FAMILY = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    "print(p.pid, flush=True); time.sleep(60)"
+)
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def children():
+    with Children() as owned:
+        yield owned
+
+
+def start(children, tmp_path, code, cores=frozenset()):
+    return children.start("child", [sys.executable, "-c", code], dict(os.environ), tmp_path / "child.log", set(cores))
+
+
+def eventually(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+SHARES = """
+import sys, tempfile, time
+from multiprocessing.shared_memory import SharedMemory
+held = SharedMemory(create=True, size=100)
+file = tempfile.NamedTemporaryFile(delete=False)
+print(held.name, file.name, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_temporary_files_and_shared_memory_go_along(tmp_path, killed):
+    with Children() as children:
+        child = start(children, tmp_path, SHARES)
+        shared, file = eventually(lambda: child.last_lines().split())
+        shared = Path("/dev/shm", shared)
+        assert shared.exists() and Path(file).exists()
+        if killed:  # its resource tracker removes what it has made, but is killed before it can
+            for process in psutil.Process(child.pid).children(recursive=True):
+                process.kill()
+    assert not shared.exists() and not Path(file).parent.exists()
+
+
+def test_shared_memory_of_children_that_ended_by_themselves_goes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_NOTE_S", 0)
+    with Children() as children:
+        child = start(children, tmp_path, SHARES)
+        shared = Path("/dev/shm", eventually(lambda: child.last_lines().split())[0])
+        children.look_after()
+        for process in [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]:
+            process.kill()
+        assert eventually(lambda: child.exit_code) and shared.exists()
+    assert not shared.exists()
+
+
+def test_what_others_have_put_into_shared_memory_stays(tmp_path):
+    """A model, say: it is older than the run or lies in a folder."""
+    maps = (
+        "import mmap, sys, time; f = [open(p, 'r+b') for p in sys.argv[1:]]; "
+        "m = [mmap.mmap(i.fileno(), 0) for i in f]; print('mapped', flush=True); time.sleep(60)"
+    )
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        newer = Path(folder, "model")
+        for path in (Path(file.name), newer):
+            path.write_bytes(b"weights")
+        time.sleep(1.5)
+        with Children() as children:
+            newer.chmod(0o600)
+            command = [sys.executable, "-c", maps, file.name, str(newer)]
+            child = children.start("child", command, dict(os.environ), tmp_path / "child.log", set())
+            assert eventually(child.last_lines) == "mapped"
+        assert newer.exists() and Path(file.name).exists()
+
+
+def test_long_logs_are_moved_aside_while_they_are_written(children, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "LOG_BYTES", 1000)
+    monkeypatch.setattr(processes, "_ROTATE_S", 0)
+    code = "import time\nfor n in range(100): print(n, '-' * 100, flush=True); time.sleep(0.02)"
+    child = start(children, tmp_path, code)
+    aside = tmp_path / "child.log.1"
+    eventually(lambda: children.look_after() or child.exit_code is not None)
+    lines = aside.read_text().splitlines() + child.log.read_text().splitlines()
+    numbers = [int(line.split()[0]) for line in lines]
+    assert numbers == sorted(set(numbers)) and numbers[-1] == 99 and numbers[0] > 50
+    assert 1000 < aside.stat().st_size < 2000
+
+
+def test_leaving_takes_descendants_along(tmp_path):
+    with Children() as children:
+        child = start(children, tmp_path, FAMILY)
+        grandchild = int(eventually(child.last_lines))
+    assert child.exit_code == -signal.SIGTERM
+    assert not is_alive(grandchild)
+
+
+def test_descendants_of_a_dead_child_are_ended(tmp_path, children):
+    child = start(children, tmp_path, FAMILY)
+    grandchild = int(eventually(child.last_lines))
+    os.kill(child.pid, signal.SIGKILL)
+    assert eventually(lambda: child.exit_code) == -signal.SIGKILL
+    end_sessions({child.pid}, SharedMemory(), grace_s=0.5)
+    assert not is_alive(grandchild)
+
+
+def test_what_ignores_sigterm_is_killed(tmp_path, children):
+    child = start(children, tmp_path, STUBBORN)
+    assert eventually(child.last_lines) == "ready"
+    end_sessions({child.pid}, SharedMemory(), grace_s=0.2)
+    assert child.exit_code == -signal.SIGKILL
+
+
+OWNER = """
+import os, pathlib, signal, sys
+from launch.processes import Children
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+with Children() as children:
+    command = [sys.executable, "-c", sys.argv[1]]
+    print(children.start("child", command, dict(os.environ), pathlib.Path(sys.argv[2]), set()).pid, flush=True)
+    signal.pause()
+"""
+TAKES_ITS_TIME = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: [print("ending", flush=True), time.sleep(1.5), sys.exit()])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_an_owner_that_is_asked_to_end_more_than_once_ends_its_children_first(tmp_path, again):
+    log = tmp_path / "child.log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, TAKES_ITS_TIME, log], stdout=subprocess.PIPE, text=True)
+    with owner:
+        child = int(owner.stdout.readline())
+        assert eventually(lambda: "ready" in log.read_text())
+        owner.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "ending" in log.read_text())
+        owner.send_signal(again)
+        assert owner.wait(30) == 7 and not is_alive(child)
+
+
+def test_children_end_when_their_owner_is_killed(tmp_path):
+    owner_code = (
+        "import os, sys, time; from pathlib import Path; from launch.processes import Children;"
+        "c = Children().start('c', [sys.executable, '-c', sys.argv[2]], dict(os.environ), Path(sys.argv[1]), set());"
+        "print(c.pid, flush=True); time.sleep(60)"
+    )
+    log = tmp_path / "log"
+    owner = subprocess.Popen([sys.executable, "-c", owner_code, str(log), FAMILY], stdout=subprocess.PIPE, text=True)
+    pid = int(owner.stdout.readline())
+    grandchild = int(eventually(lambda: log.exists() and log.read_text()))
+    owner.kill()
+    owner.communicate()
+    assert eventually(lambda: not is_alive(pid) and not is_alive(grandchild))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell pinning from none")
+def test_child_is_pinned_to_its_cores(tmp_path, children):
+    core = max(os.sched_getaffinity(0))
+    child = start(children, tmp_path, "import os; print(*os.sched_getaffinity(0))", {core})
+    assert eventually(lambda: child.exit_code is not None)
+    assert child.last_lines() == str(core)

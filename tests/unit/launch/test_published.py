@@ -1,0 +1,250 @@
+"""The configs and sbatch scripts of the published runs: sizes, hyper-parameters, and what the scripts start."""
+
+import os
+import re
+import signal
+import subprocess
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from areal_megatron import config as configuration
+from areal_megatron.models.architecture import architecture, read_config
+from launch.memory.engine import kv_tokens
+from launch.memory.parts import GIB
+from launch.plan import plan
+from launch.pools import Node
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ROOT / "configs/models"
+SCRIPTS = sorted((ROOT / "slurm").glob("train_*.sh"))
+GPU_GIB = 80
+
+
+class Published(NamedTuple):
+    nodes: int = 0
+    """0: of another GPU, or not published."""
+    updates: int = 0
+    """0: not published."""
+    prompts: int = 512
+    answers: int = 16
+    prompt_tokens: int = 1024
+    new_tokens: int = 27648
+    microbatch_tokens: int = 32768
+    minibatches: int = 4
+    clip: tuple[float, float] = (0.2, 0.2)
+    lr: float = 2e-5
+    weight_decay: float = 0.05
+    adam: tuple[float, ...] = (0.9, 0.95, 1e-5)
+    clip_grad: float = 1.0
+    warmup: float = 0.001
+    temperature: float = 1.0
+    staleness: int = 8
+    engines: str = ""
+    """Engines × tp, where the layout is published, and tp × pp × dp of the trainer."""
+
+
+BOBA2 = Published(prompts=128, prompt_tokens=2048, microbatch_tokens=30720, minibatches=1, staleness=16)
+PUBLISHED = {
+    # arXiv 2505.24298, Table 1 (nodes, PPO steps) and Table 3; staleness: 8 for math, 4 for code
+    "r1_1.5b": Published(16, 250),
+    "r1_7b": Published(24, 250),
+    "r1_14b": Published(32, 80, staleness=4),
+    "r1_32b": Published(48, 60, staleness=4),
+    # blog/AReaL_v0_3.md (batch, mini-batches, staleness), examples/configs/qwen3-code/8b.yaml and 14b.yaml of AReaL
+    "qwen3_8b": BOBA2._replace(nodes=24, engines="80 × 2, 2 × 4 × 4"),
+    "qwen3_14b": BOBA2._replace(nodes=48, engines="80 × 4, 2 × 8 × 4"),
+    "qwen3_32b": BOBA2,
+    # examples/tau2/config_235b_moe_airline.yaml of AReaL, whose trajectories have 30,000 tokens in several turns
+    "qwen3_235b": Published(
+        0,
+        500,
+        16,
+        prompt_tokens=2048,
+        minibatches=1,
+        clip=(0.4, 0.4),
+        lr=5e-6,
+        weight_decay=0.005,
+        adam=(0.9, 0.999, 1e-8),
+        staleness=2,
+    ),
+}
+PARAMETERS = {
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
+    "DeepSeek-R1-Distill-Qwen-7B": 7.616,
+    "DeepSeek-R1-Distill-Qwen-14B": 14.770,
+    "DeepSeek-R1-Distill-Qwen-32B": 32.764,
+    "Qwen3-8B": 8.191,
+    "Qwen3-14B": 14.768,
+    "Qwen3-32B": 32.762,
+    "Qwen3-235B-A22B": 235.094,
+}
+"""Billions, counted in the published checkpoints."""
+
+
+def load(run):
+    """The run's config, its model replaced by the config.json of the same name."""
+    path = ROOT / "configs" / f"{run}.yaml"
+    name = Path(configuration.load(path).model.path).name
+    return configuration.load(path, [f"model.path={MODELS / name}"])
+
+
+def option(script, name):
+    return re.search(rf"^#SBATCH --{name}=(\S+)$", script.read_text(), re.MULTILINE)[1]
+
+
+def named_config(script):
+    return re.search(r"^CONFIG=configs/(\S+)\.yaml$", script.read_text(), re.MULTILINE)[1]
+
+
+def planned(run):
+    (script,) = (s for s in SCRIPTS if named_config(s) == run)
+    config = load(run)
+    config.machine.device = "cuda"
+    gpus = tuple(range(int(option(script, "gpus-per-node"))))
+    nodes = [Node(f"node{number:02}", gpus) for number in range(int(option(script, "nodes")))]
+    return config, plan(config, nodes, gpu_gib=GPU_GIB, weights=False)
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_a_config_is_short_says_whose_numbers_it_has_and_repeats_no_default(run):
+    text = (ROOT / "configs" / f"{run}.yaml").read_text()
+    assert len(text.splitlines()) <= 30
+    assert re.match(r"# .*(arXiv 2505\.24298|AReaL's (blog|examples)).*docs/published_runs\.md$", text.splitlines()[0])
+    tree, defaults = yaml.safe_load(text), configuration.Config()
+    for key, value in tree.items():
+        for name, leaf in value.items() if isinstance(value, dict) else [(key, value)]:
+            section = getattr(defaults, key) if isinstance(value, dict) else defaults
+            assert getattr(section, name) != leaf, f"{key}.{name}"
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_hyper_parameters_are_the_published_ones(run):
+    config, published = load(run), PUBLISHED[run]
+    t, o, p, r = config.trainer, config.optimizer, config.ppo, config.rollout
+    layout = f"{r.engines} × {r.tp}, {t.tp} × {t.pp} × {t.dp}"
+    found = Published(
+        published.nodes,
+        config.updates if published.updates else 0,
+        config.groups_per_batch,
+        r.group_size,
+        config.data.max_prompt_tokens,
+        r.max_new_tokens,
+        t.microbatch_tokens,
+        p.minibatches,
+        tuple(p.clip),
+        o.lr,
+        o.weight_decay,
+        tuple(o.adam),
+        o.clip_grad,
+        o.schedule.get("constant"),
+        r.temperature,
+        r.max_staleness,
+        layout if published.engines else "",
+    )
+    assert found == published
+    assert (p.objective, config.reward.range) == ("decoupled", [-5.0, 5.0])
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
+    config, found = planned(run)
+    nodes = len(found.placement.nodes)
+    assert PUBLISHED[run].nodes in (nodes, 0) and found.placement.idle == 0
+    assert found.memory.trainer.total <= 0.9 * GPU_GIB * GIB
+    share = config.rollout.engines * config.rollout.tp / (8 * nodes)
+    assert 0.6 <= share <= 0.85
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_an_engine_has_keys_and_values_for_all_that_it_may_run(run):
+    """8,000 tokens for each of rollout.max_running answers, a multiple of the group."""
+    config, found = planned(run)
+    tokens = kv_tokens(config, read_config(config.model.path), found.memory.engine.of("KV cache"), True)
+    assert tokens >= 8000 * config.rollout.max_running
+    assert config.rollout.max_running % config.rollout.group_size == 0
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_of_a_model_add_up_to_its_parameters(name):
+    shapes = architecture(read_config(MODELS / name)).canonical.values()
+    assert sum(map(prod, shapes)) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.001)
+
+
+def test_every_config_has_one_script():
+    runs = [path.stem for pattern in ("r1_*.yaml", "qwen3_*.yaml") for path in (ROOT / "configs").glob(pattern)]
+    assert sorted(map(named_config, SCRIPTS)) == sorted(runs) == sorted(PUBLISHED)
+    assert {option(script, "gpus-per-node") for script in SCRIPTS} == {"8"}
+
+
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, ROOT / "slurm/run.sh", ROOT / "slurm/add_engines.sh"], ids=lambda path: path.name
+)
+def test_bash_reads_the_script(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.fixture
+def submitted(tmp_path):
+    """Starts a copy of a script as slurmd does, with a program in place of Python that prints its arguments."""
+    fake, copy = tmp_path / "python", tmp_path / "slurm_script"
+    fake.write_text('#!/bin/bash\nprintf \'%s\\0\' "$$" "$@"\n')
+    fake.chmod(0o755)
+
+    def submit(script, *arguments, folder=ROOT, python=fake):
+        copy.write_text(script.read_text())
+        environment = {**os.environ, "PYTHON": str(python), "SLURM_SUBMIT_DIR": str(folder)}
+        return subprocess.Popen(
+            ["bash", copy, *arguments],
+            env=environment,
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    return submit
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whole(submitted, script):
+    hostile = ["name=a b", "data.train=*", "x=$(touch owned)", "y='\";exit 1;#", "", "z=`id`\nnext"]
+    process = submitted(script, *hostile)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and not err
+    expected = [
+        "-m",
+        "launch.slurm",
+        f"configs/{named_config(script)}.yaml",
+        "--restarts=10",
+        "resume=auto",
+        "machine.host=auto",
+        *hostile,
+    ]
+    assert out.split("\0")[:-1] == [str(process.pid), *expected]
+    assert not (ROOT / "owned").exists()
+
+
+def test_the_signal_before_the_time_limit_reaches_the_launcher(submitted, tmp_path):
+    waiting = tmp_path / "waiting"
+    waiting.write_text("#!/bin/bash\ntrap 'echo saved; exit 0' USR1\necho ready\nwhile :; do sleep 0.05; done\n")
+    waiting.chmod(0o755)
+    process = submitted(SCRIPTS[0], python=waiting)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=20)[0] == "saved\n" and process.returncode == 0
+
+
+def test_what_is_missing_is_said_in_one_line(submitted, tmp_path):
+    script = SCRIPTS[0]
+    for arguments, problem in (
+        ({"folder": tmp_path}, f"no slurm/run.sh in {tmp_path}: submit from the repository's folder"),
+        ({"python": tmp_path / "nowhere"}, "run 'make setup' there, or set PYTHON"),
+    ):
+        process = submitted(script, **arguments)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == 2 and problem in err
+        assert err.startswith("error: ") and err.count("\n") == 1

@@ -1,0 +1,71 @@
+"""What a publisher refuses before it sends."""
+
+import pytest
+import torch
+
+from areal_megatron.reshard import trainer_layout
+from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.run import RunError
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+
+
+def publisher(parameters, check_finite=False):
+    return Publisher(
+        parameters=lambda: parameters,
+        hf_config=CONFIG,
+        sizes=MegatronSizes(),
+        rank=0,
+        engine=EngineSizes(),
+        engines=1,
+        dtype="bfloat16",
+        store_host="127.0.0.1",
+        store_port=1,
+        timeout_s=1,
+        on_delivered=None,
+        timeline=None,
+        check_finite=check_finite,
+    )
+
+
+@pytest.fixture
+def parameters():
+    shapes = trainer_layout.layout(CONFIG, MegatronSizes(), 0).parameters
+    return {name: torch.ones(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_is_named(parameters, value):
+    name = "decoder.layers.1.self_attention.linear_qkv.bias"
+    checked, unchecked = publisher(parameters, check_finite=True), publisher(parameters)
+    checked.publish(1, [])
+    parameters[name][3] = value
+    with pytest.raises(RunError, match=rf"trainer-0, version 2: {name} holds NaN or Inf"):
+        checked.publish(2, [])
+    unchecked.publish(2, [])
+
+
+def test_large_weights_are_finite(parameters):
+    for tensor in parameters.values():
+        tensor.fill_(3e38)
+    publisher(parameters, check_finite=True).publish(1, [])
+
+
+def test_parameters_that_are_not_the_layouts_are_refused(parameters):
+    parameters["decoder.final_layernorm.weight"] = torch.ones(63)
+    with pytest.raises(
+        LayoutError, match=r"trainer rank 0: decoder.final_layernorm.weight has shape \[63\], expected \[64\]"
+    ):
+        publisher(parameters)

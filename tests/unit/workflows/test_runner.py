@@ -1,0 +1,412 @@
+"""Workflows on an engine whose answers are written down: which tokens a trajectory has, and what becomes of
+failures."""
+
+import asyncio
+import contextlib
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from areal_megatron.config import ConfigError, Rollout
+from areal_megatron.controller.batches import describe
+from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.schedule import Group, Schedule
+from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.workflows import multi_turn, single_turn, tool_use
+from areal_megatron.workflows.episode import EpisodeOver
+from areal_megatron.workflows.workflow import check_workflow, load_workflow
+from tests.support.chat_world import END, IDS, World, make_tokenizer, spelled
+
+ROOT = Path(__file__).parents[3]
+
+
+def in_turn(*answers):
+    return lambda _, number: answers[min(number, len(answers) - 1)]
+
+
+def run(world, **place):
+    return asyncio.run(world.sample(**place))
+
+
+def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
+    """`ab` is sampled as two tokens, which the tokenizer would write as one."""
+
+    def reward(prompt, response, answer):
+        return (1.0, "") if response == answer else (0.25, f"not {response}")
+
+    world = World(tmp_path, multi_turn.run, in_turn("ab", "right"), reward=reward)
+    (ended,) = run(world, version=5)
+    context, score = ended.context, ended.score
+    prompt = "<|im_start|>user\nhi?<|im_end|>\n<|im_start|>assistant\n"
+    feedback = "\n<|im_start|>user\nnot ab<|im_end|>\n<|im_start|>assistant\n"
+    encode = world.tokenizer._tokenizer.encode
+    told = encode(feedback).ids
+    assert context.prompt == encode(prompt).ids
+    assert context.tokens.tolist() == [*spelled("ab"), END, *told, *spelled("right"), END]
+    assert context.loss_mask.tolist() == [1] * 3 + [0] * len(told) + [1] * 6
+    assert (context.logprobs[context.loss_mask == 0] == 0).all() and (
+        context.logprobs[context.loss_mask == 1] < 0
+    ).all()
+    assert context.versions.tolist() == [0] * (3 + len(told)) + [1] * 6
+    assert world.judge.asked == ["ab", "right"]
+    low, high = world.config.reward.range
+    assert score.reward == pytest.approx(low + (high - low) * multi_turn.DISCOUNT)
+    assert score.correct and score.trained and not score.truncated
+    assert context.tokens.dtype == context.versions.dtype == np.int32 and context.logprobs.dtype == np.float32
+
+
+def test_tries_end_with_the_first_right_answer_and_with_the_last_turn(tmp_path):
+    right = World(tmp_path, multi_turn.run, in_turn("right"))
+    (ended,) = run(right)
+    assert len(right.client.calls) == 1 and ended.score.reward == right.config.reward.range[1]
+    wrong = World(tmp_path, multi_turn.run, in_turn("wrong"))
+    (ended,) = run(wrong)
+    assert len(wrong.client.calls) == ended.context.answers == 3
+    assert ended.score.reward == wrong.config.reward.range[0] and not ended.score.truncated
+    assert wrong.tokenizer.decode(ended.context.tokens.tolist()).count(multi_turn.FEEDBACK) == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "reward", "trained"), [("incorrect", -5, True), ("masked", -5, False), ("scored", 5, True)]
+)
+def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
+    world = World(
+        tmp_path, multi_turn.run, in_turn("no", "x…"), rule=rule, longest=150, reward=lambda _, r, __: float(r != "no")
+    )
+    (ended,) = run(world)
+    assert len(ended.tokens) == 150 and ended.score.truncated and ended.score.trained == trained
+    discounted = reward if reward < 0 else -5 + 10 * multi_turn.DISCOUNT
+    assert ended.score.reward == pytest.approx(discounted)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_feedback_that_leaves_no_token_for_an_answer_is_left_out(tmp_path, left):
+    text = f"\n<|im_start|>user\n{multi_turn.FEEDBACK}<|im_end|>\n<|im_start|>assistant\n"
+    feedback = len(make_tokenizer(tmp_path)._tokenizer.encode(text).ids)
+    world = World(tmp_path, multi_turn.run, in_turn("no"), longest=3 + feedback + left, turns=2)
+    (ended,) = run(world)
+    assert ended.context.answers == 1 + left
+    assert len(ended.tokens) == (3 + feedback + left if left else 3)
+    assert ended.score.truncated and ended.score.reward == -5
+
+
+def test_answers_of_forced_length_are_not_cut(tmp_path):
+    world = World(tmp_path, multi_turn.run, lambda *_: "x…")
+    (ended,) = run(world, forced=20)
+    assert len(ended.tokens) == 20 and not ended.score.truncated
+
+
+def test_seeds_of_the_first_answers_are_those_of_a_single_turn(tmp_path):
+    world = World(tmp_path, multi_turn.run, lambda *_: "wrong", turns=2)
+    first = run(world, n=3)
+    seeds = [call.seed for call in world.client.calls]
+    assert sorted(seeds)[:3] == [100, 101, 102] and len(set(seeds)) == 6
+    assert {call.request_id for call in world.client.calls} == {
+        f"group-3-{k}-{turn}-1" for k in range(3) for turn in range(2)
+    }
+    again = World(tmp_path, multi_turn.run, lambda *_: "wrong", turns=2)
+    second = run(again, n=3)
+    assert sorted(call.seed for call in again.client.calls) == sorted(seeds)
+    assert len(first) == len(second) == 3
+
+
+def test_programs_are_run_and_their_output_is_told(tmp_path, isolation):
+    def answer(prompt, number):
+        return "```python\nprint(6 * 7)\n```" if number == 0 else "```python\n1 / 0\n```" if number == 1 else "42"
+
+    world = World(tmp_path, tool_use.run, answer)
+    (ended,) = run(world, answer="42")
+    text = world.tokenizer.decode(ended.context.tokens.tolist())
+    assert "\n```output\n42\n```\n" in text and "ZeroDivisionError: division by zero\n```\n" in text
+    assert ended.score.correct and ended.context.answers == 3 and world.judge.asked == ["42"]
+    sampled = ended.context.tokens[ended.context.loss_mask == 1].tolist()
+    assert sampled == [token for number in range(3) for token in [*spelled(answer(None, number)), END]]
+
+
+def test_what_a_program_shows(isolation):
+    show = lambda program: tool_use.described(asyncio.run(tool_use.run_program(program)))  # noqa: E731
+    assert show("print('x' * 10**6)") == "x" * 2000
+    assert show("import sys; print(1); sys.exit('no')") == "1\nno"
+    assert show("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == "ended by signal"
+    assert show("") == ""
+
+
+async def raises(episode):
+    await episode.sample()
+    raise KeyError("mine")
+
+
+async def leaves(episode):
+    await episode.sample()
+    sys.exit("mine")
+
+
+async def not_a_number(episode):
+    await episode.sample()
+    return float("nan")
+
+
+async def a_text(episode):
+    await episode.sample()
+    return "1"
+
+
+async def cancels(episode):
+    await episode.sample()
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+async def hangs(episode):
+    await episode.sample()
+    await asyncio.sleep(1000)
+
+
+async def says_first(episode):
+    episode.say("x")
+
+
+async def nothing(episode):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("workflow", "problem"),
+    [
+        (raises, "KeyError: 'mine'"),
+        (leaves, r"it called exit\(mine\)"),
+        (not_a_number, "returned nan, expected a finite number"),
+        (a_text, "returned '1', expected a finite number"),
+        (cancels, "it cancelled itself"),
+        (hangs, "it neither asked nor ended within machine.timeout_s=0.2 s"),
+        (says_first, "there is no answer yet"),
+        (nothing, "it ended without an answer of the model"),
+    ],
+)
+def test_what_a_workflow_does_wrong_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
+    world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2 if workflow is hangs else 60.0)
+    ended = run(world, n=2)
+    assert [one.score.reward for one in ended] == [-5, -5] and not any(one.score.correct for one in ended)
+    assert world.episodes.failures == 2 and caplog.records[0].getMessage().startswith("workflow failure 1, prompt 7: ")
+    assert re.search(problem, caplog.text), caplog.text
+    sampled = [one.context.loss_mask.sum() for one in ended]
+    if workflow in (says_first, nothing):
+        assert sampled == [0, 0] and [len(one.tokens) for one in ended] == [1, 1]
+    else:
+        assert sampled == [6, 6]
+
+
+def test_workflows_that_never_get_an_answer_end_the_run_with_the_reason(tmp_path):
+    world = World(tmp_path, says_first, lambda *_: "right", batch_size=4)
+    assert run(world, n=3)
+    with pytest.raises(
+        ConfigError, match=r"rollout.workflow: none of the first 4 episodes got an answer .* no answer yet"
+    ):
+        run(world, n=3)
+
+
+def test_an_engine_that_fails_is_not_the_workflows_to_hide(tmp_path, monkeypatch):
+    monkeypatch.setattr(single_turn, "_RETRY_S", 0)
+
+    async def hides(episode):
+        for _ in range(3):
+            with contextlib.suppress(EngineError):
+                await episode.sample()
+        return 1.0
+
+    world = World(tmp_path, hides, lambda _, number: EngineError("dead"))
+    with pytest.raises(EngineError, match="dead"):
+        run(world, n=2)
+    assert world.episodes.failures == 0
+
+
+def test_episodes_that_are_broken_off_begin_again(tmp_path):
+    """One has its request aborted, another is at its second turn."""
+    world = World(tmp_path, multi_turn.run, None)
+
+    def answer(prompt, number):
+        if number == 0:
+            return "wrong"
+        world.breaking_off = True
+        return Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
+
+    world.client.answer = answer
+    assert run(world, n=2) is None
+    assert world.episodes.failures == 0
+
+
+def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
+    codes = []
+
+    async def greedy(episode):
+        try:
+            while True:
+                await episode.sample()
+        except EpisodeOver as e:
+            codes.append(e.code)
+            raise
+
+    (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=4))
+    assert ended.context.answers == 4 and ended.score.correct
+    (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=100, longest=20))
+    assert len(ended.tokens) == 20 and ended.score.truncated
+    assert codes == ["turns_exceeded", "context_length_exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            {"multi_trun": 3},
+            "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, or package.module:function; "
+            "did you mean 'multi_turn'?",
+        ),
+        ({"single_turn": 2}, "single_turn has one turn, not 2"),
+        ({"multi_turn": 2, "tool_use": 2}, "expected one with its turns at most"),
+        ({}, "expected one with its turns at most"),
+        ({"nowhere:run": 2}, "cannot import nowhere: ModuleNotFoundError"),
+        ({"json:nothing": 2}, "json has no function nothing"),
+        ({"json:dumps": 2}, "json:dumps is no `async def` function of an episode"),
+    ],
+)
+def test_workflows_that_cannot_be_loaded_are_named(name, problem):
+    with pytest.raises(ConfigError, match=r"^rollout\.workflow: ") as error:
+        load_workflow(Rollout(workflow=name))
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ raise_exception('one turn only') if messages | length > 1 }}{{ messages[0].content }}", "one turn only"),
+        ("{{ messages[-1].content }}", "shows an answer 0 times"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "shows an answer 2 times"),
+    ],
+)
+def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, template, problem):
+    world = World(tmp_path, multi_turn.run, lambda *_: "wrong", template=template)
+    world.config.rollout.workflow = {"multi_turn": 2}
+    with pytest.raises(ConfigError, match="several turns need a template that takes them") as error:
+        check_workflow(world.config)
+    assert problem in str(error.value)
+    world.config.rollout.workflow = {"single_turn": 1}
+    check_workflow(world.config)
+    (ended,) = run(world)  # should it fail at a later message only: counted
+    assert world.episodes.failures == 1 and ended.context.answers == 1
+
+
+def test_without_a_template_texts_follow_one_another(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, template=None)
+    messages = [
+        {"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "ab"))
+    ]
+    assert tokenizer.conversation(messages[:1]) == [IDS["a"]]
+    assert tokenizer.continuation(messages, answer=1) == [IDS["ab"]]
+
+
+class Aborted:
+    """An engine's client whose requests wait until they are aborted."""
+
+    def __init__(self, world):
+        self.name, self._world, self._told = "engine-0", world, asyncio.Event()
+
+    async def generate(self, prompt, **request):
+        if self._world.client.calls:  # the first answer of the first group, so that one episode is at its second turn
+            await self._told.wait()
+            return [Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")]
+        return await self._world.client.generate(prompt, **request)
+
+    async def abort(self, prefix):
+        self._told.set()
+
+
+def generation_of(world, tmp_path, client):
+    prompts = [replace(world.prompt(), id=number) for number in range(3)]
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
+    timeline = Timeline(tmp_path / "timeline", "controller")
+    world.config.batch_size = 4
+    subject = Generation(
+        world.config,
+        schedule,
+        [Engine(0, client, timeline)],
+        prompts,
+        world.tokenizer.stop_tokens,
+        None,
+        timeline,
+        on_finished=lambda: None,
+        is_lost=None,
+        episodes=world.episodes,
+    )
+    return schedule, subject
+
+
+def test_groups_that_are_broken_off_are_admitted_again_and_those_of_a_single_turn_too(tmp_path):
+    world = World(tmp_path, multi_turn.run, lambda *_: "wrong", turns=2)
+
+    async def stopped():
+        schedule, subject = generation_of(world, tmp_path, Aborted(world))
+        schedule.add_engine(0, 0)
+        running = asyncio.create_task(subject.run())
+        async with asyncio.timeout(30):
+            while not world.judge.asked:  # until an episode is at its second turn
+                await asyncio.sleep(0.01)
+        await subject.break_off()
+        running.cancel()
+        return subject.save()
+
+    state = asyncio.run(stopped())
+    assert len(state.again) == 6 and not state.begun and not state.trajectories
+
+    group = Group(0, 0, 1, 0, 0, 2)
+    begun = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
+    state = msgspec.structs.replace(
+        state, schedule=replace(state.schedule, begun=[group]), begun={0: [begun] * 2}, again=[]
+    )
+    schedule, subject = generation_of(world, tmp_path, world.client)
+    subject.restore(state)
+    assert not schedule.begun and subject.save().again == [(0, 1)]
+
+
+def test_groups_become_trajectories_with_masks(tmp_path):
+    world = World(tmp_path, multi_turn.run, lambda _, number: "right" if number % 2 else "wrong", turns=2)
+
+    async def sampled():
+        schedule, subject = generation_of(world, tmp_path, world.client)
+        schedule.add_engine(0, 0)
+        running = asyncio.create_task(subject.run())
+        async with asyncio.timeout(30):
+            while len(schedule.finished) < 6:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        return schedule, [t for group in schedule.form_batch() for t in subject.take(group)]
+
+    schedule, trajectories = asyncio.run(sampled())
+    assert len(trajectories) == 4 and len(schedule.finished) + len(schedule.training) == 6
+    for t in trajectories:
+        assert len(t.response) == len(t.logprobs) == len(t.versions) == len(t.loss_mask)
+        assert t.admission_version == 0 and t.prompt.tolist() == world.prompt().tokens
+        assert {bool(x) for x in t.logprobs[t.loss_mask == 0]} <= {False} and t.loss_mask[-1] == 1
+    described = describe(trajectories, 100, 5.0)
+    assert described["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
+    assert described["turns_mean"] == np.mean([1 if t.loss_mask.all() else 2 for t in trajectories])
+
+
+def test_the_example_of_the_docs(tmp_path):
+    text = (ROOT / "docs" / "workflows.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(# guessing\.py.*?)```", text, re.DOTALL)[1], names)
+    guesses = ["50", "is it 25?", "hm", "42"]
+    world = World(tmp_path, names["run"], in_turn(*guesses), turns=8)
+    (ended,) = run(world, answer="42")
+    told = world.tokenizer.decode(ended.context.tokens[ended.context.loss_mask == 0].tolist())
+    assert re.findall(r"It is \w+|Please answer", told) == ["It is smaller", "It is larger", "Please answer"]
+    assert ended.score.reward == -5 + 10 * (1 - 3 / 8) and not world.judge.asked
+    (never,) = run(World(tmp_path, names["run"], in_turn("41"), turns=2), answer="42")
+    assert never.score.reward == -5 and never.context.answers == 2

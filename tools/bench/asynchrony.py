@@ -1,0 +1,194 @@
+"""What asynchrony pays: trained tokens/s at η = 4 over η = 0, and over a colocated synchronous loop.
+
+    python tools/bench/asynchrony.py [--repetitions 3] [--json FILE] [--out runs/bench-async-N]
+
+The same model, batch and answers each time. Answer lengths are forced: lognormal, median 24, cap 256
+(tools/bench/asynchrony.jsonl). η = 0 and η = 4 run the engine on one core and the trainer on the other; `colocated`
+gives both cores to generation and then both to training, with two engines and two trainer ranks that take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from statistics import NormalDist, mean
+
+from areal_megatron import config as configuration
+from areal_megatron.files import new_folder, write_json
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.spans import overlap, read_spans, union
+from areal_megatron.run import Run
+from tools.bench.figures import Figure, cell, spread, spreads
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PYTHONPATH = str(ROOT)
+"""Of the runs, whose reward is tools.bench.asynchrony:score."""
+WORKLOAD = Path(__file__).with_name("asynchrony.jsonl")
+MEDIAN, SIGMA, CAP = 24, 1.0, 256
+"""Of the answers' lengths, lognormal, in tokens."""
+VARIANTS = {
+    "eta0": ["rollout.max_staleness=0"],
+    "eta4": ["rollout.max_staleness=4"],
+    "colocated": ["rollout.max_staleness=0", "rollout.engines=2", "trainer.dp=2", "machine.slots=4"],
+}
+WARM_UP, COOL_DOWN = 6, 5
+"""Updates not measured at both ends: at η = 4 the first wait for weights of the first versions, and the last train
+answers that were generated before, on a machine of their own because nothing is left to generate."""
+TAIL = 0.25
+"""The tail: fewer than this share of a batch is being answered."""
+RUN_TIMEOUT_S = 900
+
+
+def workload(count: int = 512, seed: int = 0) -> str:
+    """The JSONL text: prompts of 12 to 24 characters with the forced length of their answers, in tokens.
+
+    The lengths are the quantiles of the distribution in random order: no luck of a draw is in the workload.
+    """
+    rng = random.Random(seed)
+    logarithm = NormalDist(math.log(MEDIAN), SIGMA)
+    lengths = [min(CAP, max(1, round(math.exp(logarithm.inv_cdf((i + 0.5) / count))))) for i in range(count)]
+    rng.shuffle(lengths)
+    lines = []
+    for length in lengths:
+        prompt = "".join(rng.choice("0123456789+") for _ in range(rng.randint(12, 24))) + "="
+        lines.append(json.dumps({"prompt": prompt, "answer": "0", "response_tokens": length}) + "\n")
+    return "".join(lines)
+
+
+def score(prompt: str, response: str, answer: str) -> float:
+    """The run's reward: a coin that costs nothing, so that every batch has gradients and none improves."""
+    return float(len(response) % 2)
+
+
+def run_variant(name: str, out: Path, repetition: int) -> Path:
+    """The folder of a finished run. Exits with the launcher's output if it fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "configs/bench_asynchrony.yaml",
+        f"runs_dir={out}",
+        f"name={name}-{repetition}",
+        f"model.path={out / 'model'}",
+        *VARIANTS[name],
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=dict(os.environ, PYTHONPATH=PYTHONPATH),
+            timeout=RUN_TIMEOUT_S,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit(f"error: {name} took more than {RUN_TIMEOUT_S} s; see the logs in {out}")
+    if done.returncode:
+        sys.exit(f"{done.stdout[-3000:]}\nerror: {name} ended with exit code {done.returncode}; see {out}")
+    return out / f"{name}-{repetition}"
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Figures of the updates between warm-up and cool-down."""
+    run = Run(folder)
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    begin, measured = updates[WARM_UP - 1]["time"], updates[WARM_UP:-COOL_DOWN]
+    end = measured[-1]["time"]
+    spans = read_spans(run)
+    answering = [(s.start, s.end, s.args["answers"]) for s in spans if s.name == "generate"]
+    training = union([(s.start, s.end) for s in spans if s.name in ("train", "proximal")])
+    generation, tail = generation_seconds(answering, begin, end, TAIL * configuration.load(run.config).batch_size)
+    return {
+        "tokens_per_s": sum(u["trained_tokens"] for u in measured) / (end - begin),
+        "update_s": (end - begin) / len(measured),
+        "generation_s": generation / len(measured),
+        "training_s": overlap(training, begin, end) / len(measured),
+        "tail_share": tail / generation,
+        "straggler_wait_s": mean(u["straggler_wait_s"] for u in measured),
+        "staleness_mean": mean(u["staleness_mean"] for u in measured),
+        "staleness_max": max(u["staleness_max"] for u in measured),
+    }
+
+
+def generation_seconds(
+    answering: list[tuple[float, float, int]], begin: float, end: float, few: float
+) -> tuple[float, float]:
+    """Seconds of [begin, end] with any answer running, and those with fewer than `few`.
+
+    `answering` holds (start, end, answers) of each request.
+    """
+    clipped = [(max(start, begin), min(stop, end), answers) for start, stop, answers in answering]
+    inside = [(start, stop, answers) for start, stop, answers in clipped if start < stop]
+    changes = sorted(change for start, stop, n in inside for change in ((start, n), (stop, -n)))
+    busy = tail = 0.0
+    running, since = 0, begin
+    for when, change in changes:
+        if running:
+            busy += when - since
+            tail += (when - since) * (running < few)
+        running, since = running + change, when
+    return busy, tail
+
+
+def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+    """What --json writes: medians and spreads of every figure, and the two speedups, paired by repetition."""
+    report: dict[str, object] = {}
+    for base in ("eta0", "colocated"):
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(results["eta4"], results[base], strict=True)]
+        name = "speedup_eta4_over_" + base
+        figure = spread(ratios)
+        report[name], report[f"{name}_spread"] = figure["median"], figure
+    report["repetitions"] = len(results["eta4"])
+    report["variants"] = {name: spreads(runs) for name, runs in results.items()}
+    return report
+
+
+def table(report: dict) -> str:
+    variants = report["variants"]
+    lines = [f"median (lowest – highest) of {report['repetitions']} repetitions, seconds per update", ""]
+    lines.append(f"{'':<18}" + "".join(f"{name:>28}" for name in variants))
+    for key in next(iter(variants.values())):
+        lines.append(f"{key:<18}" + "".join(f"{_cell(variants[name][key]):>28}" for name in variants))
+    lines.append("")
+    for base in ("eta0", "colocated"):
+        name = "speedup_eta4_over_" + base
+        lines.append(f"{name:<32}{_cell(report[f'{name}_spread'])}")
+    return "\n".join(lines)
+
+
+def _cell(figure: Figure) -> str:
+    return cell(figure, digits=0 if figure["median"] >= 100 else 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the same figures here")
+    parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-async-N")
+    options = parser.parse_args()
+    from tools.make_arithmetic import save_model
+
+    out = new_folder("bench-async", options.out)
+    save_model(out / "model", seed=1)
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    for repetition in range(1, options.repetitions + 1):
+        for name, runs in results.items():
+            runs.append(measure(run_variant(name, out, repetition)))
+            print(f"{name}, repetition {repetition}: {runs[-1]['tokens_per_s']:,.0f} trained tokens/s", flush=True)
+    report = summary(results)
+    print("\n" + table(report))
+    if options.json:
+        write_json(options.json, report)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends its runs too
+    main()

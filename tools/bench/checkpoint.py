@@ -1,0 +1,158 @@
+"""What an asynchronous checkpoint costs training, against one that training waits for.
+
+    python tools/bench/checkpoint.py [--repetitions 80] [--json FILE] [--out runs/bench-checkpoint-N]
+
+One trainer rank (18 million parameters, float32: 286 MB with the optimizer) takes supervised steps on one thread. A
+repetition is three runs of equally many steps, in turning order: undisturbed, with a checkpoint in the background, and
+with one that the steps wait for. What a checkpoint costs is found step by step, since a shared machine now and then
+takes a second from any of them: the median of the first steps of all repetitions less that of the undisturbed first
+steps, and so on, summed over the run. Intervals hold 90% of what repetitions drawn anew give (bootstrap). Beside them
+stands a save of the same state by megatron-core alone, for which training would wait too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_megatron.config import Config, Data, Machine, Model
+from areal_megatron.config import Trainer as Sizes
+from areal_megatron.files import new_folder, write_json
+from areal_megatron.run import Run
+from areal_megatron.trainer import checkpoint
+from areal_megatron.trainer.trainer import Trainer
+from launch.orders import ON_CPU
+from tools.bench.checkpoint_peers import save_as_megatron_does
+from tools.bench.figures import Figure, drawn_anew, line, spread
+from tools.bench.publish import SIZES
+from tools.make_arithmetic import save_model
+
+STEPS = 3
+"""Of a run; the file is on the disk before the end of the last."""
+SEQUENCES, TOKENS = 2, 32
+KINDS = ("undisturbed", "asynchronous", "synchronous")
+OF_MEGATRON = 5
+Seconds = dict[str, np.ndarray]
+"""Of each kind [repetitions, STEPS]: of each step, the first with what goes before it."""
+Edges = dict[str, list[list[float]]]
+"""Of each kind and repetition: when its steps began, and when the last ended (seconds of time.monotonic)."""
+
+
+def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[float]]:
+    """Also seconds until the first step could begin after a checkpoint in the background, and of megatron-core's
+    saves."""
+    config = Config(
+        name="run",
+        runs_dir=str(folder),
+        updates=10**6,
+        batch_size=SEQUENCES,
+        mode="sft",
+        model=Model(str(folder / "model"), "float32"),
+        data=Data("none"),
+        machine=Machine(device="cpu"),
+        trainer=Sizes(microbatch_tokens=SEQUENCES * TOKENS),
+    )
+    run = Run(folder / "run")
+    run.create()
+    edges: Edges = {kind: [] for kind in KINDS}
+    stalls, of_megatron = [], []
+    with Trainer(config, run, 0) as trainer:
+        saver = checkpoint.Saver(trainer)
+        random = np.random.default_rng(0)
+        size = trainer.hf_config["vocab_size"]
+        examples = [(random.integers(0, size, TOKENS, dtype=np.int32), 8) for _ in range(SEQUENCES)]
+        for kind in (KINDS[0], KINDS[2]):  # the first save lays the file out
+            steps(trainer, saver, examples, kind, folder / "checkpoint")
+        for repetition in range(repetitions):
+            turn = repetition % len(KINDS)
+            for kind in KINDS[turn:] + KINDS[:turn]:
+                times, begun = steps(trainer, saver, examples, kind, folder / "checkpoint")
+                edges[kind].append(times)
+                stalls += [begun] if kind == "asynchronous" else []
+            said = ", ".join(f"{kind} {edges[kind][-1][-1] - edges[kind][-1][0]:.3f} s" for kind in KINDS)
+            print(f"repetition {repetition + 1}: {said}", flush=True)
+        for _ in range(1 + OF_MEGATRON):  # last: it leaves a process behind; its first save lays out, too
+            clear(folder / "checkpoint-of-megatron")
+            start = time.monotonic()
+            save_as_megatron_does(trainer, folder / "checkpoint-of-megatron")
+            of_megatron.append(time.monotonic() - start)
+    return edges, stalls, of_megatron[1:]
+
+
+def steps(trainer, saver, examples, kind: str, path: Path) -> tuple[list[float], float]:
+    """When each of STEPS steps began, and the last ended; a checkpoint of that kind at the beginning. Seconds until the
+    first could begin."""
+    clear(path)
+    edges = [time.monotonic()]
+    if kind != "undisturbed":
+        saver.begin(path)
+    if kind == "synchronous":
+        saver.wait()
+    begun = time.monotonic() - edges[0]
+    for _ in range(STEPS):
+        saver.done()
+        trainer.sft_step(examples, before_step=saver.wait_until_read)
+        edges.append(time.monotonic())
+    if not saver.done():
+        raise RuntimeError(f"the checkpoint took longer than {STEPS} steps: the figures miss a part of its cost")
+    return edges, begun
+
+
+def clear(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    os.sync()  # what was written before is not to be paid for by what follows
+
+
+def costs(seconds: Seconds, of_megatron: float) -> dict[str, Figure]:
+    """Seconds of an undisturbed run, seconds lost to a checkpoint of either kind, and the first's over others."""
+
+    def figures(steps: Seconds) -> dict[str, Any]:
+        runs = {kind: of_kind.sum(-1) for kind, of_kind in steps.items()}
+        lost = {kind: runs[kind] - runs["undisturbed"] for kind in KINDS[1:]}
+        over = {"synchronous": lost["synchronous"], "megatron_core": of_megatron}
+        return {
+            "undisturbed_s": runs["undisturbed"],
+            **{f"lost_{kind}_s": value for kind, value in lost.items()},
+            **{f"asynchronous_over_{name}": lost["asynchronous"] / value for name, value in over.items()},
+        }
+
+    return drawn_anew(seconds, figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=80)
+    parser.add_argument("--json", type=Path, help="write the same figures here")
+    parser.add_argument("--out", type=Path, help="new folder; default: runs/bench-checkpoint-N")
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in ON_CPU.items()):  # as launchers start trainer ranks
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ON_CPU)
+    torch.set_num_threads(1)
+    out = new_folder("bench-checkpoint", options.out)
+    save_model(out / "model", 1, **SIZES)
+    edges, stalls, of_megatron = measure(out, options.repetitions)
+    report = costs({kind: np.diff(times) for kind, times in edges.items()}, median(of_megatron))
+    megabytes = sum(file.stat().st_size for file in (out / "checkpoint-of-megatron").iterdir()) / 1e6
+    print(f"{megabytes:.0f} MB a checkpoint; {options.repetitions} repetitions, medians and what 90% of draws give")
+    for key, figure in report.items():
+        print(line(key, figure, digits=3))
+    print("median (lowest – highest):")
+    alone = {"stall_s": spread(stalls), "megatron_core_s": spread(of_megatron)}
+    for key, figure in alone.items():
+        print(line(key, figure, digits=3))
+    if options.json:
+        write_json(options.json, report | alone | {"edges": edges})
+
+
+if __name__ == "__main__":
+    main()

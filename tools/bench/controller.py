@@ -1,0 +1,219 @@
+"""What the controller can do on one core: requests in flight, trajectories a second, and how late its event loop is.
+
+    python tools/bench/controller.py [--in-flight 30000] [--seconds 60] [--json FILE] [--out runs/bench-controller-N]
+
+The real controller, alone on core 0, against engines that only talk (standin_engines.py: real HTTP, and the JSON that
+vLLM writes, with log-probabilities) and a trainer that only takes batches, on core 1 with the reward worker. Answers
+have 500 tokens and are asked for in groups of 16, one HTTP request a group, as in a run. The engines answer after as
+many seconds as make the offered load a quarter more than the rate that is asked for; what is printed is what the
+controller got through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+
+from areal_megatron.config import Checkpoint, Config, Data, Machine, Model, Reward, Rollout, load, save
+from areal_megatron.files import new_folder, write_json
+from areal_megatron.observe.metrics import read_status
+from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
+from areal_megatron.run import Run
+
+TOKENS, GROUP, BATCH, ENGINES = 500, 16, 4096, 32
+ASKED_RATE = 2000
+LATE_EVERY_S = 0.01
+
+
+def reward(prompt: str, response: str, answer: str) -> float:
+    return float(len(response) % 2)
+
+
+def make_run(folder: Path, in_flight: int) -> Run:
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("make_arithmetic.py"), folder / "world"], check=True, timeout=300
+    )
+    world = folder / "world"
+    each = -(-in_flight // (ENGINES * GROUP)) * GROUP
+    config = Config(
+        name="run",
+        runs_dir=str(folder),
+        updates=10**6,
+        batch_size=BATCH,
+        model=Model(str(world / "model"), "float32"),
+        data=Data(str(world / "train.jsonl")),
+        machine=Machine(device="cpu", timeout_s=120),
+        checkpoint=Checkpoint(),
+        reward=Reward("tools.bench.controller:reward"),
+    )
+    config.rollout = Rollout(
+        engines=ENGINES,
+        group_size=GROUP,
+        max_staleness=-(-2 * in_flight // BATCH),
+        max_running=each,
+        max_new_tokens=TOKENS,
+    )
+    run = Run(folder / "run")
+    run.create()
+    save(config, run.config)
+    return run
+
+
+def train(run: Run, over: Callable[[], bool]) -> None:
+    """Takes batches as fast as they come; every version is delivered at once."""
+    with ControllerClient(run.endpoint("controller", 60), run.token, "trainer-0", 120) as client:
+        client.request(Hello(0))
+        version = 0
+        while not over():
+            if isinstance(client.request(NextBatch(0, version, version)), NotYet):
+                continue
+            client.request(Trained(version, version, True, {}))
+            version += 1
+            for link in client.request(Publish(version, "127.0.0.1:1")).links:
+                client.request(Delivered(link.engine, link.epoch, version, 0.1, 0))
+
+
+class Lateness:
+    """How much later than asked for the event loop wakes a task."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+
+    async def watch(self) -> None:
+        while True:
+            begun = time.perf_counter()
+            await asyncio.sleep(LATE_EVERY_S)
+            self.seconds.append(time.perf_counter() - begun - LATE_EVERY_S)
+
+
+def control(folder: Path) -> None:
+    """The controller's process: the product's own, with a task beside it that looks at the clock."""
+    from areal_megatron.controller.controller import Controller
+
+    run = Run(folder / "run")
+
+    async def live() -> None:
+        controller, late, process = Controller(load(run.config), run), Lateness(), psutil.Process()
+        life, watch = asyncio.create_task(controller.live()), asyncio.create_task(late.watch())
+        samples = []
+        while not life.done() and not (folder / "over").exists():
+            await asyncio.sleep(1.0)
+            engines = controller.members.engines
+            samples.append(
+                {
+                    "time": time.monotonic(),
+                    "in_flight": sum(e.running for e in engines),
+                    "groups": controller.schedule.version * (BATCH // GROUP) + len(controller.schedule.finished),
+                    "rss_gb": process.memory_info().rss / 2**30,
+                    "cpu_s": sum(process.cpu_times()[:2]),
+                    "late": len(late.seconds),
+                }
+            )
+        if life.done():
+            life.result()
+        watch.cancel()
+        (folder / "samples.json").write_bytes(msgspec.json.encode({"samples": samples, "late": late.seconds}))
+        life.cancel()
+        with suppress(asyncio.CancelledError):
+            await life
+        await controller.close()
+
+    asyncio.run(live())
+
+
+def measure(folder: Path, in_flight: int, seconds: float) -> dict[str, float]:
+    run = make_run(folder, in_flight)
+    answer_s = in_flight / (1.25 * ASKED_RATE)
+    first, *_, last = sorted(os.sched_getaffinity(0))
+    bench = Path(__file__).resolve().parent
+    environment = os.environ | {"PYTHONPATH": str(bench.parent.parent)}
+
+    def start(core: int, *command: object) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        )
+
+    os.sched_setaffinity(0, {last})
+    processes = [start(last, bench / "standin_engines.py", ENGINES, answer_s, TOKENS, GROUP)]
+    try:
+        port = processes[0].stdout.readline().strip()
+        run.begin()
+        for engine in range(ENGINES):
+            run.announce(f"engine-{engine}", f"http://127.0.0.1:{port}/{engine}")
+        processes.append(start(first, __file__, "--controller", folder))
+        trainer = threading.Thread(target=train, args=(run, (folder / "over").exists), daemon=True)
+        trainer.start()
+        deadline = time.monotonic() + 120 + 10 * answer_s
+        while not (status := read_status(run)) or status["version"] < 2 + in_flight // BATCH:  # until it is steady
+            if time.monotonic() > deadline or processes[-1].poll() is not None:
+                raise SystemExit(f"error: the controller did not get going; its folder: {folder}")
+            time.sleep(0.2)
+        time.sleep(seconds)
+        (folder / "over").touch()
+        processes[-1].wait(60)
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait(10)
+    return figures((folder / "samples.json").read_bytes(), seconds)
+
+
+def figures(report: bytes, seconds: float) -> dict[str, float]:
+    """Of the last `seconds`."""
+    report = msgspec.json.decode(report)
+    last = report["samples"][-1]
+    window = [sample for sample in report["samples"] if sample["time"] >= last["time"] - seconds]
+    first, elapsed = window[0], last["time"] - window[0]["time"]
+    late = np.array(report["late"][first["late"] :])
+    return {
+        "trajectories_per_s": (last["groups"] - first["groups"]) * GROUP / elapsed,
+        "in_flight": float(np.median([sample["in_flight"] for sample in window])),
+        "late_ms_p50": float(np.percentile(late, 50)) * 1e3,
+        "late_ms_p99": float(np.percentile(late, 99)) * 1e3,
+        "late_ms_max": float(late.max()) * 1e3,
+        "core_share": (last["cpu_s"] - first["cpu_s"]) / elapsed,
+        "rss_gb_first": first["rss_gb"],
+        "rss_gb_max": max(sample["rss_gb"] for sample in window),
+    }
+
+
+AIMS = {"trajectories_per_s": "at least 2,000", "in_flight": "at least 30,000", "late_ms_p99": "at most 50"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--in-flight", type=int, default=30000, help="trajectories that the engines hold at a time")
+    parser.add_argument("--seconds", type=float, default=60, help="what is measured, once it is steady")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--out", type=Path, help="folder of the run")
+    parser.add_argument("--controller", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.controller:
+        control(options.controller)
+        return
+    measured = measure(new_folder("bench-controller", options.out), options.in_flight, options.seconds)
+    for name, value in measured.items():
+        print(f"{name:<20}{value:>12,.2f}  {AIMS.get(name, '')}")
+    if options.json:
+        write_json(options.json, measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What the benchmarks share: figures of several repetitions and how they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+DRAWS = 2000
+
+Figure = dict[str, float]
+"""`median`, `min` and `max` of the repetitions."""
+
+
+def spread(values: Iterable[float]) -> Figure:
+    values = list(values)
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def spreads(repetitions: list[dict[str, float]]) -> dict[str, Figure]:
+    """One figure for each key that the repetitions have."""
+    return {key: spread(repetition[key] for repetition in repetitions) for key in repetitions[0]}
+
+
+def drawn_anew(
+    repetitions: Mapping[str, np.ndarray], figures: Callable[[dict[str, np.ndarray]], dict[str, Any]]
+) -> dict[str, Figure]:
+    """What `figures` makes of the medians over repetitions, the first axis; from `min` to `max`: 90% of what it makes
+    of repetitions drawn anew (bootstrap), where medians have the draws as first axis."""
+    count = len(next(iter(repetitions.values())))
+    drawn = np.random.default_rng(0).integers(0, count, (DRAWS, count))
+    whole = figures({kind: np.median(values, axis=0) for kind, values in repetitions.items()})
+    draws = figures({kind: np.median(values[drawn], axis=1) for kind, values in repetitions.items()})
+    edges = {key: np.quantile(values, [0.05, 0.95]) for key, values in draws.items()}
+    return {
+        key: {"median": float(value), "min": float(edges[key][0]), "max": float(edges[key][1])}
+        for key, value in whole.items()
+    }
+
+
+def cell(figure: Figure, digits: int = 2, width: int = 0) -> str:
+    """`median (lowest – highest)`, the median right-aligned in `width` characters."""
+    return "{median:>{w},.{d}f} ({min:,.{d}f} – {max:,.{d}f})".format(w=width, d=digits, **figure)
+
+
+def line(name: str, figure: Figure, digits: int = 2) -> str:
+    return f"{name:<50}{cell(figure, digits, width=10)}"

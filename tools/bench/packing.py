@@ -1,0 +1,237 @@
+"""How many micro-batches a batch takes, how level the replicas are, and how long it takes to decide that.
+
+    python tools/bench/packing.py [--lengths FILE] [--dp 8] [--cap 32768] [--minibatches 1] [--model DIR] [--seeds 3]
+                                  [--repetitions 5] [--json FILE]
+
+FILE has one length in tokens a line, or is a JSON list of them; with --json its assignment is written as well: indices
+of lengths by replica, mini-batch and micro-batch. Without --lengths: three generated distributions, `--seeds` draws of
+each. Beside areal_megatron/packing/partition.py runs Algorithm 1 of the paper (tools/bench/packing_paper.py). DIR holds
+the config.json that says what a sequence costs.
+
+Columns, summed over mini-batches: micro-batches of all replicas; the bound L2 of Martello and Toth on their number,
+rounded up to equally many on every replica; the sum of lengths over the cap; micro-batches over the cap (a single
+longer sequence is none, and counts as one of the cap's length); (highest − lowest) / mean over the replicas of FLOPs
+and of tokens, worst mini-batch; CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_megatron.config import ConfigError
+from areal_megatron.files import write_json
+from areal_megatron.models.architecture import read_config
+from areal_megatron.models.flops import SequenceFlops
+from areal_megatron.packing.bins import lower_bound
+from areal_megatron.packing.partition import aligned, partition
+from tools.bench import packing_paper
+from tools.bench.figures import cell, spread
+
+Plan = list[list[list[list[int]]]]
+"""Indices by [replica][mini-batch][micro-batch]."""
+
+MODEL = Path(__file__).resolve().parent.parent.parent / "configs" / "models" / "Qwen2.5-32B"
+FLOPS = SequenceFlops.of(read_config(MODEL))
+MEAN, SIGMA, LONGEST = 8192, 0.8, 32768
+"""Of the generated lengths: mean and deviation of the logarithm of the lognormal ones, and where all are cut."""
+
+PEERS = """\
+As reported of other systems, not measured here: one draw of 512 lognormal lengths, mean 8k, cap 32,768, dp 8
+(taken from their public repositories; spread and seed of the lengths and the machine are not known)
+
+algorithm                              bins / bound   over the cap   tokens     FLOPs             CPU time
+AReaL, FFD (Algorithm 1)                      1.000              0    0.38%     0.58%               775 ms
+slime, first fit + Karmarkar-Karp             1.000              0     1.2%     0.64%               1.6 ms
+verl, Karmarkar-Karp twice                    1.000      55 of 131    0.09%     0.06%               129 ms
+NeMo-RL, FFD / concatenation          1.000 / 1.224              0   3.1 / 5.6%   3.3 / 6.3%  1 / 0.1 ms
+prime-rl, FFD + exchanges                     1.000              0     4.1%     0.00%             1,406 ms"""
+
+
+@dataclass(frozen=True)
+class Task:
+    dp: int = 8
+    cap: int = 32768
+    minibatches: int = 1
+    seed: int = 0
+    """Of the draw of mini-batches."""
+    flops: SequenceFlops = FLOPS
+
+
+def lognormal(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count)
+
+
+def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
+    """Seven of ten are short, the others more than half of the cap, most of them."""
+    return np.where(random.random(count) < 0.7, random.normal(3000, 800, count), random.normal(22000, 4000, count))
+
+
+DISTRIBUTIONS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], int]] = {
+    "512 lognormal": (lognormal, 512),
+    "2048 lognormal": (lognormal, 2048),
+    "2048 bimodal": (bimodal, 2048),
+}
+
+
+def generate(name: str, seed: int) -> np.ndarray:
+    """int64 [n], of one of DISTRIBUTIONS."""
+    draw, count = DISTRIBUTIONS[name]
+    return np.clip(draw(np.random.default_rng(seed), count), 100, LONGEST).astype(np.int64)
+
+
+def ours(lengths: np.ndarray, task: Task) -> Plan:
+    return partition(lengths, task.dp, task.minibatches, task.cap, task.seed, task.flops(lengths, lengths))
+
+
+def paper(lengths: np.ndarray, task: Task) -> Plan:
+    return packing_paper.partition(lengths, task.dp, task.minibatches, task.cap, task.seed)
+
+
+ALGORITHMS = {"packing.py": ours, "Algorithm 1": paper}
+
+
+def judge(plan: Plan, lengths: np.ndarray, task: Task) -> dict[str, float]:
+    """The columns of the table but the time. Raises ValueError if not every sequence comes once."""
+    flat = [i for replica in plan for minibatch in replica for microbatch in minibatch for i in microbatch]
+    if sorted(flat) != list(range(len(lengths))):
+        raise ValueError("not every sequence comes exactly once")
+    figures = dict.fromkeys(("bins", "aligned L2", "sum / cap", "over the cap", "FLOP imbalance", "token imbalance"), 0)
+    costs = task.flops(lengths, lengths)
+    for shares in zip(*plan, strict=True):
+        members = [[i for microbatch in share for i in microbatch] for share in shares]
+        sizes = np.minimum(lengths[np.concatenate(members)], task.cap)
+        figures["bins"] += task.dp * max(map(len, shares))
+        figures["aligned L2"] += aligned(lower_bound(sizes, task.cap), task.dp)
+        figures["sum / cap"] += int(-(-sizes.sum() // task.cap))
+        figures["over the cap"] += sum(
+            len(microbatch) > 1 and int(lengths[microbatch].sum()) > task.cap
+            for share in shares
+            for microbatch in share
+        )
+        for key, values in (("FLOP imbalance", costs), ("token imbalance", lengths)):
+            totals = np.array([values[share].sum() for share in members])
+            figures[key] = max(figures[key], float((totals.max() - totals.min()) / totals.mean()))
+    return figures
+
+
+def measure(name: str, lengths: np.ndarray, task: Task, repetitions: int) -> list[dict[str, Any]]:
+    """A row for each algorithm."""
+    rows = []
+    for algorithm, divide in ALGORITHMS.items():
+        times = []
+        for _ in range(repetitions):
+            start = time.process_time()
+            plan = divide(lengths, task)
+            times.append(1e3 * (time.process_time() - start))
+        row = {"lengths": name, "algorithm": algorithm} | judge(plan, lengths, task) | {"ms": spread(times)}
+        rows.append(row | {"assignment": plan})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'lengths':<26}{'algorithm':<13}{'bins':>6}{'aligned L2':>12}{'sum/cap':>9}{'over cap':>10}"
+        f"{'FLOPs':>9}{'tokens':>9}   ms of CPU time"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['lengths']:<26}{row['algorithm']:<13}{row['bins']:>6}{row['aligned L2']:>12}{row['sum / cap']:>9}"
+            f"{row['over the cap']:>10}{row['FLOP imbalance']:>9.3%}{row['token imbalance']:>9.3%}"
+            f"   {cell(row['ms'], 1, width=5)}"
+        )
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Of all draws of each distribution: how many are at the bound, and the worst of the other columns."""
+    lines = []
+    for name in DISTRIBUTIONS:
+        for algorithm in ALGORITHMS:
+            mine = [row for row in rows if row["lengths"].startswith(name) and row["algorithm"] == algorithm]
+            reached = sum(row["bins"] == row["aligned L2"] for row in mine)
+            imbalance, slowest = (max(row["FLOP imbalance"] for row in mine), max(row["ms"]["median"] for row in mine))
+            lines.append(
+                f"{name:<16}{algorithm:<13}{reached:>4} of {len(mine)} draws at the bound, "
+                f"{sum(row['over the cap'] for row in mine)} over the cap; at most {imbalance:.3%} of FLOPs, "
+                f"{slowest:,.1f} ms"
+            )
+    return "\n".join(lines)
+
+
+def read_lengths(path: Path, task: Task) -> np.ndarray:
+    """int64 [n]. Raises ConfigError, naming the line, if the file does not have enough positive whole numbers."""
+    try:
+        text = path.read_text()
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}: cannot be read: {e}") from None
+    lengths = []
+    for number, value in enumerate(values, 1):
+        if not str(value).strip():
+            continue
+        if not str(value).strip().isdecimal() or int(value) == 0:
+            raise ConfigError(f"{path}:{number}: {str(value)[:40]!r} is no positive whole number of tokens")
+        lengths.append(int(value))
+    if len(lengths) < task.dp * task.minibatches:
+        raise ConfigError(
+            f"{path}: {len(lengths)} lengths are too few for {task.minibatches} mini-batches on --dp {task.dp}"
+        )
+    return np.array(lengths, dtype=np.int64)
+
+
+def parse() -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if int(text) <= 0:
+            raise ValueError
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--lengths", type=Path, help="one length a line, or a JSON list")
+    parser.add_argument("--dp", type=positive, default=Task.dp, help="data-parallel replicas")
+    parser.add_argument("--cap", type=positive, default=Task.cap, help="tokens of a micro-batch")
+    parser.add_argument("--minibatches", type=positive, default=Task.minibatches, help="optimizer steps of the batch")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder with the config.json that tells the cost")
+    parser.add_argument("--seeds", type=positive, default=3, help="draws of each generated distribution")
+    parser.add_argument("--repetitions", type=positive, default=5, help="of the timing")
+    parser.add_argument("--json", type=Path, help="write the rows here, and the assignment of --lengths")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    try:
+        flops = SequenceFlops.of(read_config(options.model))
+        task = Task(options.dp, options.cap, options.minibatches, flops=flops)
+        draws = [
+            (f"{name}, seed {seed}", generate(name, seed)) for name in DISTRIBUTIONS for seed in range(options.seeds)
+        ]
+        if options.lengths:
+            draws = [(options.lengths.name, read_lengths(options.lengths, task))]
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    rows = [row for name, lengths in draws for row in measure(name, lengths, task, options.repetitions)]
+    print(
+        f"dp {task.dp}, cap {task.cap:,}, mini-batches: {task.minibatches}, FLOPs of {options.model.name}; "
+        f"ms: median (lowest – highest) of {options.repetitions}\n"
+    )
+    print(table(rows))
+    if not options.lengths:
+        print("\n" + summary(rows) + "\n\n" + PEERS)
+    if options.json:
+        kept = [{key: value for key, value in row.items() if options.lengths or key != "assignment"} for row in rows]
+        settings = {"dp": task.dp, "cap": task.cap, "minibatches": task.minibatches, "model": options.model.name}
+        write_json(options.json, settings | {"rows": kept})
+
+
+if __name__ == "__main__":
+    main()

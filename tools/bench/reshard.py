@@ -1,0 +1,356 @@
+"""What the resharder pays: weight updates of real engines against gather-and-broadcast, and against the raw link.
+
+    python tools/bench/reshard.py [--core-each] [--staging streamed] [--repetitions 5] [--small]
+                                  [--json FILE] [--out FOLDER]
+    python tools/bench/reshard.py --device cuda|cpu [--repetitions 5] [--json FILE] [--small]
+
+Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. In turns, on the same processes: our update, the same
+weights by gather and broadcast, and the bytes of our plan alone (both in tools/bench/reshard_peers.py). First with idle
+engines, for speed and bytes; then while they generate, for the time that they stand still. Checksums that vLLM computes
+tell after every update whether the engines hold what they should. With --core-each: one trainer rank and one engine of
+tp 1, so that on two cores nobody waits for a core; and generation during a transfer once more with the engine's
+receiving threads on the trainer's core. With --device: what packing, casting and unpacking cost, in one process and
+without vLLM (tools/bench/reshard_device.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_megatron.config import Config
+from areal_megatron.files import new_folder, write_json
+from areal_megatron.models.architecture import read_config
+from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.session import init_body
+from areal_megatron.run import Run
+from tools.bench.figures import line, spreads
+from tools.bench.reshard_pools import SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
+
+AIMS = {
+    "bytes_over_minimum": "aim: 1.000",
+    "speedup_over_gather_broadcast": "aim: at least 2.5",
+    "time_over_link_floor": "aim: at most 1.3",
+    "stall_over_baseline": "aim: at most 0.2",
+    "commit_ms": "",
+    "reprefill_ms": "",
+    "generation_during_transfer": "",
+    "generation_during_transfer_received_elsewhere": "aim: at least 0.8",
+}
+"""The figures that --json has at its top."""
+PAUSE_SLEEPS_S = 0.02
+"""At the end of vLLM's /pause, when the engine stands still already (vLLM 0.32, async_llm.py)."""
+BYTES = 2
+"""Of an element of the model, bfloat16."""
+UNDISTURBED_TOKENS = 12
+"""Of each answer, watched before an update."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Of one engine; times are seconds of the monotonic clock, which all processes of a machine share."""
+
+    arrived: float
+    """All its ranks have received the weights."""
+    live: float
+    """It generates with them."""
+    stall_s: float
+    """From the end of the step that it was in to then."""
+
+
+@dataclass(frozen=True)
+class Update:
+    start: float
+    """The order to the trainers."""
+    began: float
+    """The first trainer's publish; of gather and broadcast, the end of gathering."""
+    commits: list[Commit]
+
+    @property
+    def seconds(self) -> float:
+        """Until every rank of every engine computes with the new weights."""
+        return max(commit.live for commit in self.commits) - self.start
+
+    @property
+    def transfer_s(self) -> float:
+        return max(commit.arrived for commit in self.commits) - self.began
+
+    @property
+    def stall_s(self) -> float:
+        """Of the engine that stood still longest."""
+        return max(commit.stall_s for commit in self.commits)
+
+
+class Bench:
+    """One trainer pool and its engines; each method is one thing to measure."""
+
+    def __init__(self, run: Run, config: Config, trainers: Trainers, engines: list[Engine]):
+        self._run, self._config, self._trainers, self.engines = run, config, trainers, engines
+        self.hf_config = read_config(config.model.path)
+        self._version = 0
+        self._checksums: dict[int, list[dict[str, str]]] = {}
+
+    async def join(self) -> None:
+        store = self._run.endpoint("trainer-store")
+        bodies = [
+            init_body(config=self._config, engine=engine.index, epoch=1, store=store, hf_config=self.hf_config)
+            for engine in self.engines
+        ]
+        infos = [body["init_info"] for body in bodies]
+        workers = len(self.engines) * self._config.rollout.tp
+        await asyncio.gather(
+            self._trainers.order("join", init_infos=infos),
+            *(engine.rpc("bench_join", info, workers) for engine, info in zip(self.engines, infos, strict=True)),
+            *(engine.join_link(body) for engine, body in zip(self.engines, bodies, strict=True)),
+        )
+        self._checksums[0] = await self._held()
+
+    async def ours(self, *, clear_cache: bool = False) -> Update:
+        """One update as controller/updates.py has it."""
+        version = await self._step()
+        start = time.monotonic()
+        published = asyncio.create_task(self._trainers.order("publish", version=version))
+        commits = await asyncio.gather(*(self._carry_out(engine, version, clear_cache) for engine in self.engines))
+        return Update(start, min(await published), commits)
+
+    async def theirs(self) -> Update:
+        """One update by gather and broadcast. The engines stand still while they are sent to, not before."""
+        await self._step()
+        start = time.monotonic()
+        await self._trainers.order("gather")
+        gathered = time.monotonic()
+        await asyncio.gather(*(engine.pause(clear_cache=False) for engine in self.engines))
+        standing = time.monotonic() - PAUSE_SLEEPS_S
+        loading = [engine.rpc("bench_load") for engine in self.engines]
+        await asyncio.gather(self._trainers.order("broadcast"), *loading)
+        arrived = time.monotonic()
+        await asyncio.gather(*(engine.resume() for engine in self.engines))
+        live = time.monotonic()
+        return Update(start, gathered, [Commit(arrived, live, live - standing)] * len(self.engines))
+
+    async def raw(self) -> float:
+        """Seconds of the raw link, from the first send to the last byte."""
+        await asyncio.gather(*(engine.rpc("bench_receive_raw") for engine in self.engines))
+        start = min(await self._trainers.order("send_raw"))
+        ends = [worker["at"] for engine in self.engines for worker in await engine.rpc("bench_raw_received")]
+        return max(ends) - start
+
+    async def check(self) -> None:
+        """Raises RuntimeError unless the engines hold the version that was sent last.
+
+        Even versions are the checkpoint, which vLLM has loaded by itself; odd ones twice that.
+        """
+        held, before = await self._held(), self._checksums[0]
+        expected = self._checksums.setdefault(self._version % 2, held)
+        wrong = sum(a[name] != b[name] for a, b in zip(held, expected, strict=True) for name in b)
+        if self._version % 2:
+            wrong += sum(a[name] == b[name] for a, b in zip(held, before, strict=True) for name in b)
+        if wrong:
+            raise RuntimeError(f"after update {self._version} the engines hold {wrong} wrong parameters")
+
+    async def received(self) -> list[int]:
+        """Bytes that each rank of each engine has received so far over TCP."""
+        return [worker["bytes"] for engine in self.engines for worker in await engine.rpc("bench_bytes")]
+
+    def slices(self) -> list[int]:
+        """Bytes of each rank of each engine's own slice."""
+        sizes = EngineSizes.of(self._config.rollout)
+        of_engine = [engine_layout.layout(self.hf_config, sizes, rank).size * BYTES for rank in range(sizes.ranks)]
+        return of_engine * len(self.engines)
+
+    async def _carry_out(self, engine: Engine, version: int, clear_cache: bool) -> Commit:
+        streamed = self._config.reshard.staging == "streamed"
+        if streamed:
+            await engine.pause(clear_cache=False)
+            standing = time.monotonic() - PAUSE_SLEEPS_S
+        await engine.start_update()
+        arrived = await self._trainers.delivered(engine.index, version)
+        stall_s = await engine.commit(version, clear_cache=clear_cache)
+        live = time.monotonic()
+        return Commit(arrived, live, live - standing if streamed else stall_s)
+
+    async def _step(self) -> int:
+        self._version += 1
+        await self._trainers.order("scale", factor=2.0 if self._version % 2 else 0.5)
+        return self._version
+
+    async def _held(self) -> list[dict[str, str]]:
+        return [await engine.checksums() for engine in self.engines]
+
+
+async def idle_repetition(bench: Bench) -> dict[str, float]:
+    """Speed and bytes, the engines having nothing else to do."""
+    counters = [await bench.received()]
+    ours = await bench.ours()
+    counters.append(await bench.received())
+    await bench.check()
+    before = await bench.received()
+    theirs = await bench.theirs()
+    counters += [before, await bench.received()]
+    await bench.check()
+    raw_s = await bench.raw()
+    own, broadcast = (
+        max((after - start) / size for start, after, size in zip(*pair, bench.slices(), strict=True))
+        for pair in (counters[:2], counters[2:])
+    )
+    return {
+        "bytes_over_minimum": own,
+        "bytes_over_minimum_of_gather_broadcast": broadcast,
+        "speedup_over_gather_broadcast": theirs.seconds / ours.seconds,
+        "time_over_link_floor": ours.transfer_s / raw_s,
+        "update_ms": 1e3 * ours.seconds,
+        "transfer_ms": 1e3 * ours.transfer_s,
+        "raw_link_ms": 1e3 * raw_s,
+        "commit_ms_of_idle_engines": 1e3 * ours.stall_s,
+        "gather_broadcast_ms": 1e3 * theirs.seconds,
+        "gather_ms": 1e3 * (theirs.began - theirs.start),
+        "broadcast_and_load_ms": 1e3 * theirs.transfer_s,
+    }
+
+
+async def busy_repetition(bench: Bench) -> dict[str, float]:
+    """How long generation stands still, and what is left of it meanwhile."""
+    keep, kept, next_keep, context = await _while_generating(bench, bench.ours)
+    theirs, _, _, _ = await _while_generating(bench, bench.theirs)
+    recompute, _, next_recompute, _ = await _while_generating(bench, lambda: bench.ours(clear_cache=True))
+    return {
+        "stall_over_baseline": keep.stall_s / theirs.stall_s,
+        "commit_ms": 1e3 * keep.stall_s,
+        "commit_ms_with_recompute": 1e3 * recompute.stall_s,
+        "stall_ms_of_gather_broadcast": 1e3 * theirs.stall_s,
+        "reprefill_ms": 1e3 * (next_recompute - next_keep),
+        "context_tokens_of_an_answer": context,
+        "generation_during_transfer": kept,
+        "transfer_ms_while_generating": 1e3 * keep.transfer_s,
+    }
+
+
+async def received_elsewhere(bench: Bench) -> dict[str, float]:
+    """The same where the engine's core has nothing to do with receiving: the threads that do share the trainer's."""
+    _, kept, _, _ = await _while_generating(bench, bench.ours)
+    return {"generation_during_transfer_received_elsewhere": kept}
+
+
+async def _while_generating(
+    bench: Bench, update: Callable[[], Awaitable[Update]]
+) -> tuple[Update, float, float, float]:
+    """The update, tokens/s during its transfer over before, seconds from its commit to each answer's next token of
+    the engine that was slower, and the length of an answer."""
+    async with Generation(bench.engines, bench.hf_config["vocab_size"]) as generation:
+        start = time.monotonic()
+        for _ in range(UNDISTURBED_TOKENS):
+            await generation.each_has_token([time.monotonic()] * len(bench.engines))
+        undisturbed = generation.rate(start, time.monotonic())
+        done = await update()
+        arrived = max(commit.arrived for commit in done.commits)
+        kept = generation.rate(done.began, arrived) / undisturbed
+        next_token_s = await generation.each_has_token([commit.live for commit in done.commits])
+        context = generation.context()
+    await bench.check()
+    return done, kept, next_token_s, context
+
+
+async def measure(out: Path, repetitions: int, small: bool, core_each: bool, staging: str) -> dict[str, object]:
+    """What --json writes."""
+    say(f"writing the model into {out}")
+    run, config = prepare(out, SMALL if small else SIZES, core_each, staging)
+    idle, busy = [], []
+    say(
+        f"starting {config.trainer_ranks} trainer ranks and {config.rollout.engines} engines of "
+        f"{config.rollout.tp} ranks"
+    )
+    async with pools(run, config) as (trainers, engines):
+        bench = Bench(run, config, trainers, engines)
+        await bench.join()
+        await warm_up(bench)
+        for repetition in range(1, repetitions + 1):
+            idle.append(await idle_repetition(bench))
+            say(
+                "idle engines, repetition {}: {update_ms:.0f} ms, gather and broadcast {gather_broadcast_ms:.0f} ms, "
+                "raw link {raw_link_ms:.0f} ms".format(repetition, **idle[-1])
+            )
+        for repetition in range(1, repetitions + 1):
+            busy.append(await busy_repetition(bench))
+            say(
+                "generating, repetition {}: stall {commit_ms:.0f} ms, of gather and broadcast "
+                "{stall_ms_of_gather_broadcast:.0f} ms".format(repetition, **busy[-1])
+            )
+        if core_each:
+            for engine in engines:
+                await engine.rpc("bench_receive_on", trainers.cores)
+            for repetition in busy:
+                repetition |= await received_elsewhere(bench)
+    return report(idle, busy, megabytes=sum(bench.slices()) / 1e6)
+
+
+async def warm_up(bench: Bench) -> None:
+    """Each way twice, so that each has brought both kinds of version and all connections stand."""
+    for update in (bench.ours, bench.theirs, bench.theirs, bench.ours):
+        await update()
+        await bench.check()
+    say("both ways leave the weights that vLLM loads itself, and twice these")
+    await bench.raw()
+    await _while_generating(bench, lambda: bench.ours(clear_cache=True))
+
+
+def report(idle: list[dict[str, float]], busy: list[dict[str, float]], megabytes: float) -> dict[str, object]:
+    """Medians of what is aimed at, and every figure with its spread; ratios are taken within a repetition."""
+    figures = spreads(idle) | spreads(busy)
+    return {
+        **{key: figures[key]["median"] for key in AIMS if key in figures},
+        "repetitions": len(idle),
+        "megabytes": megabytes,
+        "figures": figures,
+    }
+
+
+def table(report: dict) -> str:
+    lines = [
+        f"{report['megabytes']:,.0f} MB to all engine ranks; median (lowest – highest) of {report['repetitions']} "
+        "repetitions",
+        "",
+    ]
+    for key, figure in report["figures"].items():
+        lines.append(line(key, figure, digits=3 if "over" in key else 2) + (f"   {AIMS[key]}" if key in AIMS else ""))
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    print(time.strftime("%H:%M:%S ") + text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the same figures here")
+    parser.add_argument("--out", type=Path, help="new folder for the run; default: runs/bench-reshard-N")
+    parser.add_argument("--small", action="store_true", help="a small model, to try the tool out")
+    parser.add_argument(
+        "--core-each", action="store_true", help="one trainer rank and one engine rank, a core for each"
+    )
+    parser.add_argument("--staging", choices=("full", "streamed"), default="full", help="reshard.staging")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="packing and unpacking alone, on this device")
+    options = parser.parse_args()
+    if options.device:
+        import torch
+
+        from tools.bench import reshard_device as on_device
+
+        model = on_device.SMALL if options.small else on_device.QWEN_1_5B
+        figures = on_device.measure(torch.device(options.device), options.repetitions, model)
+        print(on_device.table(figures))
+    else:
+        out = new_folder("bench-reshard", options.out)
+        figures = asyncio.run(measure(out, options.repetitions, options.small, options.core_each, options.staging))
+        print("\n" + table(figures))
+    if options.json:
+        write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

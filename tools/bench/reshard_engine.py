@@ -1,0 +1,16 @@
+"""vLLM's own server, whose processes sleep while they wait for each other: `python tools/bench/reshard_engine.py
+ARGUMENTS`.
+
+vLLM asks again and again, for which there is no setting. Where a dozen processes share two cores, that takes the time
+which whatever is measured would need, and the one waited for. A sleeper may miss the word of the second of two calls;
+vLLM has it look after 5 s, here it does after 5 ms. Workers and engine core are forked from this process.
+"""
+
+import runpy
+
+from vllm.distributed.device_communicators import shm_broadcast
+
+if __name__ == "__main__":
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

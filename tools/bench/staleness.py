@@ -1,0 +1,315 @@
+"""Learning under staleness: the paper's Table 2 in small (AReaL, arXiv 2505.24298), on the demo's additions.
+
+    python tools/bench/staleness.py [--out runs/sweep-staleness] [--cells 'PATTERN …'] [--list] [key=value …]
+
+A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, three seeds. Before them
+a grid of runs with η = 0 chooses the learning rate, which is then the same for all. Each cell that ends is kept in
+OUT/results.json with its commit; the same command goes on with what is missing, and runs again what failed or was
+interrupted. `--cells 'grid-*'` or `--cells '*-seed1'` does a part; `--list` says what is there. OUT/staleness.md and
+OUT/staleness.svg hold the table and the plot of what is there so far. `key=value` overrides reach every cell and are
+fixed with the folder. Exit code 0: what was asked for is there, 1: a cell failed, 2: wrong input, 130 or 143:
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from areal_megatron import config as configuration
+from areal_megatron.config import ConfigError
+from areal_megatron.files import write_atomically, write_json
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from tools.bench import staleness_table
+from tools.bench.staleness_table import ETAS, GRID_SEEDS, OBJECTIVES, RATES, SEEDS, Results, chosen_rate
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SETTINGS = [
+    "updates=64",
+    "batch_size=128",
+    "optimizer.schedule={constant: 0}",
+    "rollout.max_running=512",
+]
+"""What differs from configs/tiny_cpu.yaml in every cell. Small batches and many running answers, so that the trainer is
+what the others wait for, and trained answers are as stale as η allows."""
+BASE_SEED = 1
+RUN_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. `rate` is that of a run of the grid, None: the one that the grid has chosen."""
+
+    objective: str
+    eta: int
+    seed: int
+    rate: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"grid-lr{self.rate}-seed{self.seed}" if self.rate else f"{self.objective}-eta{self.eta}-seed{self.seed}"
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"ppo.objective={self.objective}",
+            f"rollout.max_staleness={self.eta}",
+            f"seed={self.seed}",
+            f"optimizer.lr={self.rate}",
+        ]
+
+
+def all_cells() -> list[Cell]:
+    """The grid first, then seed after seed, so that what is there early is a whole table."""
+    grid = [Cell("naive", 0, seed, rate) for seed in GRID_SEEDS for rate in RATES]
+    return grid + [Cell(objective, eta, seed) for seed in SEEDS for eta in ETAS for objective in OBJECTIVES]
+
+
+def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
+    """Those whose name matches any of the patterns, all without patterns. Raises ConfigError for one that matches
+    none."""
+    for pattern in patterns:
+        if not any(fnmatch(cell.name, pattern) for cell in cells):
+            raise ConfigError(f"--cells: {pattern!r} matches no cell; --list names all {len(cells)}")
+    return [cell for cell in cells if not patterns or any(fnmatch(cell.name, pattern) for pattern in patterns)]
+
+
+def missing(cells: list[Cell], results: Results) -> list[Cell]:
+    """Those without a result, those that failed, and those of another rate than a grid with further rates chooses."""
+    rate = chosen_rate(results)
+    return [cell for cell in cells if results["cells"].get(cell.name, {}).get("rate", "") != (cell.rate or rate)]
+
+
+class Sweep:
+    """A folder with its results; a context manager that keeps others out. Raises ConfigError for other settings'
+    folder."""
+
+    def __init__(self, out: Path, overrides: list[str]):
+        self.out, self.results_file, self.base = out.absolute(), out / "results.json", out.absolute() / "base"
+        configuration.load(ROOT / "configs" / "tiny_cpu.yaml", [*SETTINGS, *overrides])  # before anything is made
+        self.results: Results = {"overrides": [*SETTINGS, *overrides], "cells": {}}
+        if self.results_file.exists():
+            there = json.loads(self.results_file.read_text())
+            if there["overrides"] != self.results["overrides"]:
+                raise ConfigError(f"{self.results_file} is of {' '.join(there['overrides'])}: choose another --out")
+            self.results = there
+
+    def __enter__(self) -> Sweep:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.out / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ConfigError(f"{self.out}: a sweep, or a run that it has left, is still at work there") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def make_base(self) -> None:
+        """The warm-started model from which every cell begins, and the data; once."""
+        if (self.base / "done").exists():
+            return
+        shutil.rmtree(self.base, ignore_errors=True)
+        world = self.base / "world"
+        self._run("base", "tools/make_arithmetic.py", str(world), f"--seed={BASE_SEED}")
+        self._run(
+            "base",
+            "-m",
+            "launch.local",
+            "configs/tiny_sft.yaml",
+            f"runs_dir={self.base}",
+            "name=sft",
+            f"seed={BASE_SEED}",
+            f"model.path={world / 'model'}",
+            f"data.train={world / 'sft.jsonl'}",
+        )
+        write_atomically(self.base / "done", commit() + "\n")
+
+    def run(self, cell: Cell) -> dict[str, Any]:
+        """The figures of one run, from its start. Raises RunFailed."""
+        cell = cell if cell.rate else replace(cell, rate=chosen_rate(self.results))
+        folder, world, started = self.out / "runs" / cell.name, self.base / "world", time.monotonic()
+        shutil.rmtree(folder, ignore_errors=True)
+        self._run(
+            cell.name,
+            "-m",
+            "launch.local",
+            "configs/tiny_cpu.yaml",
+            f"runs_dir={folder.parent}",
+            f"name={cell.name}",
+            f"model.path={self.base / 'sft' / 'hf'}",
+            f"data.train={world / 'train.jsonl'}",
+            f"data.eval={world / 'heldout.jsonl'}",
+            *self.results["overrides"],
+            *cell.overrides,
+        )
+        figures = measure(folder) | {"rate": cell.rate, "commit": commit(), "seconds": time.monotonic() - started}
+        shutil.rmtree(folder / "hf", ignore_errors=True)
+        return figures
+
+    def keep(self, cell: Cell, result: dict[str, Any]) -> None:
+        self.results["cells"][cell.name] = result
+        write_json(self.results_file, self.results)
+
+    def _run(self, what: str, *arguments: str) -> None:
+        """The lock goes on to the launcher, so that a folder with a run of a sweep that was killed is not free."""
+        environment = dict(os.environ, PYTHONPATH=str(ROOT))
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=environment,
+                timeout=RUN_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                pass_fds=[self._lock.fileno()],
+            )
+        except subprocess.TimeoutExpired:
+            raise RunFailed(f"{what}: took more than {RUN_TIMEOUT_S} s") from None
+        if done.returncode:
+            last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+            raise RunFailed(f"{what}: exit code {done.returncode}: {last}")
+
+
+class RunFailed(RuntimeError):
+    """A run that is not counted, in one line."""
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Held-out accuracy of the last version, and what was trained for it. Raises RunFailed if updates are missing."""
+    run = Run(folder)
+    config, lines = configuration.load(run.config), read_metrics(run)
+    updates = [line for line in lines if line["kind"] == "update"]
+    evaluations = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["version"])
+    if len(updates) != config.updates or len(evaluations) != 2 or evaluations[1]["version"] != config.updates:
+        raise RunFailed(
+            f"{config.name}: {len(updates)} of {config.updates} updates, {len(evaluations)} of 2 evaluations"
+        )
+    answers = _total(updates, "staleness_histogram")
+    return {
+        "accuracy": evaluations[1]["accuracy"],
+        "accuracy_before": evaluations[0]["accuracy"],
+        "items": evaluations[1]["items"],
+        "updates": len(updates),
+        "trained_answers": sum(answers.values()),
+        "staleness_mean": _weighted_mean(answers),
+        "staleness_max": max(answers),
+        "token_staleness_mean": _weighted_mean(_total(updates, "token_staleness_histogram")),
+        "clip_share": mean(update["clip_share"] for update in updates),
+        "capped_share": mean(update["capped_share"] for update in updates),
+        "tokens_per_s": median(update["effective_tokens_per_s"] for update in updates),
+        "trainer_idle_share": mean(update["trainer_idle_share"] for update in updates),
+        "training_accuracy": [round(update["accuracy"], 4) for update in updates],
+    }
+
+
+def _total(updates: list[dict[str, Any]], key: str) -> dict[int, int]:
+    """Staleness → count over all updates."""
+    total: dict[int, int] = {}
+    for update in updates:
+        for staleness, count in update[key].items():
+            total[int(staleness)] = total.get(int(staleness), 0) + count
+    return total
+
+
+def _weighted_mean(counts: dict[int, int]) -> float:
+    return sum(staleness * count for staleness, count in counts.items()) / sum(counts.values())
+
+
+def commit() -> str:
+    """Of this checkout, with a mark if tracked files differ from it; `unknown` outside of git."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def carry_out(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
+    """Runs them one after the other; yields a line for each. Raises ConfigError where the learning rate is not chosen
+    yet."""
+    sweep.make_base()
+    for number, cell in enumerate(cells, 1):
+        if not missing([cell], sweep.results):
+            continue  # it is of the rate that the grid has just chosen
+        if not cell.rate and not chosen_rate(sweep.results):
+            raise ConfigError("the learning rate is not chosen yet: first run the rest of --cells 'grid-*'")
+        try:
+            result = sweep.run(cell)
+            said = "accuracy {accuracy:.3f}, staleness mean {staleness_mean:.2f} max {staleness_max}, {seconds:.0f} s"
+            line = f"{cell.name}: {said.format(**result)}"
+        except RunFailed as e:
+            result, line = {"failed": str(e), "commit": commit()}, f"failed: {e}"
+        sweep.keep(cell, result)
+        yield f"{number} of {len(cells)}: {line}"
+
+
+def listing(cells: list[Cell], results: Results) -> str:
+    left = {cell.name for cell in missing(cells, results)}
+    failed = {name: result["failed"] for name, result in results["cells"].items() if "failed" in result}
+    lines = [f"{cell.name:<28}{failed.get(cell.name, 'missing') if cell.name in left else 'done'}" for cell in cells]
+    return "\n".join([*lines, f"{len(cells) - len(left)} of {len(cells)} cells are there"])
+
+
+def write_outcome(out: Path, results: Results) -> str:
+    """Writes table and plot; the table, empty as long as no cell has ended well."""
+    if not any("accuracy" in result for result in results["cells"].values()):
+        return ""
+    tables = staleness_table.tables(results)
+    write_atomically(out / "staleness.md", tables)
+    write_atomically(out / "staleness.svg", staleness_table.plot(results))
+    return tables
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of every cell")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "sweep-staleness", help="folder of the sweep, new or begun"
+    )
+    parser.add_argument(
+        "--cells", default="", metavar="PATTERNS", help="only cells that match one, such as 'grid-* *-seed1'"
+    )
+    parser.add_argument("--list", action="store_true", help="say which cells are there and run nothing")
+    options = parser.parse_intermixed_args()
+    try:
+        cells = selected(all_cells(), options.cells.split())
+        sweep = Sweep(options.out, options.overrides)
+        if options.list:
+            print(listing(cells, sweep.results))
+            return 0
+        with sweep:
+            for line in carry_out(sweep, missing(cells, sweep.results)):
+                print(line, flush=True)
+                write_outcome(sweep.out, sweep.results)
+            print(write_outcome(sweep.out, sweep.results))
+    except (ConfigError, RunFailed) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    left = missing(cells, sweep.results)
+    if left:
+        print(f"failed, and run again by the same command: {', '.join(cell.name for cell in left)}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends its runs too
+    sys.exit(main())

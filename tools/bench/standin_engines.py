@@ -1,0 +1,106 @@
+"""Engines that only talk: vLLM's routes as the controller uses them, with answers that nobody sampled.
+
+    python tools/bench/standin_engines.py ENGINES SECONDS TOKENS GROUP
+
+Prints the port of 127.0.0.1 that it listens on; engine E is http://127.0.0.1:PORT/E. A request takes half to one and a
+half times SECONDS and has GROUP answers of TOKENS tokens. For tools/bench/controller.py, which measures what the
+controller can do, not an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from functools import cache
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+_VOCABULARY = 15
+_VARIANTS = 8
+
+
+class StandIn:
+    def __init__(self, seconds: float, tokens: int, group: int):
+        self._seconds, self._tokens, self._group = seconds, tokens, group
+        self._version = "default"
+        self._running = 0
+        self._sampled = 0
+        self._served = 0
+        self._random = random.Random(0)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        await request.read()
+        self._running += self._group
+        await asyncio.sleep(self._seconds * self._random.uniform(0.5, 1.5))
+        self._running -= self._group
+        self._sampled += self._group * self._tokens
+        self._served += 1
+        body = answers(self._version, self._tokens, self._group, self._served % _VARIANTS)
+        return web.Response(body=body, content_type="application/json")
+
+    async def label(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._version = body.get("new_version") or body["version"]
+        return web.json_response({"seconds": 0.0})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            text=f'vllm:num_requests_running{{e="0"}} {self._running}\nvllm:num_requests_waiting{{e="0"}} 0\n'
+            f'vllm:generation_tokens_total{{e="0"}} {self._sampled}\n'
+        )
+
+
+@cache
+def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
+    """The body of a reply as vLLM writes it, with everything that it says of a token."""
+    rng = np.random.default_rng(variant)
+    choices = []
+    for index in range(group):
+        ids = rng.integers(3, _VOCABULARY, tokens).tolist()
+        logprobs = (-rng.exponential(1.0, tokens)).astype(np.float32).tolist()
+        sampled = [
+            {"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in zip(ids, logprobs, strict=True)
+        ]
+        content = [token | {"top_logprobs": [token]} for token in sampled]
+        choices.append(
+            {
+                "index": index,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "token_ids": ids,
+                "routed_experts": None,
+                "sampling_mask": None,
+                "weight_versions": [{"version": version, "start": 0, "end": tokens}],
+                "logprobs": {"content": content},
+            }
+        )
+    return msgspec.json.encode({"request_id": "0", "choices": choices})
+
+
+async def nothing(_: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+async def serve(engines: int, seconds: float, tokens: int, group: int) -> None:
+    application = web.Application(client_max_size=2**24)
+    for engine in range(engines):
+        standin = StandIn(seconds, tokens, group)
+        prefix = f"/{engine}"
+        application.router.add_post(f"{prefix}/inference/v1/generate", standin.generate)
+        application.router.add_post(f"{prefix}/commit", standin.label)
+        application.router.add_post(f"{prefix}/update_weight_version", standin.label)
+        application.router.add_get(f"{prefix}/metrics", standin.metrics)
+    application.router.add_route("*", "/{rest:.*}", nothing)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    engines, seconds, tokens, group = sys.argv[1:]
+    asyncio.run(serve(int(engines), float(seconds), int(tokens), int(group)))
