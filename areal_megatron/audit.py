@@ -24,7 +24,7 @@ from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
 from areal_megatron.data.files import records, shares
 from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of
-from areal_megatron.run import Run, Start
+from areal_megatron.run import IncarnationStart, Run
 
 Prompt = tuple[int, int]
 """(epoch, prompt_id)"""
@@ -59,7 +59,7 @@ def audit(run: Run) -> list[str]:
     return faults
 
 
-def line_of(starts: list[Start]) -> list[tuple[Start, int | None]]:
+def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int | None]]:
     """The incarnations whose work counts, oldest first, each with the number of the batch before which it ends."""
     line, end = [], None
     start = starts[-1] if starts else None
@@ -105,11 +105,11 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
     return batches, faults
 
 
-def number_after(batches: list[Batch], start: Start) -> int:
+def number_after(batches: list[Batch], start: IncarnationStart) -> int:
     return batches[-1].number + 1 if batches else start.batches
 
 
-def check_versions(starts: list[Start], batches: list[Batch]) -> list[str]:
+def check_versions(starts: list[IncarnationStart], batches: list[Batch]) -> list[str]:
     """Every batch trains the version that the one before left."""
     faults = []
     expected = line_of(starts)[0][0].version if starts else 0
@@ -152,7 +152,7 @@ def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint,
     faults = []
     claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
     claims += [((group.epoch, group.prompt_id), "waiting to be trained") for group in saved.schedule.finished]
-    claims += [((group.epoch, group.prompt_id), "begun and to go on") for group in saved.schedule.begun]
+    claims += [((group.epoch, group.prompt_id), "interrupted and to go on") for group in saved.schedule.interrupted]
     claims += [(prompt, "to be generated again") for prompt in saved.again]
     for prompt, kind in claims:
         if prompt in said:

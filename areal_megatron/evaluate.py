@@ -60,7 +60,7 @@ _POLL_S = 0.2
 _ENGINE = "engine-0"
 
 
-class Evaluation:
+class OfflineEvaluation:
     """All that is to be asked, and of whom. Raises ConfigError for whatever cannot work."""
 
     def __init__(self, options: argparse.Namespace):
@@ -217,7 +217,7 @@ def table(result: dict[str, object]) -> str:
     return "\n".join(rows)
 
 
-def fill(evaluation: Evaluation, folder: Folder) -> None:
+def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
     """Starts an engine and lives until all answers are there. Raises EngineError, RunError or ConfigError."""
     config, run = evaluation.config, Run(folder.path / "engine")
     own = slots(config, 1)[0]
@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        evaluation = Evaluation(options)
+        evaluation = OfflineEvaluation(options)
         out = options.out or new_folder("evaluation")
         with Folder(out, evaluation.settings) as folder:
             if folder.answers:

@@ -8,21 +8,21 @@ from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.protocol import (
     Bye,
-    Checkpoint,
+    CheckpointBegin,
+    CheckpointDone,
+    CheckpointWritten,
     ControllerClient,
     Hello,
-    Link,
+    LinkRef,
     NextBatch,
     NotYet,
     Publish,
     PublishAgain,
     Reply,
     Request,
-    Saved,
     Sending,
     Stop,
     Trained,
-    Written,
 )
 from areal_megatron.run import Run
 from areal_megatron.trainer.trainer import BatchResult, Trainer
@@ -30,7 +30,7 @@ from areal_megatron.trainer.trainer import BatchResult, Trainer
 _encode = encoder().encode
 _PUBLISH_AGAIN = b"publish"
 _decode_part = decoder(BatchPart | None).decode
-_decode_links = decoder(list[Link]).decode
+_decode_links = decoder(list[LinkRef]).decode
 
 
 class Experience:
@@ -65,7 +65,7 @@ class Experience:
             self._controller.request(Trained(number, result.version, result.applied, result.metrics))
 
     def links(self, version: int, store: str) -> list[tuple[int, int]]:
-        """(engine, epoch) of every engine that is to receive `version`, the same on all ranks.
+        """(engine, generation) of every engine that is to receive `version`, the same on all ranks.
 
         Waits as long as the controller says that engines need the version that they have.
         """
@@ -75,25 +75,25 @@ class Experience:
                 reply = self._controller.request(Publish(version, store))
                 data = b"" if isinstance(reply, NotYet) else _encode(reply.links)
             if data := self._trainer.share_all(data):
-                return [(link.engine, link.epoch) for link in _decode_links(data)]
+                return [(link.engine, link.generation) for link in _decode_links(data)]
 
     def cut(self, sending: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of the links (engine, epoch) whose engine is lost; from any thread."""
-        reply = self.report(Sending([Link(*link) for link in sending]), f"trainer-{self._trainer.rank}-links")
-        return [(link.engine, link.epoch) for link in reply.links]
+        """Those of the links (engine, generation) whose engine is lost; from any thread."""
+        reply = self.report(Sending([LinkRef(*link) for link in sending]), f"trainer-{self._trainer.rank}-links")
+        return [(link.engine, link.generation) for link in reply.links]
 
     def checkpoint(self, version: int, batches: int) -> None:
         """Returns on the first rank when the controller has set its part of the checkpoint of `version` aside."""
         if self._trainer.is_first:
-            self._controller.request(Checkpoint(version, batches))
+            self._controller.request(CheckpointBegin(version, batches))
 
     def wait_for_checkpoint(self, version: int) -> None:
         """Returns when that part is in the folder of the checkpoint; from any thread."""
-        self.report(Written(version), f"trainer-{self._trainer.rank}-checkpoint")
+        self.report(CheckpointWritten(version), f"trainer-{self._trainer.rank}-checkpoint")
 
     def saved(self, version: int, stall_s: float, seconds: float, error: str = "") -> None:
         """Tells the controller how the checkpoint of `version` went; from any thread."""
-        self.report(Saved(version, stall_s, seconds, error), f"trainer-{self._trainer.rank}-checkpoint")
+        self.report(CheckpointDone(version, stall_s, seconds, error), f"trainer-{self._trainer.rank}-checkpoint")
 
     def report(self, message: Request, sender: str) -> Reply:
         """Sends it over a connection of its own, as threads have to, which may outlive a main loop that failed."""

@@ -19,11 +19,11 @@ from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 PROTOCOL = 5
 
 
-class Link(msgspec.Struct):
-    """One engine as a destination of weights; a new epoch means a new process group."""
+class LinkRef(msgspec.Struct):
+    """One engine as a destination of weights; a new generation means a new process group."""
 
     engine: int
-    epoch: int
+    generation: int
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -68,7 +68,7 @@ class Delivered(msgspec.Struct, tag=True):
     """From global rank 0: one engine has all its boxes of `version` in staging, or the link failed."""
 
     engine: int
-    epoch: int
+    generation: int
     version: int
     seconds: float
     bytes: int
@@ -79,10 +79,10 @@ class Sending(msgspec.Struct, tag=True):
     """From global rank 0, now and then while versions are on their way. Answered with Links, those of them that are
     cut: their engine will never have what is on its way."""
 
-    links: list[Link]
+    links: list[LinkRef]
 
 
-class Checkpoint(msgspec.Struct, tag=True):
+class CheckpointBegin(msgspec.Struct, tag=True):
     """From global rank 0, after Trained and before any replica asks for the next batch: the trainers save their state.
 
     Answered with Ok once the controller has set its own state aside.
@@ -92,13 +92,13 @@ class Checkpoint(msgspec.Struct, tag=True):
     batches: int
 
 
-class Written(msgspec.Struct, tag=True):
+class CheckpointWritten(msgspec.Struct, tag=True):
     """From global rank 0: answered with Ok once the controller's state is in the folder of this version."""
 
     version: int
 
 
-class Saved(msgspec.Struct, tag=True):
+class CheckpointDone(msgspec.Struct, tag=True):
     """From global rank 0: a checkpoint is complete, or has failed."""
 
     version: int
@@ -121,12 +121,12 @@ class Welcome(msgspec.Struct, tag=True):
     protocol: int = PROTOCOL
 
 
-class Part(msgspec.Struct, tag=True):
+class BatchReply(msgspec.Struct, tag=True):
     part: BatchPart
 
 
-class Packed(msgspec.Struct, tag="Part"):
-    """A Part as the controller holds it: encoded already."""
+class EncodedBatch(msgspec.Struct, tag="BatchReply"):
+    """A BatchReply as the controller holds it: encoded already."""
 
     part: msgspec.Raw
 
@@ -145,7 +145,7 @@ class PublishAgain(msgspec.Struct, tag=True):
 
 
 class Links(msgspec.Struct, tag=True):
-    links: list[Link]
+    links: list[LinkRef]
 
 
 class Ok(msgspec.Struct, tag=True):
@@ -156,8 +156,19 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
-Request = Hello | NextBatch | Trained | Publish | Delivered | Sending | Checkpoint | Written | Saved | Bye
-Reply = Welcome | Part | NotYet | Stop | PublishAgain | Links | Ok | Refused
+Request = (
+    Hello
+    | NextBatch
+    | Trained
+    | Publish
+    | Delivered
+    | Sending
+    | CheckpointBegin
+    | CheckpointWritten
+    | CheckpointDone
+    | Bye
+)
+Reply = Welcome | BatchReply | NotYet | Stop | PublishAgain | Links | Ok | Refused
 
 
 class Envelope(msgspec.Struct):
@@ -167,22 +178,22 @@ class Envelope(msgspec.Struct):
     body: Request
 
 
-class Answer(msgspec.Struct):
+class ReplyEnvelope(msgspec.Struct):
     number: int
     body: Reply
 
 
 _encode = encoder().encode
 decode_envelope = decoder(Envelope).decode
-_decode_answer = decoder(Answer).decode
+_decode_answer = decoder(ReplyEnvelope).decode
 
 
-def packed(part: BatchPart) -> Packed:
-    return Packed(msgspec.Raw(_encode(part)))
+def encode_batch(part: BatchPart) -> EncodedBatch:
+    return EncodedBatch(msgspec.Raw(_encode(part)))
 
 
-def encode_answer(number: int, body: Reply | Packed) -> bytes:
-    return _encode(Answer(number, body))
+def encode_answer(number: int, body: Reply | EncodedBatch) -> bytes:
+    return _encode(ReplyEnvelope(number, body))
 
 
 def authentic(envelope: Envelope, token: str) -> bool:

@@ -43,7 +43,7 @@ STYLE = Path(__file__).with_name("report.css").read_text()
 
 
 @dataclass
-class Data:
+class RunData:
     """All that a report shows."""
 
     run: Run
@@ -63,11 +63,11 @@ class Data:
         return self.series(key)[1]
 
 
-def load(run: Run) -> Data:
+def load(run: Run) -> RunData:
     """Raises configuration.ConfigError if the folder is no run, ValueError if a line of its files is broken."""
     config = configuration.load(run.config)
     records = read_metrics(run)
-    return Data(
+    return RunData(
         run,
         config,
         read_status(run),
@@ -87,7 +87,7 @@ def write_report(run: Run, out: Path) -> None:
 # ---------------------------------------------------------------- sections
 
 
-def _sft_sections(data: Data) -> list[str]:
+def _sft_sections(data: RunData) -> list[str]:
     return [
         _section(
             "Training",
@@ -101,7 +101,7 @@ def _sft_sections(data: Data) -> list[str]:
     ]
 
 
-def _rl_sections(data: Data) -> list[str]:
+def _rl_sections(data: RunData) -> list[str]:
     return [
         _section(
             "Learning",
@@ -199,7 +199,7 @@ def _rl_sections(data: Data) -> list[str]:
     ]
 
 
-def _critic(data: Data) -> str:
+def _critic(data: RunData) -> str:
     return _section(
         "Critic",
         "Values of before each update, against the returns that it trains them towards.",
@@ -218,7 +218,7 @@ def _critic(data: Data) -> str:
     )
 
 
-def _publish_rows(data: Data) -> list[tuple[str, ...]]:
+def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
     """Per kind of the trainer's work: tokens/s of a rank in steps during which weights are sent, and in the others."""
     trainers = [span for span in data.spans if span.process.startswith("trainer-")]
     publishes = [span for span in trainers if span.name == "publish"]
@@ -230,7 +230,7 @@ def _publish_rows(data: Data) -> list[tuple[str, ...]]:
     return rows
 
 
-def _final_rows(data: Data) -> list[tuple[str, str]]:
+def _final_rows(data: RunData) -> list[tuple[str, str]]:
     def last(key: str, form: str, count: int = 10) -> str:
         values = data.values(key)[-count:]
         return form.format(mean(values)) if values else "–"
@@ -294,14 +294,14 @@ def _svg(figure: plt.Figure, wide: bool = False) -> str:
     return f"<figure{' class=wide' if wide else ''}>{svg[svg.index('<svg') :]}</figure>"
 
 
-def _over_versions(data: Data, axes: Axes) -> None:
+def _over_versions(data: RunData, axes: Axes) -> None:
     axes.set_xlabel("step" if data.config.mode == "sft" else "policy version")
     axes.set_xlim(0, data.config.updates)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _lines(
-    data: Data,
+    data: RunData,
     title: str,
     unit: str,
     colors: dict[str, str],
@@ -333,7 +333,7 @@ def _lines(
     return _svg(figure)
 
 
-def _accuracy(data: Data) -> str:
+def _accuracy(data: RunData) -> str:
     figure, axes = _axes("Accuracy", "share of right answers")
     axes.plot(*data.series("accuracy"), color=TRAIN, linewidth=1.8, label="training batch")
     axes.plot(
@@ -352,7 +352,7 @@ def _accuracy(data: Data) -> str:
     return _svg(figure)
 
 
-def _staleness(data: Data, title: str, key: str) -> str:
+def _staleness(data: RunData, title: str, key: str) -> str:
     counts: dict[int, float] = {}
     for step in data.steps:
         for staleness, count in (step.get(key) or {}).items():
@@ -369,7 +369,7 @@ def _staleness(data: Data, title: str, key: str) -> str:
     return _svg(figure)
 
 
-def _utilisation(data: Data) -> str:
+def _utilisation(data: RunData) -> str:
     figure, axes = _axes("Pool utilisation", "share of time at work", wide=True)
     begin, end = _time_range(data)
     edges = [begin + (end - begin) * i / UTILISATION_BINS for i in range(UTILISATION_BINS + 1)]
@@ -388,7 +388,7 @@ def _utilisation(data: Data) -> str:
 # ---------------------------------------------------------------- page
 
 
-def _page(data: Data, sections: list[str]) -> str:
+def _page(data: RunData, sections: list[str]) -> str:
     name = html.escape(data.config.name)
     what = "supervised fine-tuning" if data.config.mode == "sft" else "asynchronous PPO"
     unit = "steps" if data.config.mode == "sft" else "updates"
@@ -410,7 +410,7 @@ def _page(data: Data, sections: list[str]) -> str:
     )
 
 
-def _banner(data: Data) -> str:
+def _banner(data: RunData) -> str:
     if len(data.steps) >= data.config.updates:
         return ""
     last = max([step["time"] for step in data.steps] + [span.end for span in data.spans], default=None)
@@ -422,7 +422,7 @@ def _banner(data: Data) -> str:
     )
 
 
-def _cards(data: Data) -> str:
+def _cards(data: RunData) -> str:
     if data.config.mode == "sft":
         losses = data.values("loss")
         cards = [
@@ -468,17 +468,17 @@ def _settings(node: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return settings
 
 
-def _time_range(data: Data) -> tuple[float, float]:
+def _time_range(data: RunData) -> tuple[float, float]:
     begin = min((span.start for span in data.spans), default=0.0)
     return begin, max([begin + 1.0] + [span.end for span in data.spans])
 
 
-def _time_covered(data: Data) -> float:
+def _time_covered(data: RunData) -> float:
     times = [step["time"] for step in data.steps + data.evaluations]
     return max(times) - min(times) if times else 0.0
 
 
-def _median(data: Data, key: str, digits: int = 0, scale: float = 1.0) -> str:
+def _median(data: RunData, key: str, digits: int = 0, scale: float = 1.0) -> str:
     values = data.values(key)
     return f"{median(values) * scale:,.{digits}f}" if values else "–"
 

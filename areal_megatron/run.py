@@ -28,7 +28,7 @@ class RunError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Start:
+class IncarnationStart:
     """Where an incarnation of a run, that is one launch of it, begins."""
 
     incarnation: int
@@ -98,16 +98,16 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[IncarnationStart]:
         """Of every incarnation so far."""
         if not self.incarnations.exists():
             return []
-        return [Start(**json.loads(line)) for line in self.incarnations.read_text().splitlines()]
+        return [IncarnationStart(**json.loads(line)) for line in self.incarnations.read_text().splitlines()]
 
     @property
-    def start(self) -> Start:
+    def start(self) -> IncarnationStart:
         """Of this incarnation; a run folder that no launcher has begun stands before its first."""
-        return (self.starts() or [Start(0)])[-1]
+        return (self.starts() or [IncarnationStart(0)])[-1]
 
     @property
     def incarnation(self) -> int:

@@ -43,7 +43,7 @@ COLUMNS = "{:>8}  {:>7}  {:>10}  {:>8}  {:>9}  {:>6}  {:>3}  {:>8}  {}"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTrajectory:
     """A trajectory and where it was trained."""
 
     batch: int
@@ -55,7 +55,7 @@ class Trained:
         return self.version - self.trajectory.admission_version
 
 
-FILTERS: dict[str, tuple[Callable[[Trained], float], str]] = {
+FILTERS: dict[str, tuple[Callable[[TrainedTrajectory], float], str]] = {
     "version": (lambda t: t.version, "policy version that was trained"),
     "prompt": (lambda t: t.trajectory.prompt_id, "row of data.train, from 0"),
     "epoch": (lambda t: t.trajectory.epoch, "of the prompts"),
@@ -65,13 +65,13 @@ FILTERS: dict[str, tuple[Callable[[Trained], float], str]] = {
 }
 
 
-def chosen(place: Path, options: argparse.Namespace) -> Iterator[Trained]:
+def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajectory]:
     """What the filters leave, one batch in memory at a time. Raises ConfigError."""
     ranges = {name: bounds for name in FILTERS if (bounds := getattr(options, name))}
     for path in dumped(Run(place).trajectories).values() if place.is_dir() else [place]:
         dump = read(path)
         for trajectory in dump.trajectories:
-            found = Trained(dump.number, dump.version, trajectory)
+            found = TrainedTrajectory(dump.number, dump.version, trajectory)
             if options.show not in (None, trajectory.uid):
                 continue
             if options.truncated and (options.truncated == "yes") != trajectory.truncated:
@@ -101,7 +101,7 @@ def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]
     return found
 
 
-def styles(trained: Trained, colour: str, ratios: np.ndarray | None) -> list[str]:
+def styles(trained: TrainedTrajectory, colour: str, ratios: np.ndarray | None) -> list[str]:
     """Of rich, for each token of the answer; one that is not trained is struck out."""
     trajectory = trained.trajectory
     if colour == "version":
@@ -147,7 +147,7 @@ def logprobs_under(model: Path, trajectory: Trajectory, temperature: float) -> n
         return torch.log_softmax(logits, -1).gather(-1, answer)[:, 0].cpu().numpy()
 
 
-def show(trained: Trained, tokenizer: Tokenizer, colour: str, ratios: np.ndarray | None) -> Text:
+def show(trained: TrainedTrajectory, tokenizer: Tokenizer, colour: str, ratios: np.ndarray | None) -> Text:
     """All that is known of it, a legend and the coloured text."""
     t = trained.trajectory
     text = Text()
@@ -179,7 +179,7 @@ def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
     return Text(line).append(f"{ends[0]:g}", red).append(" to ").append(f"{ends[1]:g}", other)
 
 
-def described(trained: Trained, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:
+def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:
     """For JSON."""
     t = trained.trajectory
     found = {
@@ -198,7 +198,7 @@ def described(trained: Trained, tokenizer: Tokenizer, ratios: np.ndarray | None)
     return found | {name: array.tolist() for name, array in arrays.items()}
 
 
-def print_table(found: Iterator[Trained], tokenizer: Tokenizer, width: int) -> None:
+def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width: int) -> None:
     print(COLUMNS.format("uid", "trained", "prompt", "reward", "staleness", "tokens", "cut", "versions", "answer"))
     count, reward = 0, 0.0
     for trained in found:

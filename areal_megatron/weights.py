@@ -66,14 +66,14 @@ class Weights:
         while not self._ended.wait(_LOOK_S):
             sending = self._publisher.sending()
             try:
-                for engine, epoch in self._experience.cut(sending) if sending else ():
-                    self._publisher.give_up(engine, epoch)
+                for engine, generation in self._experience.cut(sending) if sending else ():
+                    self._publisher.give_up(engine, generation)
             except ControllerError:
                 return  # the main loop meets it too, and ends the run
 
-    def _report(self, engine: int, epoch: int, version: int, seconds: float, size: int, error: str) -> None:
+    def _report(self, engine: int, generation: int, version: int, seconds: float, size: int, error: str) -> None:
         """Called on the threads of the links."""
-        delivered = Delivered(engine, epoch, version, seconds, size, error)
+        delivered = Delivered(engine, generation, version, seconds, size, error)
         try:
             self._experience.report(delivered, f"trainer-{self._trainer.rank}-link-{engine}")
         except ControllerError as e:  # the main loop meets it too, and ends the run

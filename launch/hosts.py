@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Order, Start, carry_out
+from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, NodeHello, Order, StartOrder, carry_out
 from launch.pools import Process, whole
 from launch.processes import Child, Children, Log
 
@@ -32,7 +32,7 @@ class Hosts(Protocol):
     def supervisor(self, process: Process) -> str:
         """Name of the one that is to start the process."""
 
-    def start(self, order: Start) -> None: ...
+    def start(self, order: StartOrder) -> None: ...
 
     def kill(self, process: Process) -> None:
         """Ends one of them; it has little time for it."""
@@ -55,7 +55,7 @@ class Here:
     def supervisor(self, process: Process) -> str:
         return process.node
 
-    def start(self, order: Start) -> None:
+    def start(self, order: StartOrder) -> None:
         carry_out(order, self._children)
 
     def kill(self, process: Process) -> None:
@@ -78,7 +78,7 @@ class Here:
 class Remote(Log):
     """A process that a supervisor has started."""
 
-    def __init__(self, order: Start):
+    def __init__(self, order: StartOrder):
         super().__init__(order.name, Path(order.log))
         self.supervisor = order.supervisor
         self.exit_code: int | None = None
@@ -107,9 +107,9 @@ class Nodes:
         self._heard: dict[str, float] = {}
         self._uncleared: set[str] = set()
 
-    def gather(self, expected: list[str], timeout_s: float) -> list[Hello]:
+    def gather(self, expected: list[str], timeout_s: float) -> list[NodeHello]:
         """What the supervisors have, in the order of `expected`. Raises HostError that names those who are missing."""
-        found: dict[str, Hello] = {}
+        found: dict[str, NodeHello] = {}
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in expected if name not in found]:
             if time.monotonic() > deadline:
@@ -117,12 +117,12 @@ class Nodes:
                     f"{len(missing)} of {len(expected)} nodes did not answer within {timeout_s:.0f} s: "
                     f"{', '.join(missing[:8])}; is the folder of this installation there?"
                 )
-            found |= {event.supervisor: event for event in self._channel.receive() if isinstance(event, Hello)}
+            found |= {event.supervisor: event for event in self._channel.receive() if isinstance(event, NodeHello)}
             time.sleep(_POLL_S)
         self._heard = dict.fromkeys(expected, time.monotonic())
         return [found[name] for name in expected]
 
-    def start(self, order: Start) -> None:
+    def start(self, order: StartOrder) -> None:
         self.by_name[order.name] = Remote(order)
         self._channel.send(order)
 

@@ -24,7 +24,7 @@ from launch import start
 from launch.hosts import HostError, Nodes
 from launch.network import check_network
 from launch.node import POLL_S, Supervisor, hello
-from launch.orders import EndAll, Event, Hello, Order
+from launch.orders import EndAll, Event, NodeHello, Order
 from launch.pools import Node, Process
 from launch.supervise import supervise
 
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     return supervise(beginning, nodes, options)
 
 
-def slots(found: Sequence[Hello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:
+def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:
     """The nodes, and which MPI process (rank) holds a slot of them; the slot None is the node's first.
 
     Raises ConfigError where a node has more MPI processes than GPUs.
@@ -122,7 +122,7 @@ class Messages:
 class MpiChannel:
     """The first process's way to all supervisors, its own among them."""
 
-    def __init__(self, world: Messages, own: Hello):
+    def __init__(self, world: Messages, own: NodeHello):
         self._world, self._supervisor = world, Supervisor(own.supervisor)
         self._orders: list[Order] = []
         self._events: list[Event] = [own]
@@ -145,7 +145,7 @@ class MpiChannel:
         self._supervisor.__exit__()
 
 
-def follow(world: Messages, own: Hello) -> None:
+def follow(world: Messages, own: NodeHello) -> None:
     """Supervises the slot of another process than the first until that says that it is over."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun passes it on to all

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.network import address
-from launch.orders import Hello
+from launch.orders import NodeHello
 
 
-def check_network(config: Config, found: Sequence[Hello]) -> None:
+def check_network(config: Config, found: Sequence[NodeHello]) -> None:
     """Raises ConfigError where this node has no such address, or processes of several machines would all have it."""
     machines, own = {hello.machine for hello in found}, ipaddress.ip_address(address(config.machine.host))
     if len(machines) > 1 and (own.is_loopback or config.machine.host[:1].isdigit()):

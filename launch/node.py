@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from launch import stranded
-from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Hello, Leave, Order, Start, carry_out
+from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
 from launch.processes import Children
 
 POLL_S = 0.1
@@ -45,7 +45,7 @@ class Supervisor:
         """What happened since the last call; returns at once, but for the end of processes."""
         for order in orders:
             match order:
-                case Start() if order.supervisor == self._name:
+                case StartOrder() if order.supervisor == self._name:
                     self._reported.discard(order.name)
                     try:
                         carry_out(order, self._children)
@@ -79,11 +79,11 @@ class Supervisor:
         self._children.__exit__(*error)
 
 
-def hello(name: str, pool: str = "") -> Hello:
+def hello(name: str, pool: str = "") -> NodeHello:
     """What this node has, found without torch."""
     cpus = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Hello(name, gpus(), gpu_gib(), cpus, machine, pool)
+    return NodeHello(name, gpus(), gpu_gib(), cpus, machine, pool)
 
 
 def gpus() -> list[int]:

@@ -30,7 +30,7 @@ ON_CPU = {
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 
-class Start(msgspec.Struct, tag=True):
+class StartOrder(msgspec.Struct, tag=True):
     """One process of the run."""
 
     supervisor: str
@@ -65,7 +65,7 @@ class Leave(msgspec.Struct, tag=True):
     """To every supervisor: end your processes and yourself."""
 
 
-class Hello(msgspec.Struct, tag=True):
+class NodeHello(msgspec.Struct, tag=True):
     """What a supervisor has."""
 
     supervisor: str
@@ -96,13 +96,13 @@ class Alive(msgspec.Struct, tag=True):
     supervisor: str
 
 
-Order = Start | End | EndAll | Present | Leave
-Event = Hello | Ended | Cleared | Alive
+Order = StartOrder | End | EndAll | Present | Leave
+Event = NodeHello | Ended | Cleared | Alive
 
 
 def start_order(
     config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = (), rendezvous: str = ""
-) -> Start:
+) -> StartOrder:
     """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter.
 
     `rendezvous`: the name under which the parts of an engine find each other, of this one start.
@@ -122,10 +122,10 @@ def start_order(
     elif process.slots:
         settings |= ON_CPU
         cores = [slot.index for slot in process.slots]
-    return Start(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
+    return StartOrder(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
 
 
-def carry_out(order: Start, children: Children) -> Child:
+def carry_out(order: StartOrder, children: Children) -> Child:
     """Starts the process as one of `children`. Raises OSError where its program or log is not there."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_MPI)} | order.settings
     cores: set[int] = set()

@@ -21,7 +21,7 @@ from launch.pools import Node, Placement, allocate
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     placement: Placement
     memory: MemoryPlan
 
@@ -36,7 +36,7 @@ def plan(
     *,
     gpu_gib: float = 0,
     weights: bool = True,
-) -> Plan:
+) -> ClusterPlan:
     """Who runs where and how much memory that takes, for a config whose machine.device is chosen.
 
     `rollout_nodes`: the engines' own, otherwise both pools share `nodes`. `gpu_gib`: GiB of one GPU, 0 if not known.
@@ -45,7 +45,7 @@ def plan(
     placement = allocate(config, nodes, rollout_nodes)
     _check_parts(config, placement)
     check_model(config, weights)
-    return Plan(placement, plan_memory(config, read_config(config.model.path), gpu_gib))
+    return ClusterPlan(placement, plan_memory(config, read_config(config.model.path), gpu_gib))
 
 
 def _check_parts(config: Config, placement: Placement) -> None:

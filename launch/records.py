@@ -27,7 +27,7 @@ class ProcessRecord(msgspec.Struct):
     """Its exit code; None while it runs."""
 
 
-class Record(msgspec.Struct):
+class LaunchRecord(msgspec.Struct):
     launcher: str
     """The node that it runs on."""
     time: float
@@ -56,13 +56,13 @@ class Recorder:
             for process in self._placement.processes
             for p in process.parts
         ]
-        record = Record(socket.gethostname(), time.time(), restarts_left, outcome, records)
+        record = LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records)
         write_atomically(self._run.processes, msgspec.json.encode(record).decode())
 
 
-def read_record(run: Run) -> Record | None:
+def read_record(run: Run) -> LaunchRecord | None:
     """The last one; None before the first."""
     try:
-        return msgspec.json.decode(run.processes.read_bytes(), type=Record)
+        return msgspec.json.decode(run.processes.read_bytes(), type=LaunchRecord)
     except FileNotFoundError:
         return None

@@ -29,7 +29,7 @@ from areal_megatron.run import Run
 from launch import start
 from launch.hosts import HostError, Nodes
 from launch.network import check_network
-from launch.orders import Event, Hello, Leave, Order, Present
+from launch.orders import Event, Leave, NodeHello, Order, Present
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
 
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(e, ConfigError) else 1
     print(beginning.plan.table(), flush=True)
     beginning.begin()
-    deadline = Deadline(beginning.run.stop, options.grace_s)
+    deadline = TimeLimit(beginning.run.stop, options.grace_s)
     outcome = supervise(beginning, nodes, options, deadline.check)
     if outcome not in (Outcome.STOPPED, Outcome.LOST):
         return outcome
@@ -142,7 +142,7 @@ def expand(nodes: str) -> list[str]:
     return names
 
 
-def describe(hello: Hello, config: Config) -> Node:
+def describe(hello: NodeHello, config: Config) -> Node:
     """A node of the pools. Raises ConfigError."""
     if config.machine.device != "cuda":
         return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)))
@@ -233,7 +233,7 @@ def srun(job: Job) -> Srun:
     return Srun(commands)
 
 
-class Deadline:
+class TimeLimit:
     """Ends waiting for a run that was asked to stop and does not."""
 
     def __init__(self, asked: Path, grace_s: float):

@@ -20,7 +20,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
-from launch.plan import Plan, plan
+from launch.plan import ClusterPlan, plan
 from launch.pools import Node
 
 POOLS = ("trainer", "rollout", "controller")
@@ -75,7 +75,7 @@ class Beginning:
 
     config: Config
     run: Run
-    plan: Plan
+    plan: ClusterPlan
     checkpoint: Checkpoint | None
     """None: from the model of model.path."""
 

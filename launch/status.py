@@ -20,7 +20,7 @@ from rich.table import Table
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
-from launch.records import GONE_S, ProcessRecord, Record, read_record
+from launch.records import GONE_S, LaunchRecord, ProcessRecord, read_record
 
 _LISTED = 32
 """Processes up to which each has a line; beyond that neighbours of one pool and state share one."""
@@ -45,12 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
     return int(state not in ("running", "done", "stopped"))
 
 
-def state_of(record: Record, now: float) -> str:
+def state_of(record: LaunchRecord, now: float) -> str:
     """`running`, `lost`, where the launcher has fallen silent, or how the run ended."""
     return record.outcome or ("running" if now - record.time < GONE_S else "lost")
 
 
-def headlines(run: Run, record: Record, state: str, now: float) -> Iterator[str]:
+def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterator[str]:
     status = read_status(run)
     start = run.start
     phase = f", {status['phase']}" if state == "running" and "phase" in status else ""
@@ -79,7 +79,7 @@ def headlines(run: Run, record: Record, state: str, now: float) -> Iterator[str]
     yield f"logs: {run.log('PROCESS')}; launcher on {record.launcher}"
 
 
-def table(run: Run, record: Record, every: bool) -> Table:
+def table(run: Run, record: LaunchRecord, every: bool) -> Table:
     engines = {engine["name"]: engine for engine in read_status(run).get("engines", [])}
     made = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("process", "node", "slots", "state", "version", "requests", "tokens/s"):

@@ -20,7 +20,7 @@ from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
-from areal_megatron.protocol import NextBatch, NotYet, Packed, PublishAgain, Refused, Stop, Trained, packed
+from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Refused, Stop, Trained, encode_batch
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Batches:
         folder in which every batch is kept."""
         self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
         self.number = first
-        self._batch: asyncio.Future[tuple[list[Packed], dict[str, Any]]] | None = None
+        self._batch: asyncio.Future[tuple[list[EncodedBatch], dict[str, Any]]] | None = None
         """The parts of what is in training, or soon will be, and its numbers."""
         self._dumps = dumps
         self._dump: asyncio.Future | None = None
@@ -79,7 +79,7 @@ class Batches:
         self._trainer_waits, self._straggler = Stopwatch(), Stopwatch()
         self._last_trained = time.monotonic()
 
-    async def next(self, request: NextBatch) -> Packed | NotYet | Stop | PublishAgain | Refused:
+    async def next(self, request: NextBatch) -> EncodedBatch | NotYet | Stop | PublishAgain | Refused:
         """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
         if request.number == self.number + 1:  # this replica is done with a batch that rank 0 has yet to report
             await asyncio.sleep(0.05)
@@ -145,7 +145,9 @@ class Batches:
             dump = Dump(number=self.number, version=self._schedule.version, trajectories=trajectories)
             self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps))
 
-    def _pack(self, trajectories: list[Trajectory], number: int, version: int) -> tuple[list[Packed], dict[str, Any]]:
+    def _pack(
+        self, trajectories: list[Trajectory], number: int, version: int
+    ) -> tuple[list[EncodedBatch], dict[str, Any]]:
         config = self._config
         parts = split(
             trajectories,
@@ -157,7 +159,7 @@ class Batches:
             flops=self._flops,
             multiple=config.trainer.microbatch_multiple,
         )
-        return [packed(part) for part in parts], describe(trajectories, version, config.reward.range[1])
+        return [encode_batch(part) for part in parts], describe(trajectories, version, config.reward.range[1])
 
     def trained(self, message: Trained) -> dict[str, Any] | Refused:
         """Moves the schedule on; the numbers of the update, the trainer's own among them."""
@@ -170,7 +172,7 @@ class Batches:
         if message.applied:
             self._schedule.applied()
         else:
-            self._schedule.not_applied("non-finite gradients")
+            self._schedule.rejected("non-finite gradients")
         now = time.monotonic()
         elapsed, self._last_trained = now - self._last_trained, now
         wait = self._trainer_waits.take()

@@ -25,7 +25,7 @@ from areal_megatron.config import Config, ConfigError, load
 from areal_megatron.controller import state
 from areal_megatron.controller.batches import Batches, ask_again_s
 from areal_megatron.controller.evaluation import Evaluation
-from areal_megatron.controller.fleet import Members
+from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.replay import Replay
 from areal_megatron.controller.schedule import Schedule
@@ -42,7 +42,9 @@ from areal_megatron.observe.startup import Startup
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import (
     Bye,
-    Checkpoint,
+    CheckpointBegin,
+    CheckpointDone,
+    CheckpointWritten,
     Delivered,
     NextBatch,
     NotYet,
@@ -51,14 +53,12 @@ from areal_megatron.protocol import (
     Refused,
     Reply,
     Request,
-    Saved,
     Sending,
     Trained,
-    Written,
 )
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run import Run, RunError, from_command_line
-from areal_megatron.workflows.runner import episodes_of
+from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.scoring import Scorer
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,8 @@ class Controller:
         self.metrics = MetricsWriter(run)
         self.rewards = RewardWorkers(config.reward, config.model.path)
         scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
-        self.episodes = episodes_of(config, tokenizer, scorer)
-        self.members = Members(
+        self.episodes = runner_of(config, tokenizer, scorer)
+        self.members = Fleet(
             config,
             run,
             self.hf_config,
@@ -171,7 +171,7 @@ class Controller:
             generating = self._tasks.create_task(self.generation.run())
             await bye
             generating.cancel()
-            self.schedule.end("the run ended")
+            self.schedule.close("the run ended")
             await self.members.settled()
             if not self.batches.stopping:
                 self.phase = "final evaluation"
@@ -206,11 +206,11 @@ class Controller:
                 return self.members.delivered(message)
             case Sending():
                 return self.members.cut(message)
-            case Checkpoint():
+            case CheckpointBegin():
                 return await self._save(message)
-            case Written():
+            case CheckpointWritten():
                 return await self._written(message)
-            case Saved():
+            case CheckpointDone():
                 self.metrics.write("checkpoint", message.version, message.figures)
                 return Ok()
             case Bye():
@@ -239,21 +239,21 @@ class Controller:
         self.generation.wake()
         return Ok()
 
-    async def _save(self, message: Checkpoint) -> Reply:
+    async def _save(self, message: CheckpointBegin) -> Reply:
         if self.batches.number != message.batches or self.schedule.version != message.version:
             return Refused(
                 f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
                 f"the checkpoint at batch {message.batches} of version {message.version}"
             )
         if self.batches.stopping:
-            await self.generation.break_off()
+            await self.generation.interrupt()
         saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
         path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
         writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on
         self._written_state = message.version, asyncio.ensure_future(writing)
         return Ok()
 
-    async def _written(self, message: Written) -> Reply:
+    async def _written(self, message: CheckpointWritten) -> Reply:
         version, writing = self._written_state
         if version != message.version:
             return Refused(f"there is no checkpoint of version {message.version} to write")

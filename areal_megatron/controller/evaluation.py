@@ -15,7 +15,7 @@ from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import Place
-from areal_megatron.workflows.runner import Ended, Episodes
+from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.seeds import sampling_seed
 from areal_megatron.workflows.single_turn import Sampling
@@ -40,7 +40,7 @@ class Evaluation:
         timeline: Timeline,
         is_lost: IsLost,
         on_room: Callable[[], None],
-        episodes: Episodes | None = None,
+        episodes: EpisodeRunner | None = None,
     ):
         """`on_room`: an engine may take another request; `episodes`: of the config's workflow, None for single_turn."""
         self._episodes = episodes
@@ -87,12 +87,12 @@ class Evaluation:
         async with slots:
             while (sampled := await self._sample(prompt, version)) is None:
                 pass
-        if isinstance(sampled, Ended):
+        if isinstance(sampled, ScoredTranscript):
             return sampled.score.correct, len(sampled.tokens)
         (score,) = await self._scorer.score(prompt, [sampled])
         return score.correct, len(sampled.tokens)
 
-    async def _sample(self, prompt: Prompt, version: int) -> Completion | Ended | None:
+    async def _sample(self, prompt: Prompt, version: int) -> Completion | ScoredTranscript | None:
         """None: the engine was lost meanwhile."""
         engine = min(self._with(version), key=lambda e: e.running)
         client = engine.client

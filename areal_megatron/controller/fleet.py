@@ -12,7 +12,7 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.controller.engine import DRAINED, LOST, Engine, connect, find
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.controller.updates import EngineLink
+from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.protocol import Delivered, Links, Ok, Publish, Refused, Reply, Sending
 from areal_megatron.run import Run
@@ -22,7 +22,7 @@ _POLL_S = 0.5
 _ATTEMPTS = 3
 
 
-class Members:
+class Fleet:
     """Connects to the engines and looks after them; one that is lost leaves the schedule until another process
     serves."""
 
@@ -42,7 +42,7 @@ class Members:
         self._wake, self._on_lost, self._on_committed = wake, on_lost, on_committed
         self._resumed = bool(run.start.checkpoint)
         self.engines: list[Engine] = []
-        self._links: dict[int, EngineLink] = {}
+        self._links: dict[int, EngineUpdates] = {}
         self._connected = asyncio.Event()
         self._published = -1
         self._lacking: Counter[int] = Counter()
@@ -115,7 +115,7 @@ class Members:
         return Ok()
 
     def cut(self, message: Sending) -> Links:
-        return Links([link for link in message.links if self._links[link.engine].is_cut(link.epoch)])
+        return Links([link for link in message.links if self._links[link.engine].is_cut(link.generation)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:
         """To engines that serve without, unless the next version is on its way. Raises EngineError after many
@@ -145,7 +145,7 @@ class Members:
     async def _take_in(self, engine: Engine, fresh: bool) -> None:
         """One that serves; unless it is fresh from the model that the run begins with, it needs weights first."""
         self.engines.append(engine)
-        self._links[engine.index] = EngineLink(self._config, self._hf_config, engine, self._committed, self._wake)
+        self._links[engine.index] = EngineUpdates(self._config, self._hf_config, engine, self._committed, self._wake)
         if fresh:
             self._schedule.add_engine(engine.index, engine.version)
             return

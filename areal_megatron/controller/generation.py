@@ -15,7 +15,7 @@ from areal_megatron.config import Config, Rollout
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.schedule import Group, Schedule
-from areal_megatron.controller.state import State
+from areal_megatron.controller.state import ControllerState
 from areal_megatron.data.prompts import Prompt, cursor
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
@@ -23,14 +23,14 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import RunError
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import Place
-from areal_megatron.workflows.runner import Ended, Episodes
+from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import BROKEN_OFF, Sampling
-from areal_megatron.workflows.transcript import Context
+from areal_megatron.workflows.single_turn import INTERRUPTED, Sampling
+from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
-_BREAK_OFF_S = 10.0
+_INTERRUPT_S = 10.0
 _TOO_LONG = "longer than data.max_prompt_tokens"
 IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
 """Whether a request to an engine's client failed because that process is gone; then the engine is taken for lost."""
@@ -50,7 +50,7 @@ class Generation:
         timeline: Timeline,
         on_finished: Callable[[], None],
         is_lost: IsLost,
-        episodes: Episodes | None = None,
+        episodes: EpisodeRunner | None = None,
     ):
         """`episodes`: of the config's workflow, None for single_turn."""
         self._episodes = episodes
@@ -63,49 +63,51 @@ class Generation:
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
         self._again: deque[tuple[int, int]] = deque()
-        self._begun: dict[int, list[Completion]] = {}
+        self._interrupted: dict[int, list[Completion]] = {}
         """What groups have that were broken off."""
-        self._breaking_off = False
+        self._interrupting = False
         self._tasks: defaultdict[int, set[asyncio.Task]] = defaultdict(set)
         """By engine."""
         self.prompts_too_long = 0
 
-    def save(self) -> State:
+    def save(self) -> ControllerState:
         """What a resumed run needs to go on from here; between two batches."""
         groups = self._schedule.running
-        schedule = self._schedule.save(broken_off=groups.keys() & self._begun.keys())
-        running = ((group.epoch, group.prompt_id) for number, group in groups.items() if number not in self._begun)
-        return State(
+        schedule = self._schedule.save(interrupted=groups.keys() & self._interrupted.keys())
+        running = (
+            (group.epoch, group.prompt_id) for number, group in groups.items() if number not in self._interrupted
+        )
+        return ControllerState(
             prompts=len(self._prompts),
             seed=self._config.seed,
             cursor=self._cursor.at,
             again=[*running, *self._again],
             schedule=schedule,
             trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},
-            begun={group.number: self._begun[group.number] for group in schedule.begun},
+            interrupted={group.number: self._interrupted[group.number] for group in schedule.interrupted},
             prompts_too_long=self.prompts_too_long,
             mixture=self._cursor.shares,
             order=self._cursor.order,
             pass_rates=dict(self._difficulty.measured),
         )
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: ControllerState) -> None:
         """Goes on from what `save` gave, with this config's batch, group and bound."""
         n, saved = self._config.rollout.group_size, state.schedule
-        answers = state.trajectories | state.begun
-        finished, begun = (
-            [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.begun)
+        answers = state.trajectories | state.interrupted
+        finished, interrupted = (
+            [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.interrupted)
         )
         if self._episodes:  # only answers of a single turn go on
-            begun = []
-        kept = {group.number for group in (*finished, *begun)}
-        lost = [group for group in (*saved.finished, *saved.begun) if group.number not in kept]
-        lost += self._schedule.restore(replace(saved, finished=finished, begun=begun))
+            interrupted = []
+        kept = {group.number for group in (*finished, *interrupted)}
+        lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
+        lost += self._schedule.restore(replace(saved, finished=finished, interrupted=interrupted))
         self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
         self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
-        self._begun = {number: state.begun[number] for number in self._schedule.begun}
-        if self._begun:
-            log.info("going on with %s", _described(self._begun))
+        self._interrupted = {number: state.interrupted[number] for number in self._schedule.interrupted}
+        if self._interrupted:
+            log.info("going on with %s", _described(self._interrupted))
         self._cursor = cursor(self._config, self._prompts, state.cursor)
         self._difficulty.measured = dict(state.pass_rates)
         self.prompts_too_long = state.prompts_too_long
@@ -128,11 +130,11 @@ class Generation:
         """Something changed that may allow another admission."""
         self._wake.set()
 
-    async def break_off(self) -> None:
+    async def interrupt(self) -> None:
         """Ends what is running, for `save` to keep what has been sampled. Nothing runs after it, and once is enough."""
-        if self._breaking_off:
+        if self._interrupting:
             return
-        self._breaking_off = True
+        self._interrupting = True
         tasks = [task for tasks in self._tasks.values() for task in tasks]
         for engine in self._engines:
             try:
@@ -140,8 +142,8 @@ class Generation:
             except EngineError as e:
                 log.warning("its answers will be generated again: %s", e)
         if tasks:
-            await asyncio.wait(tasks, timeout=_BREAK_OFF_S)
-        log.info("kept %s", _described(self._begun))
+            await asyncio.wait(tasks, timeout=_INTERRUPT_S)
+        log.info("kept %s", _described(self._interrupted))
 
     def lose(self, engine: Engine) -> None:
         """Its groups are admitted again, elsewhere or when it is back."""
@@ -158,7 +160,7 @@ class Generation:
 
     def _free_engine(self) -> Engine | None:
         """The least loaded engine that may take a group, by Eq. 3 and by rollout.max_running."""
-        if self._breaking_off:
+        if self._interrupting:
             return None
         room = self._config.rollout.max_running - self._config.rollout.group_size
         whole = [e for e in self._engines if e.state != "torn"]
@@ -169,12 +171,12 @@ class Generation:
             )
         with_weights = [e for e in whole if e.index in self._schedule.engines]
         with_room = [e for e in with_weights if not e.draining and e.running <= room]
-        free = [e for e in with_room if self._schedule.begun or self._schedule.may_admit(e.index)]
+        free = [e for e in with_room if self._schedule.interrupted or self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
 
     def _next_group(self, engine: Engine) -> Group:
-        if self._schedule.begun:
-            return self._schedule.go_on(engine.index)
+        if self._schedule.interrupted:
+            return self._schedule.resume(engine.index)
         epoch, prompt = self._draw()
         return self._schedule.admit(engine.index, epoch, prompt.id)
 
@@ -212,16 +214,16 @@ class Generation:
             rollout,
             self._stop_tokens,
             cache_salt(rollout, engine.version),
-            may_break_off=lambda: self._breaking_off,
+            may_interrupt=lambda: self._interrupting,
         )
-        begun = self._begun.pop(group.number, [])
+        interrupted = self._interrupted.pop(group.number, [])
         # Random numbers of their own for what is sampled later
-        place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in begun)] if begun else []))
+        place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in interrupted)] if interrupted else []))
         seed, request_id = sampling_seed(self._config.seed, "train", *place), f"group-{group.number}"
         start = time.time_ns()
         try:
             if self._episodes is None:
-                sampled = await single_turn.sample(sampling, prompt, n, request_id, seed, begun)
+                sampled = await single_turn.sample(sampling, prompt, n, request_id, seed, interrupted)
             else:
                 episode = Place(prompt, group.admission_version, request_id, seed, "train")
                 sampled = await self._episodes.sample(sampling, episode, n)
@@ -236,8 +238,8 @@ class Generation:
         tokens = sum(len(one.tokens) for one in sampled)
         engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
         if self._episodes is None:
-            if any(c.finish_reason == BROKEN_OFF for c in sampled):
-                self._begun[group.number] = sampled
+            if any(c.finish_reason == INTERRUPTED for c in sampled):
+                self._interrupted[group.number] = sampled
                 return
             self.wake()
             sampled = await self._scored(prompt, sampled)
@@ -249,22 +251,22 @@ class Generation:
         self.wake()
         self._on_finished()
 
-    async def _scored(self, prompt: Prompt, answers: list[Completion]) -> list[Ended]:
+    async def _scored(self, prompt: Prompt, answers: list[Completion]) -> list[ScoredTranscript]:
         with self._timeline.span("reward", prompt=prompt.id):
             scores = await self._scorer.score(prompt, answers)
-        context = Context(prompt.tokens, 0)
+        context = Transcript(prompt.tokens, 0)
         return [
-            Ended(context.with_answer(answer, score.truncated), score)
+            ScoredTranscript(context.with_answer(answer, score.truncated), score)
             for answer, score in zip(answers, scores, strict=True)
         ]
 
-    def _is_useless(self, prompt: Prompt, sampled: list[Ended]) -> bool:
+    def _is_useless(self, prompt: Prompt, sampled: list[ScoredTranscript]) -> bool:
         trained = any(ended.score.trained and ended.context.answers for ended in sampled)
         return self._difficulty.filters(prompt, [ended.score for ended in sampled]) or not trained
 
 
-def _described(begun: dict[int, list[Completion]]) -> str:
-    answers = [answer for answers in begun.values() for answer in answers]
+def _described(interrupted: dict[int, list[Completion]]) -> str:
+    answers = [answer for answers in interrupted.values() for answer in answers]
     return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were broken off"
 
 
@@ -273,7 +275,7 @@ def cache_salt(rollout: Rollout, version: int) -> str | None:
     return f"v{version}" if rollout.kv_policy == "keep" else None
 
 
-def _trajectory(group: Group, k: int, n: int, ended: Ended) -> Trajectory:
+def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajectory:
     """The k-th of n of the group."""
     context, score = ended.context, ended.score
     return Trajectory(

@@ -24,7 +24,9 @@ from areal_megatron.network import address
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.protocol import (
     Bye,
-    Checkpoint,
+    CheckpointBegin,
+    CheckpointDone,
+    CheckpointWritten,
     Links,
     NextBatch,
     Ok,
@@ -32,9 +34,7 @@ from areal_megatron.protocol import (
     Refused,
     Reply,
     Request,
-    Saved,
     Trained,
-    Written,
 )
 from areal_megatron.run import Run, RunError
 
@@ -69,7 +69,7 @@ class Recording:
     def applied(self) -> None:
         self.version += 1
 
-    def not_applied(self, reason: str) -> None:
+    def rejected(self, reason: str) -> None:
         """The version stays."""
 
 
@@ -117,9 +117,9 @@ class Replay:
                 return self._trained(message)
             case Publish():
                 return Links([])
-            case Checkpoint() | Written():  # the trainers' part is all there is
+            case CheckpointBegin() | CheckpointWritten():  # the trainers' part is all there is
                 return Ok()
-            case Saved():
+            case CheckpointDone():
                 self._metrics.write("checkpoint", message.version, message.figures)
                 return Ok()
             case Bye():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 TRAINED = "trained"
 FILTERED = "filtered"
@@ -40,7 +40,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Saved:
+class ScheduleState:
     """A schedule between two batches, without engines."""
 
     version: int
@@ -48,7 +48,7 @@ class Saved:
     dispositions: list[tuple[int, int, str]]
     """(epoch, prompt_id, disposition)"""
     finished: list[Group]
-    begun: list[Group] = field(default_factory=list)
+    interrupted: list[Group]
     """Of the running groups those that go on; the others are to be admitted again."""
 
 
@@ -69,7 +69,7 @@ class Schedule:
         self.counts: Counter[str] = Counter()
         """Dispositions so far by kind: trained, filtered, skipped."""
         self.running: dict[int, Group] = {}
-        self.begun: dict[int, Group] = {}
+        self.interrupted: dict[int, Group] = {}
         """Broken off before this schedule was restored; no engine has gone on with them yet."""
         self.finished: dict[int, Group] = {}
         self.training: list[Group] = []
@@ -116,13 +116,13 @@ class Schedule:
         self.running[group.number] = group
         return group
 
-    def go_on(self, engine: int) -> Group:
-        """The begun group with the oldest deadline runs again, on this engine; it counts as admitted when it first
-        was."""
-        if engine not in self.engines or not self.begun:
+    def resume(self, engine: int) -> Group:
+        """The interrupted group with the oldest deadline runs again, on this engine; it counts as admitted when it
+        first was."""
+        if engine not in self.engines or not self.interrupted:
             raise ScheduleError(f"engine {engine} has nothing to go on with")
-        first = min(self.begun.values(), key=_by_deadline)
-        group = self.running[first.number] = replace(self.begun.pop(first.number), engine=engine)
+        first = min(self.interrupted.values(), key=_by_deadline)
+        group = self.running[first.number] = replace(self.interrupted.pop(first.number), engine=engine)
         return group
 
     def finish(self, group: Group) -> None:
@@ -134,7 +134,7 @@ class Schedule:
         self._leave_running(group)
         self._dispose(group.epoch, group.prompt_id, FILTERED)
 
-    def skip(self, group: Group, reason: str) -> None:
+    def fail(self, group: Group, reason: str) -> None:
         """The group failed; it leaves N_r."""
         self._leave_running(group)
         self.skip_prompt(group.epoch, group.prompt_id, reason)
@@ -165,7 +165,7 @@ class Schedule:
             return 0
         batch = self._oldest_finished()
         tight = self._infeasible_without(batch)
-        unfinished = [*self.running.values(), *self.begun.values()]
+        unfinished = [*self.running.values(), *self.interrupted.values()]
         return sum(group.deadline <= max(tight) for group in unfinished) if tight else 0
 
     def applied(self) -> None:
@@ -174,7 +174,7 @@ class Schedule:
             self._dispose(group.epoch, group.prompt_id, TRAINED)
         self.version += 1
 
-    def not_applied(self, reason: str) -> None:
+    def rejected(self, reason: str) -> None:
         """Every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
 
         The run does not make up for it: it reaches one version less.
@@ -183,26 +183,28 @@ class Schedule:
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.updates -= 1
 
-    def end(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Whatever is still in flight will not be trained."""
         for group in [*self._in_flight(), *self.training]:
             self.skip_prompt(group.epoch, group.prompt_id, reason)
-        self.running, self.begun, self.finished, self.training = {}, {}, {}, []
+        self.running, self.interrupted, self.finished, self.training = {}, {}, {}, []
 
-    def save(self, broken_off: Collection[int] = ()) -> Saved:
-        """Everything but engines and what runs on them, except for the groups `broken_off`. No batch may be in
-        training."""
+    def save(self, interrupted: Collection[int] = ()) -> ScheduleState:
+        """What a later schedule is restored from. No batch may be in training.
+
+        Of the groups that run, those with the numbers `interrupted` are kept; the others are to be admitted again.
+        """
         if self.training:
             raise ScheduleError(f"the batch of version {self.version} is still in training")
         disposed = [(epoch, prompt_id, kind) for (epoch, prompt_id), kind in self.dispositions.items()]
-        begun = [*self.begun.values(), *(self.running[number] for number in broken_off)]
-        return Saved(self.version, self._admitted, disposed, list(self.finished.values()), begun)
+        kept = [*self.interrupted.values(), *(self.running[number] for number in interrupted)]
+        return ScheduleState(self.version, self._admitted, disposed, list(self.finished.values()), kept)
 
-    def restore(self, saved: Saved) -> list[Group]:
+    def restore(self, saved: ScheduleState) -> list[Group]:
         """Goes on from there, with this schedule's bound; before any engine is added.
 
-        Returns the finished and begun groups that this bound has no place for: they leave N_r and are to be admitted
-        again.
+        Returns the finished and interrupted groups that this bound has no place for: they leave N_r and are to be
+        admitted again.
         """
         self.version, self._admitted = saved.version, saved.admitted
         for epoch, prompt_id, disposition in saved.dispositions:
@@ -210,13 +212,13 @@ class Schedule:
         finished = {group.number for group in saved.finished}
         bounded = [
             replace(group, deadline=group.admission_version + self.max_staleness)
-            for group in (*saved.finished, *saved.begun)
+            for group in (*saved.finished, *saved.interrupted)
         ]
         lost = []
         for group in sorted(bounded, key=_by_deadline):
             # All kept so far have a deadline as early or earlier, and must train up to this one.
-            if len(self.finished) + len(self.begun) < (group.deadline - self.version + 1) * self.groups_per_batch:
-                (self.finished if group.number in finished else self.begun)[group.number] = group
+            if len(self.finished) + len(self.interrupted) < (group.deadline - self.version + 1) * self.groups_per_batch:
+                (self.finished if group.number in finished else self.interrupted)[group.number] = group
             else:
                 lost.append(group)
         return lost
@@ -224,7 +226,7 @@ class Schedule:
     def _counted(self) -> int:
         """N_r / n: every admitted group that was not filtered, failed or left untrained."""
         trained = self.version * self.groups_per_batch
-        return trained + len(self.running) + len(self.begun) + len(self.finished) + len(self.training)
+        return trained + len(self.running) + len(self.interrupted) + len(self.finished) + len(self.training)
 
     def _oldest_finished(self) -> list[Group]:
         return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]
@@ -242,7 +244,7 @@ class Schedule:
 
     def _in_flight(self) -> Iterator[Group]:
         yield from self.running.values()
-        yield from self.begun.values()
+        yield from self.interrupted.values()
         yield from self.finished.values()
 
     def _leave_running(self, group: Group) -> Group:

@@ -12,9 +12,9 @@ import zmq.asyncio
 
 from areal_megatron.protocol import (
     PROTOCOL,
+    EncodedBatch,
     Envelope,
     Hello,
-    Packed,
     Refused,
     Reply,
     Request,
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Service:
     """Receives, authenticates, and hands each message to `handle`; a slow one does not hold the others up."""
 
-    def __init__(self, host: str, token: str, handle: Callable[[Request], Awaitable[Reply | Packed]]):
+    def __init__(self, host: str, token: str, handle: Callable[[Request], Awaitable[Reply | EncodedBatch]]):
         self._token, self._handle = token, handle
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)  # the answer to the last message still goes out

@@ -12,23 +12,23 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.controller.schedule import Saved
+from areal_megatron.controller.schedule import ScheduleState
 from areal_megatron.data.trajectory import Trajectory, decoder, store
 from areal_megatron.engine.client import Completion
 
 
-class State(msgspec.Struct, kw_only=True):
+class ControllerState(msgspec.Struct, kw_only=True):
     prompts: int
     """Lines of data.train."""
     seed: int
     cursor: tuple[int, int]
     again: list[tuple[int, int]]
-    """(epoch, prompt_id) of groups that were admitted and are neither finished nor begun nor disposed of."""
-    schedule: Saved
+    """(epoch, prompt_id) of groups that were admitted and are neither finished nor interrupted nor disposed of."""
+    schedule: ScheduleState
     trajectories: dict[int, list[Trajectory]]
     """Of the finished groups, by number."""
-    begun: dict[int, list[Completion]] = {}
-    """Answers of the begun groups, by number; some of them are whole."""
+    interrupted: dict[int, list[Completion]]
+    """Answers of the interrupted groups, by number; some of them are whole."""
     prompts_too_long: int
     reward_failures: int = 0
     mixture: list[tuple[int, int]] = []
@@ -39,15 +39,17 @@ class State(msgspec.Struct, kw_only=True):
     """By prompt, of its group that finished last."""
 
 
-_decode = decoder(State).decode
+_decode = decoder(ControllerState).decode
 
 
-def write(state: State, path: Path) -> None:
+def write(state: ControllerState, path: Path) -> None:
     """Raises OSError."""
     store(state, path)
 
 
-def read(path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = (), order: int = 0) -> State:
+def read(
+    path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = (), order: int = 0
+) -> ControllerState:
     """Raises ConfigError if it cannot be read, or belongs to another order of prompts than this data and seed give."""
     try:
         state = _decode(path.read_bytes())

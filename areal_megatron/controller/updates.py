@@ -2,7 +2,7 @@
 
 The trainers publish a version; each engine receives it into staging while it generates, and once the trainers
 report the delivery it commits under a short pause. With `streamed` staging the pause begins before the first
-message. A failed link costs a new epoch at the next version and leaves its engine behind, or, if weights were
+message. A failed link costs a new generation at the next version and leaves its engine behind, or, if weights were
 streaming in, `torn`: it stays paused and gets no request until it has a whole version again. The others do not
 notice.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.controller.engine import Engine
 from areal_megatron.engine.client import EngineError
-from areal_megatron.protocol import Delivered, Link, Publish
+from areal_megatron.protocol import Delivered, LinkRef, Publish
 from areal_megatron.reshard.session import init_body
 
 log = logging.getLogger(__name__)
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Update:
     version: int
-    epoch: int
+    generation: int
     store: str
-    opens_epoch: bool
+    opens_generation: bool
     delivered: asyncio.Future[Delivered] = field(default_factory=asyncio.Future)
 
 
-class EngineLink:
+class EngineUpdates:
     """The updates of one engine, one after the other."""
 
     def __init__(
@@ -51,25 +51,25 @@ class EngineLink:
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
         self._pending: dict[tuple[int, int], _Update] = {}
         self._unfinished: list[_Update] = []
-        self._epoch = 0
+        self._generation = 0
         self._usable = False
         self.failures = 0
         self.last: dict[str, float] = {}
         """Of the last commit: publish_s, commit_s (how long the engine stood still) and weights_bytes."""
 
-    def publish(self, message: Publish) -> Link:
-        opens_epoch = not self._usable
-        if opens_epoch:
-            self._epoch += 1
+    def publish(self, message: Publish) -> LinkRef:
+        opens_generation = not self._usable
+        if opens_generation:
+            self._generation += 1
             self._usable = True
-        update = _Update(message.version, self._epoch, message.store, opens_epoch)
-        self._pending[update.epoch, update.version] = update
+        update = _Update(message.version, self._generation, message.store, opens_generation)
+        self._pending[update.generation, update.version] = update
         self._unfinished.append(update)
         self._updates.put_nowait(update)
-        return Link(self._engine.index, self._epoch)
+        return LinkRef(self._engine.index, self._generation)
 
     def delivered(self, message: Delivered) -> None:
-        update = self._pending.pop((message.epoch, message.version), None)
+        update = self._pending.pop((message.generation, message.version), None)
         if update is not None and not update.delivered.done():
             update.delivered.set_result(message)
 
@@ -78,7 +78,7 @@ class EngineLink:
         while True:
             update = await self._updates.get()
             try:
-                if update.epoch == self._epoch and self._usable:
+                if update.generation == self._generation and self._usable:
                     await self._carry_out(update)
             except EngineError as e:
                 self._fail(update, str(e))
@@ -92,16 +92,16 @@ class EngineLink:
         return not self._engine.gone and self._engine.version < version and not under_way
 
     def cut(self, reason: str) -> None:
-        """The engine is lost: what is under way has failed, and the next version opens a new epoch."""
+        """The engine is lost: what is under way has failed, and the next version opens a new generation."""
         self._usable = False
         for update in self._pending.values():
             update.delivered.set_exception(EngineError(reason))
             update.delivered.exception()  # nobody may be waiting for it yet
         self._pending.clear()
 
-    def is_cut(self, epoch: int) -> bool:
-        """Whether nothing will ever be committed any more that is under way in this epoch."""
-        return epoch != self._epoch or not self._usable
+    def is_cut(self, generation: int) -> bool:
+        """Whether nothing will ever be committed any more that is under way in this generation."""
+        return generation != self._generation or not self._usable
 
     async def settled(self) -> None:
         """Returns when every published version was committed or has failed."""
@@ -109,12 +109,12 @@ class EngineLink:
 
     async def _carry_out(self, update: _Update) -> None:
         client, config = self._engine.client, self._config
-        if update.opens_epoch:
+        if update.opens_generation:
             await client.join_link(
                 init_body(
                     config=config,
                     engine=self._engine.index,
-                    epoch=update.epoch,
+                    generation=update.generation,
                     store=update.store,
                     hf_config=self._hf_config,
                 )
@@ -166,12 +166,12 @@ class EngineLink:
                 await client.abandon_update()
             if self._config.reshard.staging == "full":  # it has whole weights, the old ones
                 await client.resume()
-                self._go_on()
+                self._resume()
             raise
-        self._go_on()
+        self._resume()
         return stood_s
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self._engine.gone:
             self._engine.state = "ready"
 
@@ -180,13 +180,13 @@ class EngineLink:
         if self._engine.state == "receiving":
             self._engine.state = "torn"
             self._on_torn()
-        if update.epoch == self._epoch:
+        if update.generation == self._generation:
             self._usable = False
         log.error(
-            "%s stays at version %d: version %d did not arrive in epoch %d: %s",
+            "%s stays at version %d: version %d did not arrive in generation %d: %s",
             self._engine.name,
             self._engine.version,
             update.version,
-            update.epoch,
+            update.generation,
             reason,
         )

@@ -190,7 +190,7 @@ class EngineClient:
         await self._call("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def join_link(self, init_body: dict[str, Any]) -> None:
-        """A new epoch of the engine's link (reshard/session.py); returns before the group has formed."""
+        """A new generation of the engine's link (reshard/session.py); returns before the group has formed."""
         await self._call("POST", "/init_weight_transfer_engine", init_body)
 
     async def take_over(self) -> None:

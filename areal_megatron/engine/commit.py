@@ -16,7 +16,7 @@ log = logging.getLogger("vllm.areal")
 PATH = "/commit"
 
 
-class Commit:
+class CommitRoute:
     """ASGI middleware, inside the guard: answers POST /commit, and leaves everything else to vLLM."""
 
     def __init__(self, app):

@@ -18,7 +18,7 @@ REFUSED = Counter("areal:refused_requests", "Requests without the run's secret")
 log = logging.getLogger("vllm.areal")
 
 
-class Guard:
+class TokenGuard:
     """ASGI middleware: 401 for every HTTP request, and close 1008 for every WebSocket, without the secret."""
 
     def __init__(self, app):

@@ -31,7 +31,7 @@ SERVED_MODEL = "policy"
 
 
 @dataclass(frozen=True)
-class Part:
+class NodePart:
     """What one node runs of an engine."""
 
     number: int = 0
@@ -49,18 +49,18 @@ class Part:
         return [*arguments, "--master-addr", host, "--master-port", port]
 
 
-def server_command(config: Config, host: str, port: int, part: Part = Part()) -> list[str]:
+def server_command(config: Config, host: str, port: int, part: NodePart = NodePart()) -> list[str]:
     """vLLM's command line for an engine of `config`, or its first part, that listens on an address."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
-    command += ["--middleware", "areal_megatron.engine.commit.Commit"]
-    command += ["--middleware", "areal_megatron.engine.guard.Guard"]  # the last is outermost
+    command += ["--middleware", "areal_megatron.engine.commit.CommitRoute"]
+    command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     return command + _engine_arguments(config) + part.arguments
 
 
-def headless_command(config: Config, part: Part) -> list[str]:
+def headless_command(config: Config, part: NodePart) -> list[str]:
     """The same for a part that serves nothing."""
     command = [sys.executable, "-m", "areal_megatron.engine.headless", _model(config), "--headless"]
     return command + _engine_arguments(config) + part.arguments
@@ -77,7 +77,7 @@ def _engine_arguments(config: Config) -> list[str]:
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    command += ["--worker-extension-cls", "areal_megatron.reshard.receive.Session"]
+    command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if "parallel" in rollout.experts:
         command += ["--enable-expert-parallel"]
@@ -147,14 +147,14 @@ def main() -> None:
     host = address(config.machine.host)
     number, parts = map(int, os.environ.get("AREAL_PART", "0/1").split("/"))
     if number:
-        part = Part(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.timeout_s))
+        part = NodePart(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.timeout_s))
         command = headless_command(config, part)
     else:
         port, _reservation = reserve_port(host)
-        part = Part()
+        part = NodePart()
         if parts > 1:
             master_port, _master_reservation = reserve_port(host)
-            part = Part(0, parts, f"{host}:{master_port}")
+            part = NodePart(0, parts, f"{host}:{master_port}")
             run.announce(os.environ["AREAL_RENDEZVOUS"], part.master)
         command = server_command(config, host, port, part)
         run.announce(f"engine-{index}", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")

@@ -24,7 +24,7 @@ from areal_megatron.run import RunError
 _LOOK_S = 0.5
 """Between two looks at whether others have given up what the trainer waits for."""
 OnDelivered = Callable[[int, int, int, float, int, str], None]
-"""(engine, epoch, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
+"""(engine, generation, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
 
 
 class Publisher:
@@ -67,10 +67,10 @@ class Publisher:
         self._plans = {number: self._planner.plan(number) for number in range(engines)}
         self._planning = threading.Lock()
         self._outlets: dict[int, Outlet] = {}
-        self._updates: list[Update] = []
+        self._updates: list[Transmission] = []
 
     def publish(self, version: int, links: Sequence[tuple[int, int]]) -> None:
-        """Starts sending `version` to each (engine, epoch) in the background; returns at once.
+        """Starts sending `version` to each (engine, generation) in the background; returns at once.
 
         Raises RunError, before anything is sent, for a weight that is NaN or Inf if check_finite is set.
         """
@@ -78,12 +78,12 @@ class Publisher:
         parameters = self.parameters()
         if self._check_finite:
             _refuse_not_finite(parameters, f"trainer-{self.rank}, version {version}")
-        for engine, epoch in links:
+        for engine, generation in links:
             outlet = self._outlets.get(engine)
-            if outlet is None or outlet.epoch != epoch:
+            if outlet is None or outlet.generation != generation:
                 self._cut_off(outlet)
-                outlet = self._outlets[engine] = Outlet(self, engine, epoch)
-            self._updates.append(Update(outlet, version, parameters))
+                outlet = self._outlets[engine] = Outlet(self, engine, generation)
+            self._updates.append(Transmission(outlet, version, parameters))
 
     def plan(self, engine: int) -> Plan:
         """What is sent to it. One that was added to the run is planned here, on its link's thread."""
@@ -102,20 +102,20 @@ class Publisher:
             update.wait_until_read()
 
     def sending(self) -> set[tuple[int, int]]:
-        """(engine, epoch) of the links with an update under way; from any thread."""
+        """(engine, generation) of the links with an update under way; from any thread."""
         return {update.outlet.key for update in list(self._updates) if update.thread.is_alive()}
 
-    def give_up(self, engine: int, epoch: int) -> None:
-        """The engine will never have what is under way in this epoch: no rank waits for it any longer; from any
+    def give_up(self, engine: int, generation: int) -> None:
+        """The engine will never have what is under way in this generation: no rank waits for it any longer; from any
         thread."""
         for update in list(self._updates):
-            if update.outlet.key == (engine, epoch) and update.thread.is_alive():
-                update.give_up(f"engine {engine} has left epoch {epoch}")
+            if update.outlet.key == (engine, generation) and update.thread.is_alive():
+                update.give_up(f"engine {engine} has left generation {generation}")
 
     def _cut_off(self, outlet: Outlet | None) -> None:
         for update in self._updates:
             if update.outlet is outlet:
-                update.cut_off("a new epoch has begun")
+                update.cut_off("a new generation has begun")
 
     def close(self) -> None:
         """Waits for the updates in flight, at most their timeout."""
@@ -132,17 +132,17 @@ def _refuse_not_finite(parameters: Mapping[str, Tensor], holder: str) -> None:
 
 
 class Outlet:
-    """This rank's end of the link to one engine in one epoch, kept from update to update."""
+    """This rank's end of the link to one engine in one generation, kept from update to update."""
 
-    def __init__(self, publisher: Publisher, engine: int, epoch: int):
-        self.publisher, self.engine, self.epoch = publisher, engine, epoch
-        self.key = engine, epoch
+    def __init__(self, publisher: Publisher, engine: int, generation: int):
+        self.publisher, self.engine, self.generation = publisher, engine, generation
+        self.key = engine, generation
         self.updates = 0
         self.busy = threading.Lock()
         self._link: Link | None = None
         self._broken = ""
         self._buffers: list[Tensor] = []
-        self._messages: list[Outgoing] = []
+        self._messages: list[Parcel] = []
         self._bound_to: list[int] = []
 
     @cached_property
@@ -158,14 +158,16 @@ class Outlet:
         return sorted({transfer.source for transfer in self.plan.transfers})
 
     def link(self) -> Link:
-        """Raises LinkError if an earlier update of this epoch failed."""
+        """Raises LinkError if an earlier update of this generation failed."""
         p = self.publisher
         if self._broken:
-            raise LinkError(f"engine {self.engine} needs a new epoch after {self.epoch}, which failed: {self._broken}")
+            raise LinkError(
+                f"engine {self.engine} needs a new generation after {self.generation}, which failed: {self._broken}"
+            )
         if self._link is None:
             self._link = Link(
                 engine=self.engine,
-                epoch=self.epoch,
+                generation=self.generation,
                 rank=p.rank,
                 trainers=p.trainers,
                 engine_ranks=p.engine_ranks,
@@ -176,7 +178,7 @@ class Outlet:
         return self._link
 
     def break_link(self, update: int, reason: str) -> str:
-        """Tells the others and closes this rank's connections; this epoch cannot be used again.
+        """Tells the others and closes this rank's connections; this generation cannot be used again.
 
         Returns the reason that the link's ranks heard first.
         """
@@ -198,7 +200,7 @@ class Outlet:
         if link := self._link:
             link.say_failed(update, reason)
 
-    def messages(self, parameters: Mapping[str, Tensor]) -> list[Outgoing]:
+    def messages(self, parameters: Mapping[str, Tensor]) -> list[Parcel]:
         """One for each bucket, indexed once; again only where the parameters moved to other storage."""
         p = self.publisher
         storage = [parameter.data_ptr() for parameter in parameters.values()]
@@ -209,9 +211,9 @@ class Outlet:
             self._buffers = [torch.empty(largest, dtype=p.dtype, device=p.device) for _ in range(2)]
             turns = itertools.cycle(self._buffers)
             self._messages = [
-                Outgoing(bucket, held[0].view(-1), None)
+                Parcel(bucket, held[0].view(-1), None)
                 if as_is
-                else Outgoing(
+                else Parcel(
                     bucket,
                     buffer := next(turns)[: bucket.elements],
                     bind((transfer.send for transfer in bucket.transfers), parameters, buffer),
@@ -232,7 +234,7 @@ def _is_message(views: list[Tensor], dtype: torch.dtype) -> bool:
     return len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype
 
 
-class Outgoing(NamedTuple):
+class Parcel(NamedTuple):
     """One message."""
 
     bucket: Bucket
@@ -242,7 +244,7 @@ class Outgoing(NamedTuple):
     """What packs the buffer; two buffers take turns."""
 
 
-class Update:
+class Transmission:
     """One version on its way to one engine."""
 
     def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor]):
@@ -281,7 +283,7 @@ class Update:
     def give_up(self, reason: str) -> None:
         """The same on every rank, and nobody waits for the engine any longer."""
         self.outlet.say_failed(self._number, reason)
-        self.deadline.end()
+        self.deadline.expire()
         self.cut_off(reason)
 
     def join(self) -> None:
@@ -303,7 +305,7 @@ class Update:
                 self.read.set()
         if publisher.on_delivered:
             seconds = time.monotonic() - start
-            publisher.on_delivered(outlet.engine, outlet.epoch, self.version, seconds, received, error)
+            publisher.on_delivered(outlet.engine, outlet.generation, self.version, seconds, received, error)
 
     def _send(self) -> None:
         outlet, publisher, n, link = self.outlet, self.outlet.publisher, self._number, self.outlet.link()
@@ -350,8 +352,9 @@ class Update:
 
     def _stop(self) -> None:
         if self._cut_off:
+            outlet = self.outlet
             raise LinkError(
-                f"engine {self.outlet.engine}, epoch {self.outlet.epoch}, version {self.version}: {self._cut_off}"
+                f"engine {outlet.engine}, generation {outlet.generation}, version {self.version}: {self._cut_off}"
             )
 
     def _wait_received(self) -> int:

@@ -28,7 +28,7 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.live import live_parameters
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.session import ABORT_BODY
-from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
+from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.transport import LinkError
 
 log = init_logger("vllm.areal_megatron.receive")
@@ -39,7 +39,7 @@ class InitInfo(WeightTransferInitInfo):
     """Body of /init_weight_transfer_engine (session.init_body)."""
 
     engine: int
-    epoch: int
+    generation: int
     store: str
     hf_config: dict[str, Any]
     sizes: dict[str, Any]
@@ -70,10 +70,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._parameters, self._repack = live_parameters(self.model)
         self._staging = reserve(self._parameters, self.streamed)
         self._inlet: Inlet | None = None
-        self._update: Incoming | None = None
+        self._update: Reception | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins a new epoch in the background. Raises LayoutError if vLLM's parameters are not the layout's."""
+        """Joins a new generation in the background. Raises LayoutError if vLLM's parameters are not the layout's."""
         parallel, problem = self.parallel_config, ""
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
@@ -88,8 +88,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._refuse(LayoutError, problem)
 
     def start_weight_update(self) -> None:
-        """Starts to receive the next update of this epoch; what goes wrong, the trainers hear over the link."""
-        self._update = Incoming(self._inlet, after=self._update) if self._inlet else None
+        """Starts to receive the next update of this generation; what goes wrong, the trainers hear over the link."""
+        self._update = Reception(self._inlet, after=self._update) if self._inlet else None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Abandons the update; vLLM's session ends with the /finish_weight_update that follows."""
@@ -123,7 +123,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         return bool(first)
 
 
-class Session:
+class ReceiverExtension:
     """What every vLLM worker of an engine can do in addition (--worker-extension-cls)."""
 
     def close_update(self) -> None:

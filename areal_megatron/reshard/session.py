@@ -4,14 +4,14 @@ One update of one engine:
 
 | route | body | effect |
 |---|---|---|
-| /init_weight_transfer_engine | init_body(…) | once per epoch: joins the link in the background, returns at once |
-| /start_weight_update | {} | receives the next version of this epoch into staging, in the background |
+| /init_weight_transfer_engine | init_body(…) | once per generation: joins the link in the background, returns at once |
+| /start_weight_update | {} | receives the next version of this generation into staging, in the background |
 | /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/commit.py) |
 
-A link numbers its updates: the n-th /start_weight_update of an epoch receives the n-th `publish` that
-names this epoch on the trainer's side. After a failed or abandoned update post ABORT_BODY to
+A link numbers its updates: the n-th /start_weight_update of a generation receives the n-th `publish` that
+names this generation on the trainer's side. After a failed or abandoned update post ABORT_BODY to
 /update_weights, then {} to /finish_weight_update (closes vLLM's session, changes no weight), and give the
-link a new epoch: its process group cannot be used again. Never post /commit on a guess: an engine with tp
+link a new generation: its process group cannot be used again. Never post /commit on a guess: an engine with tp
 above 1 refuses it, but then vLLM's session cannot be closed any more.
 """
 
@@ -28,12 +28,14 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 ABORT_BODY = {"update_info": {"action": "abort"}}
 
 
-def init_body(*, config: Config, engine: int, epoch: int, store: str, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins engine number `engine` to the trainers' store (host:port) in a new epoch of its link."""
+def init_body(
+    *, config: Config, engine: int, generation: int, store: str, hf_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Joins engine number `engine` to the trainers' store (host:port) in a new generation of its link."""
     return {
         "init_info": {
             "engine": engine,
-            "epoch": epoch,
+            "generation": generation,
             "store": store,
             "hf_config": dict(hf_config),
             "sizes": asdict(MegatronSizes.of(config.trainer)),

@@ -53,7 +53,7 @@ def reserve(parameters: Mapping[str, Tensor], streamed: bool = False) -> Tensor:
 
 
 class Inlet:
-    """One epoch of the link. Plans and joins on a thread of its own.
+    """One generation of the link. Plans and joins on a thread of its own.
 
     Raises LayoutError, before anything is received, if the parameters are not the layout's.
     """
@@ -63,7 +63,7 @@ class Inlet:
         shard: Shard,
         *,
         engine: int,
-        epoch: int,
+        generation: int,
         store: str,
         hf_config: Mapping[str, Any],
         sizes: Mapping[str, Any],
@@ -73,7 +73,7 @@ class Inlet:
         bucket_elements: int = BUCKET_ELEMENTS,
         log: Callable[[str], None] = print,
     ):
-        self.name = f"engine {engine}, rank {shard.rank}, epoch {epoch}"
+        self.name = f"engine {engine}, rank {shard.rank}, generation {generation}"
         self.shard, self.timeout_s, self.log = shard, timeout_s, log
         self.updates = 0
         self.broken = ""
@@ -93,7 +93,7 @@ class Inlet:
             try:
                 self.link = Link(
                     engine=engine,
-                    epoch=epoch,
+                    generation=generation,
                     rank=trainers.ranks + shard.rank,
                     trainers=trainers.ranks,
                     engine_ranks=engine_sizes.ranks,
@@ -105,7 +105,7 @@ class Inlet:
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
-        self._joining = threading.Thread(target=join, name=f"join-epoch-{epoch}", daemon=True)
+        self._joining = threading.Thread(target=join, name=f"join-generation-{generation}", daemon=True)
         self._joining.start()
 
     def joined(self, deadline: Deadline) -> Link:
@@ -115,7 +115,7 @@ class Inlet:
         return self.link
 
     def break_link(self, update: int, reason: str) -> None:
-        """Tells the trainers and closes the connections; this epoch cannot be used again."""
+        """Tells the trainers and closes the connections; this generation cannot be used again."""
         if self.broken:
             return
         self.broken = reason
@@ -145,13 +145,13 @@ class Inlet:
             self.copies.append(bind(received, self.shard.parameters, self.places[-1]))
 
 
-class Incoming:
+class Reception:
     """One update on its way into staging, on a thread of its own.
 
-    `after` is the update before it, of any epoch: two never write into staging at the same time.
+    `after` is the update before it, of any generation: two never write into staging at the same time.
     """
 
-    def __init__(self, inlet: Inlet, after: Incoming | None):
+    def __init__(self, inlet: Inlet, after: Reception | None):
         inlet.updates += 1
         self.abandoned = False
         self._inlet, self._number = inlet, inlet.updates

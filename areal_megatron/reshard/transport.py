@@ -1,4 +1,4 @@
-"""One link: the trainer ranks and the ranks of one engine, for one epoch.
+"""One link: the trainer ranks and the ranks of one engine, for one generation.
 
 Bytes travel over a process group of the link's own (gloo between CPUs, NCCL between GPUs), words over keys
 of the trainers' TCPStore under the link's own prefix:
@@ -11,8 +11,8 @@ of the trainers' TCPStore under the link's own prefix:
 | received/N/R | engine rank R | bytes received; staging holds the update |
 | failed/N | the first rank of either side that failed | why |
 
-N counts the updates of an epoch from 1. A group in which anything failed is never used again: gloo's pairs
-are unusable after a timeout, so the controller gives the link a new epoch.
+N counts the updates of a generation from 1. A group in which anything failed is never used again: gloo's pairs
+are unusable after a timeout, so the controller gives the link a new generation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GLOO_TRIES = 5
 
 
 class LinkError(RuntimeError):
-    """A link cannot deliver an update; names engine, epoch, rank and what it waited for."""
+    """A link cannot deliver an update; names engine, generation, rank and what it waited for."""
 
 
 class Deadline:
@@ -69,8 +69,8 @@ class Deadline:
     def passed(self) -> bool:
         return time.monotonic() >= self._end
 
-    def end(self) -> None:
-        """Has it pass now."""
+    def expire(self) -> None:
+        """Makes the deadline pass now."""
         self._end = 0.0
 
 
@@ -79,7 +79,7 @@ def connect(store: str, timeout_s: float) -> dist.TCPStore:
     """This process's one connection to the store at host:port. Raises LinkError.
 
     Shared by all links: their calls are short, because a link asks only for what is there. A connection per
-    link and epoch would be dear, since torch looks up the peer's name each time, which a lost DNS packet
+    link and generation would be dear, since torch looks up the peer's name each time, which a lost DNS packet
     makes 5 s.
     """
     host, _, port = store.rpartition(":")
@@ -99,7 +99,7 @@ class Link:
         self,
         *,
         engine: int,
-        epoch: int,
+        generation: int,
         rank: int,
         trainers: int,
         engine_ranks: int,
@@ -107,9 +107,9 @@ class Link:
         device: torch.device,
         timeout_s: float,
     ):
-        self.name = f"link to engine {engine}, epoch {epoch}"
+        self.name = f"link to engine {engine}, generation {generation}"
         self.device = device
-        prefix = f"link/{engine}/{epoch}"
+        prefix = f"link/{engine}/{generation}"
         self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
         pairs = dist.PrefixStore("pairs", self._keys)
         ranks = trainers + engine_ranks

@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     ended: str
     """`exit`, `signal`, or the limit that ended it: `wall_s`, `cpu_s`, `output_mb`."""
     status: int | None
@@ -64,7 +64,7 @@ class Outcome:
         return self.ended == "exit" and self.status == 0
 
 
-def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+def run(program: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
     """Runs the text of a program to its end or limit; every process of it is dead on return.
 
     Output that is no UTF-8 is decoded with replacement characters. May be called by several threads at once. Raises
@@ -185,12 +185,12 @@ class _Guard:
                         selector.unregister(key.fileobj)
                     key.data(chunk)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProgramResult:
         ended, status = self.ended, None
         if ended is None:
             status = int(self.report["status"])
             ended = "exit" if status >= 0 else "cpu_s" if status == -signal.SIGXCPU else "signal"
-        return Outcome(ended, status, self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace"))
+        return ProgramResult(ended, status, self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace"))
 
     def _end(self, limit: str) -> None:
         self.ended = limit

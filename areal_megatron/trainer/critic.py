@@ -25,7 +25,7 @@ from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.model import ValueModel, build_model, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.parallel import Parallel
-from areal_megatron.trainer.token_sums import Tally
+from areal_megatron.trainer.token_sums import TokenSums
 
 MEANS = ("value_loss", "value_clip_share", "value_mean", "return_mean")
 """Reported as means over trained tokens."""
@@ -83,7 +83,7 @@ class Critic:
     ) -> tuple[bool, dict[str, float]]:
         """An optimizer step for each mini-batch, `before` right before the first: whether any was taken, and what is
         reported."""
-        tally, steps = Tally(), Steps(before)
+        tally, steps = TokenSums(), Steps(before)
         for minibatch in minibatches:
             work = [(e.microbatch, partial(self._loss, sampled=e, tally=tally)) for e in minibatch]
             with self._timeline.span("train critic", tokens=_tokens(minibatch)):
@@ -99,7 +99,7 @@ class Critic:
             "value_skipped_steps": steps.skipped,
         }
 
-    def _loss(self, values: Tensor, sampled: PPOMicroBatch, tally: Tally) -> Tensor:
+    def _loss(self, values: Tensor, sampled: PPOMicroBatch, tally: TokenSums) -> Tensor:
         current = _values(values, sampled.microbatch)
         loss = value_loss(current, sampled.values, sampled.returns, self._clip).sum()
         tally.add(

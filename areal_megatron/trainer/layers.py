@@ -29,7 +29,7 @@ from torch import Tensor
 
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer.attention import CoreAttention
-from areal_megatron.trainer.routing import Replay
+from areal_megatron.trainer.routing import RouteOverride
 
 
 class RMSNorm(torch.nn.Module):
@@ -55,7 +55,7 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.router_replay = Replay()
+        self.router_replay = RouteOverride()
 
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
         """Attaches coefficient · N · E · Σ_e f_e · P_e (Switch Transformer, Equation 4) to the probabilities.

@@ -18,7 +18,7 @@ from areal_megatron.ppo.penalty import k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
-from areal_megatron.trainer.token_sums import Tally
+from areal_megatron.trainer.token_sums import TokenSums
 
 
 class Objective:
@@ -39,13 +39,13 @@ class Objective:
     def _logprobs(self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, self._policy.output_weight, microbatch.rows, microbatch.labels, vocabulary)
 
-    def sft(self, hidden: Tensor, microbatch: MicroBatch, tally: Tally) -> Tensor:
+    def sft(self, hidden: Tensor, microbatch: MicroBatch, tally: TokenSums) -> Tensor:
         logprobs, _ = self._logprobs(hidden, microbatch, self._written)
         loss = -logprobs.sum()
         tally.add({"tokens": _count(logprobs), "loss": loss}, {})
         return loss
 
-    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, tally: Tally) -> Tensor:
+    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, tally: TokenSums) -> Tensor:
         """`taken`: steps since the batch began; at 0 the current policy is the trained version."""
         current, entropy = self.logprobs(hidden, sampled.microbatch)
         now, behaviour = current.detach(), sampled.behaviour

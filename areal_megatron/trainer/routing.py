@@ -62,7 +62,7 @@ class Routing:
         return torch.from_numpy(np.ascontiguousarray(packed.transpose(1, 0, 2)))
 
 
-class Replay:
+class RouteOverride:
     """Megatron's `router_replay` of one router: its top-k function, asked for every token of this rank."""
 
     def __init__(self):
@@ -89,7 +89,9 @@ def replay_routes(chunk: GPTModel) -> None:
             )
 
 
-def _set(_layer: Any, _inputs: Any, options: dict[str, Any], *, number: int, replay: Replay, divided: bool) -> None:
+def _set(
+    _layer: Any, _inputs: Any, options: dict[str, Any], *, number: int, replay: RouteOverride, divided: bool
+) -> None:
     packed = options.get("packed_seq_params")
     replay.routes = None if packed is None or packed.routes is None else packed.routes[number]
     if divided and replay.routes is not None:

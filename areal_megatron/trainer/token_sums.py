@@ -13,7 +13,7 @@ from areal_megatron.trainer.parallel import Parallel
 
 
 @dataclass
-class Tally:
+class TokenSums:
     """Values stay on the device until the totals are asked for."""
 
     sums: dict[str, list[Tensor]] = field(default_factory=dict)

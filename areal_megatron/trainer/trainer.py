@@ -39,7 +39,7 @@ from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.routing import Routing
-from areal_megatron.trainer.token_sums import Tally
+from areal_megatron.trainer.token_sums import TokenSums
 
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
@@ -157,7 +157,7 @@ class Trainer:
         minibatches, metrics = self._assessed(part)
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
-        tally, steps = Tally(), Steps(before_step)
+        tally, steps = TokenSums(), Steps(before_step)
         warming_up = self.critic and part.version < self.critic.warmup
         for minibatch in minibatches:
             loss = partial(self._objective.ppo, taken=len(steps.norms), tally=tally)
@@ -196,7 +196,7 @@ class Trainer:
         plan = partition(
             lengths, trainer.dp, 1, trainer.microbatch_tokens, seed=0, costs=costs, multiple=trainer.microbatch_multiple
         )
-        tally, steps, work = Tally(), Steps(before_step), []
+        tally, steps, work = TokenSums(), Steps(before_step), []
         for members in plan[self.replica][0]:
             chosen = [examples[i] for i in members]
             microbatch = pack(

@@ -17,11 +17,11 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.worker import Scored
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import BROKEN_OFF, Question, Sampling, ask
-from areal_megatron.workflows.transcript import Context
+from areal_megatron.workflows.single_turn import INTERRUPTED, Question, Sampling, ask
+from areal_megatron.workflows.transcript import Transcript
 
 if TYPE_CHECKING:
-    from areal_megatron.workflows.openai_endpoint import Api, Proxy
+    from areal_megatron.workflows.openai_endpoint import Api, OpenAIEndpoint
 
 
 class EpisodeOver(Exception):
@@ -32,7 +32,7 @@ class EpisodeOver(Exception):
         self.code = code
 
 
-class BrokenOff(Exception):
+class Interrupted(Exception):
     """The run is to stop: the episode begins again in the next launch."""
 
 
@@ -43,7 +43,7 @@ class Setting:
     config: Config
     tokenizer: Tokenizer
     scorer: Scorer
-    proxy: Proxy
+    proxy: OpenAIEndpoint
     turns: int
 
 
@@ -70,9 +70,9 @@ class Episode:
         """Answers at most."""
         self.discount = 1.0
         """What the score is multiplied with to get the reward; whether the answer counts as right stays as it is."""
-        self.context = Context(self.prompt.tokens, place.version)
+        self.context = Transcript(self.prompt.tokens, place.version)
         """The trajectory: that of the answer that was sampled last."""
-        self.failure: EngineError | BrokenOff | None = None
+        self.failure: EngineError | Interrupted | None = None
         """Why requests fail, whatever the workflow makes of it."""
         self.answers = 0
         """That were sampled, those that are not part of `context` among them."""
@@ -114,17 +114,17 @@ class Episode:
         workflows/openai_endpoint.py."""
         return self._setting.proxy.serve(self, self._setting.tokenizer)
 
-    def room(self, context: Context) -> int:
+    def room(self, context: Transcript) -> int:
         """Tokens that are left."""
         config, used = self._setting.config, context.length
         held = config.data.max_prompt_tokens + config.rollout.max_new_tokens - len(context.prompt)
         return min(self.prompt.response_tokens or config.rollout.max_new_tokens, held) - used
 
-    async def answer(self, context: Context, max_tokens: int | None = None) -> Context:
-        """`context` with another answer; the episode's from now on. Raises EpisodeOver; EngineError and BrokenOff end
+    async def answer(self, context: Transcript, max_tokens: int | None = None) -> Transcript:
+        """`context` with another answer; the episode's from now on. Raises EpisodeOver; EngineError and Interrupted end
         the episode whatever becomes of them."""
-        if self._sampling.may_break_off():
-            self.failure = self.failure or BrokenOff()
+        if self._sampling.may_interrupt():
+            self.failure = self.failure or Interrupted()
         if self.failure:
             raise self.failure
         if self._asked >= self.turns:
@@ -146,15 +146,15 @@ class Episode:
         except EngineError as e:
             self.failure = e
             raise
-        if completion.finish_reason == BROKEN_OFF:
-            self.failure = BrokenOff()
+        if completion.finish_reason == INTERRUPTED:
+            self.failure = Interrupted()
             raise self.failure
         self.answers += 1
         cut = completion.finish_reason == "length" and limit == left and not self.prompt.response_tokens
         self.context = context.with_answer(completion, cut)
         return self.context
 
-    def told(self, context: Context, tokens: list[int]) -> Context:
+    def told(self, context: Transcript, tokens: list[int]) -> Transcript:
         """`context` with tokens of the environment. Raises EpisodeOver, and counts the answer as cut, if they leave no
         room."""
         told = context.told(tokens, self._sampling.stop_tokens)
@@ -163,8 +163,8 @@ class Episode:
         self._checked_room(told)
         return told
 
-    def fresh(self, prompt: list[int]) -> Context:
-        return Context(prompt, self._place.version)
+    def fresh(self, prompt: list[int]) -> Transcript:
+        return Transcript(prompt, self._place.version)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -181,7 +181,7 @@ class Episode:
         """For how long it has neither asked an engine nor been busy in another way."""
         return 0.0 if self._busy else time.monotonic() - self._last_event
 
-    def _checked_room(self, context: Context) -> int:
+    def _checked_room(self, context: Transcript) -> int:
         if (left := self.room(context)) > 0:
             return left
         used = len(context.prompt) + context.length

@@ -24,9 +24,9 @@ from aiohttp import web
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.workflows.episode import BrokenOff, Episode, EpisodeOver
-from areal_megatron.workflows.openai_messages import BadCall, Call, Known, Message, Record, answer_of, plain
-from areal_megatron.workflows.transcript import Context
+from areal_megatron.workflows.episode import Episode, EpisodeOver, Interrupted
+from areal_megatron.workflows.openai_messages import BadCall, Call, CallTree, Known, Message, answer_of, plain
+from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
@@ -52,11 +52,11 @@ class Api:
 class _Session:
     episode: Episode
     tokenizer: Tokenizer
-    record: Record = field(default_factory=Record)
+    record: CallTree = field(default_factory=CallTree)
     calls: set[asyncio.Task] = field(default_factory=set)
 
 
-class Proxy:
+class OpenAIEndpoint:
     """Listens from the first `serve` to `close`, on a port that the system chooses."""
 
     def __init__(self):
@@ -117,7 +117,7 @@ class Proxy:
             return self._refuse(400, str(e), "invalid_request")
         except EpisodeOver as e:
             return _error(400, str(e), e.code)
-        except (EngineError, BrokenOff) as e:
+        except (EngineError, Interrupted) as e:
             return _error(503, f"the episode is over: {e}", "engine_failed")
         finally:
             session.calls.discard(task)
@@ -131,9 +131,9 @@ class Proxy:
         return _error(status, message, code)
 
 
-async def _answered(session: _Session, call: Call) -> tuple[Message, Context]:
+async def _answered(session: _Session, call: Call) -> tuple[Message, Transcript]:
     """The model's message, and the tokens up to it. Raises BadCall, ConfigError, EpisodeOver, EngineError or
-    BrokenOff."""
+    Interrupted."""
     messages, tools = [plain(message) for message in call.messages], call.tools
     if not messages or messages[-1]["role"] == "assistant":
         raise BadCall("the last message must be one that the model is to answer")
@@ -145,7 +145,7 @@ async def _answered(session: _Session, call: Call) -> tuple[Message, Context]:
     return message, context
 
 
-def _begin(session: _Session, known: Known | None, messages: list[Message], tools: Any) -> Context:
+def _begin(session: _Session, known: Known | None, messages: list[Message], tools: Any) -> Transcript:
     """Tokens up to where the model answers; `known`: the answer that the messages go on from."""
     tokenizer, episode = session.tokenizer, session.episode
     if known:
@@ -158,7 +158,7 @@ def _begin(session: _Session, known: Known | None, messages: list[Message], tool
     return episode.fresh(tokenizer.conversation(messages, tools))
 
 
-def _reply(message: Message, context: Context) -> dict[str, Any]:
+def _reply(message: Message, context: Transcript) -> dict[str, Any]:
     shown = {"role": "assistant", "content": message["content"] or None}
     if calls := message.get("tool_calls"):
         shown["tool_calls"] = [

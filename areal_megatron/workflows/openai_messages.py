@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from areal_megatron.workflows.transcript import Context
+from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]
 """`role`, `content` (text) and maybe `tool_calls`, whose arguments are an object, as chat templates want them."""
@@ -105,10 +105,10 @@ class Known:
     messages: list[Message]
     """The last one is the model's."""
     tools: Any
-    context: Context
+    context: Transcript
 
 
-class Record:
+class CallTree:
     """Every call of an episode. It is a tree: a call may go on from any earlier answer."""
 
     def __init__(self):
@@ -125,5 +125,5 @@ class Record:
         ]
         return max(before, key=lambda known: len(known.messages), default=None)
 
-    def add(self, messages: list[Message], tools: Any, context: Context) -> None:
+    def add(self, messages: list[Message], tools: Any, context: Transcript) -> None:
         self._known.append(Known(messages, tools, context))

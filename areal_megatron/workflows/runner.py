@@ -13,21 +13,21 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.function import checked
-from areal_megatron.workflows.episode import BrokenOff, Episode, EpisodeOver, Place, Setting
-from areal_megatron.workflows.openai_endpoint import Proxy
+from areal_megatron.workflows.episode import Episode, EpisodeOver, Interrupted, Place, Setting
+from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.scoring import Score, Scorer
 from areal_megatron.workflows.single_turn import Sampling
-from areal_megatron.workflows.transcript import Context
+from areal_megatron.workflows.transcript import Transcript
 from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ended:
+class ScoredTranscript:
     """A trajectory with at least one token after the prompt."""
 
-    context: Context
+    context: Transcript
     score: Score
 
     @property
@@ -36,12 +36,12 @@ class Ended:
         return self.context.tokens
 
 
-class Episodes:
+class EpisodeRunner:
     """Of one run. What workflows do wrong is counted and scores 0."""
 
     def __init__(self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer):
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
-        self._proxy = Proxy()
+        self._proxy = OpenAIEndpoint()
         self._setting = Setting(config, tokenizer, scorer, self._proxy, workflow.turns)
         self.failures = 0
         """Episodes whose workflow raised, fell silent or returned no finite number."""
@@ -60,7 +60,7 @@ class Episodes:
     async def close(self) -> None:
         await self._proxy.close()
 
-    async def sample(self, sampling: Sampling, place: Place, n: int) -> list[Ended] | None:
+    async def sample(self, sampling: Sampling, place: Place, n: int) -> list[ScoredTranscript] | None:
         """n episodes that are seeded with seed + k; None if they were broken off.
 
         Raises EngineError if a request fails for good, ConfigError if no episode at all samples anything.
@@ -70,14 +70,14 @@ class Episodes:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._live(Episode(self._setting, sampling, own))) for own in places]
         except ExceptionGroup as e:
-            if e.subgroup(BrokenOff):
+            if e.subgroup(Interrupted):
                 return None
             if failed := e.subgroup((EngineError, ConfigError)):
                 raise failed.exceptions[0] from None
             raise
         return [task.result() for task in tasks]
 
-    async def _live(self, episode: Episode) -> Ended:
+    async def _live(self, episode: Episode) -> ScoredTranscript:
         problem, score = "", None
         try:
             score = await self._follow(episode)
@@ -113,14 +113,14 @@ class Episodes:
         result = task.result()
         return None if result is None else checked(result)[0]
 
-    def _ended(self, episode: Episode, score: float) -> Ended:
+    def _ended(self, episode: Episode, score: float) -> ScoredTranscript:
         context, free = episode.context, episode.prompt.response_tokens is None
         if not context.parts:  # a trajectory that no token is trained of, in place of none
             context = context.told(self._tokenizer.stop_tokens[:1])
         if context.cut and not self._scorer.scores_cut:
             score = 0.0
         reward = self._scorer.reward(score * episode.discount, context.length, context.cut, free)
-        return Ended(context, replace(reward, correct=score >= 1))
+        return ScoredTranscript(context, replace(reward, correct=score >= 1))
 
     def _count_failure(self, prompt: Prompt, problem: str, sampled: bool) -> None:
         self.failures += 1
@@ -134,10 +134,10 @@ class Episodes:
             )
 
 
-def episodes_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> Episodes | None:
+def runner_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> EpisodeRunner | None:
     """None for `single_turn`, which asks for whole groups. Raises ConfigError."""
     workflow = load_workflow(config.rollout)
-    return workflow and Episodes(config, workflow, tokenizer, scorer)
+    return workflow and EpisodeRunner(config, workflow, tokenizer, scorer)
 
 
 async def _without_exit(running) -> float | None:

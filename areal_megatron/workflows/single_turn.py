@@ -16,7 +16,7 @@ from areal_megatron.engine.client import Completion, EngineClient, EngineError
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _RETRY_S = 1.0
-BROKEN_OFF = "abort"
+INTERRUPTED = "abort"
 """Why an answer ended that goes on later."""
 
 
@@ -28,7 +28,7 @@ class Sampling:
     rollout: Rollout
     stop_tokens: list[int]
     cache_salt: str | None
-    may_break_off: Callable[[], bool] = lambda: False
+    may_interrupt: Callable[[], bool] = lambda: False
     """Whether requests are being aborted; else an aborted one has failed."""
 
 
@@ -45,16 +45,18 @@ class Question:
 
 
 async def sample(
-    sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int, begun: Sequence[Completion] = ()
+    sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int, interrupted: Sequence[Completion] = ()
 ) -> list[Completion]:
-    """n answers, from whatever versions the engine holds meanwhile; those that are `begun` go on.
+    """n answers, from whatever versions the engine holds meanwhile; those that are `interrupted` go on.
 
     Completed, unless requests are being aborted. A failed request is repeated from its beginning; raises EngineError
     when it has failed _ATTEMPTS times.
     """
-    if not begun:
+    if not interrupted:
         return await ask(sampling, _question(sampling, prompt, request_id, seed), n)
-    going_on = (_go_on(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(begun))
+    going_on = (
+        _resume(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(interrupted)
+    )
     return await asyncio.gather(*going_on)
 
 
@@ -70,21 +72,23 @@ async def ask(sampling: Sampling, question: Question, n: int = 1) -> list[Comple
 
 
 def _question(
-    sampling: Sampling, prompt: Prompt, request_id: str, seed: int, begun: Sequence[int] = (), routed: int = 0
+    sampling: Sampling, prompt: Prompt, request_id: str, seed: int, interrupted: Sequence[int] = (), routed: int = 0
 ) -> Question:
     forced = prompt.response_tokens
-    left = max(1, (forced or sampling.rollout.max_new_tokens) - len(begun))
-    return Question([*prompt.tokens, *begun], left, not forced, request_id, seed, routed)
+    left = max(1, (forced or sampling.rollout.max_new_tokens) - len(interrupted))
+    return Question([*prompt.tokens, *interrupted], left, not forced, request_id, seed, routed)
 
 
-async def _go_on(sampling: Sampling, prompt: Prompt, begun: Completion, request_id: str, seed: int) -> Completion:
-    if begun.finish_reason != BROKEN_OFF:
-        return begun
-    tokens = begun.tokens.tolist()
-    routed = len(prompt.tokens) + len(tokens) - 1 if len(begun.routes) else 0
+async def _resume(
+    sampling: Sampling, prompt: Prompt, interrupted: Completion, request_id: str, seed: int
+) -> Completion:
+    if interrupted.finish_reason != INTERRUPTED:
+        return interrupted
+    tokens = interrupted.tokens.tolist()
+    routed = len(prompt.tokens) + len(tokens) - 1 if len(interrupted.routes) else 0
     (more,) = await ask(sampling, _question(sampling, prompt, request_id, seed, tokens, routed))
     joined = {
-        name: np.concatenate((getattr(begun, name), getattr(more, name)))
+        name: np.concatenate((getattr(interrupted, name), getattr(more, name)))
         for name in ("tokens", "logprobs", "versions", "routes")
     }
     return Completion(**joined, finish_reason=more.finish_reason)
@@ -103,7 +107,7 @@ async def _ask_once(sampling: Sampling, question: Question, n: int, attempt: int
         seed=question.seed,
         routes_from=question.routed if "replay" in sampling.rollout.experts else None,
     )
-    ends = ("stop", "length", *([BROKEN_OFF] if sampling.may_break_off() else []))
+    ends = ("stop", "length", *([INTERRUPTED] if sampling.may_interrupt() else []))
     for completion in completions:
         if completion.finish_reason not in ends or not np.isfinite(completion.logprobs).all():
             raise EngineError(f"{client.name} broke off {request_id}: finish reason {completion.finish_reason}")

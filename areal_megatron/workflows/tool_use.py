@@ -9,7 +9,7 @@ from functools import cache
 
 from areal_megatron.reward import sandbox
 from areal_megatron.reward.code import last_program
-from areal_megatron.reward.sandbox import Limits, Outcome
+from areal_megatron.reward.sandbox import Limits, ProgramResult
 from areal_megatron.reward.workers import default_count
 from areal_megatron.workflows.episode import Episode
 
@@ -29,12 +29,12 @@ async def run(episode: Episode, program_of: Callable[[str], str | None] = last_p
         episode.say(f"\n```output\n{described(outcome)}\n```\n")
 
 
-async def run_program(program: str) -> Outcome:
+async def run_program(program: str) -> ProgramResult:
     """In the sandbox, off the event loop; waits while as many run as there are reward workers."""
     return await asyncio.get_running_loop().run_in_executor(_threads(), sandbox.run, program, "", LIMITS)
 
 
-def described(outcome: Outcome) -> str:
+def described(outcome: ProgramResult) -> str:
     """What it printed, and how it ended if not well."""
     parts = [outcome.stdout.rstrip("\n")[:_CHARACTERS]]
     if outcome.ended in ("wall_s", "cpu_s"):

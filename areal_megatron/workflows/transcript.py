@@ -11,7 +11,7 @@ from areal_megatron.engine.client import NO_ROUTES, Completion
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Segment:
     """One answer, or what the environment says after one."""
 
     tokens: np.ndarray
@@ -23,13 +23,13 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Context:
+class Transcript:
     """Tokens of a prompt, and R tokens after it. A longer one shares the parts of the one that it goes on from."""
 
     prompt: list[int]
     version: int
     """Of what the environment says before any answer."""
-    parts: tuple[_Part, ...] = ()
+    parts: tuple[_Segment, ...] = ()
     ended: bool = False
     """The model ended the last answer itself."""
     cut: bool = False
@@ -91,11 +91,11 @@ class Context:
         sampled = (part.tokens for part in reversed(self.parts) if part.sampled)
         return next(sampled, np.zeros(0, np.int32)).tolist()
 
-    def with_answer(self, completion: Completion, cut: bool) -> Context:
-        part = _Part(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
+    def with_answer(self, completion: Completion, cut: bool) -> Transcript:
+        part = _Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
         return replace(self, parts=(*self.parts, part), ended=completion.finish_reason == "stop", cut=cut)
 
-    def told(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Context:
+    def told(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Transcript:
         """With tokens of the environment. The end token that they may begin with is left out where the answer has
         one."""
         last = self.parts[-1] if self.parts else None
@@ -104,7 +104,7 @@ class Context:
         if not tokens:
             return self
         version, count = (last.versions[-1] if last else self.version), len(tokens)
-        part = _Part(
+        part = _Segment(
             np.array(tokens, np.int32), np.zeros(count, np.float32), np.full(count, version, np.int32), sampled=False
         )
         return replace(self, parts=(*self.parts, part))

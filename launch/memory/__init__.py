@@ -14,7 +14,7 @@ from areal_megatron.config import Config, ConfigError, Trainer
 from areal_megatron.engine.kv_cache import longest_answer, machine_bytes
 from launch.memory.activations import microbatch_tokens
 from launch.memory.engine import engine_memory, kv_tokens
-from launch.memory.parts import GIB, Part, RankMemory
+from launch.memory.parts import GIB, MemoryPart, RankMemory
 from launch.memory.trainer import checkpoint_bytes, trainer_memory
 
 
@@ -151,7 +151,7 @@ def _lines(rank: RankMemory, gpu_gib: float) -> Iterator[str]:
     yield f"memory of the fullest {rank.holder}, GiB"
     width = max(len(part.name) for part in rank.parts)
     share = f"of {gpu_gib:g}, {rank.total / GIB / gpu_gib:.0%}" if gpu_gib else ""
-    for part in (*rank.parts, Part("total", rank.total, share)):
+    for part in (*rank.parts, MemoryPart("total", rank.total, share)):
         yield f"  {part.name:<{width}} {_gib(part.bytes):>9}  {part.note}".rstrip()
 
 

@@ -15,7 +15,7 @@ from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
-from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, Part, RankMemory
+from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, MemoryPart, RankMemory
 
 UTILIZATION = 0.92
 """Of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
@@ -33,18 +33,20 @@ def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, 
     layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
     weights, staged = _elements(layout), staging_elements(layout, config.reshard.staging == "streamed")
     parts = [
-        Part("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
-        Part("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
+        MemoryPart("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
+        MemoryPart("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
     ]
     if on_cuda:
-        parts.append(Part("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"))
+        parts.append(
+            MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate")
+        )
         communicators = COMMUNICATOR * (sizes.ranks > 1) + LINK
-        parts.append(Part("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"))
+        parts.append(MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"))
         size = int(UTILIZATION * available) - sum(part.bytes for part in parts)
     else:
         size = kv_cache.cpu_bytes(config, hf_config, available)
     if available:
-        parts.append(Part("KV cache", size, kv_note(config, hf_config, size, on_cuda)))
+        parts.append(MemoryPart("KV cache", size, kv_note(config, hf_config, size, on_cuda)))
     return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
 
 

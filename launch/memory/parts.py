@@ -16,7 +16,7 @@ LINK = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     name: str
     bytes: int
     note: str = ""
@@ -28,7 +28,7 @@ class RankMemory:
     """The fullest rank of a pool."""
 
     holder: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def total(self) -> int:

@@ -12,7 +12,7 @@ from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory import activations
-from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, Part, RankMemory
+from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, MemoryPart, RankMemory
 
 LOGITS_ELEMENTS = 2**27
 """trainer/trainer.py's: logits that a rank holds at a time, with 12 bytes each."""
@@ -63,24 +63,28 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
     kept = activations.activations(config, layer, stage)
     parts = [
         # DDP with the distributed optimizer: the parameters lie in one buffer a kind, whole on every rank
-        Part("parameters", element * own.all, f"{own.all / 1e9:,.2f} billion in {config.model.dtype}"),
+        MemoryPart("parameters", element * own.all, f"{own.all / 1e9:,.2f} billion in {config.model.dtype}"),
         # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
-        Part("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
-        Part("optimizer", *_optimizer(config, sizes, own)),
-        Part(
+        MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
+        MemoryPart("optimizer", *_optimizer(config, sizes, own)),
+        MemoryPart(
             "reference",
             element * own.all if config.mode != "sft" and config.ppo.has_reference else 0,
             "frozen parameters",
         ),
-        Part("critic", *_critic(config, hf_config, sizes, stage)),
-        Part("activations", kept, activations.describe(config, stage)),
-        Part("log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"),
-        Part(
+        MemoryPart("critic", *_critic(config, hf_config, sizes, stage)),
+        MemoryPart("activations", kept, activations.describe(config, stage)),
+        MemoryPart(
+            "log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"
+        ),
+        MemoryPart(
             "sending weights",
             _sending(config, own, element),
             f"two buckets for each of {config.rollout.engines} engines",
         ),
-        Part("CUDA and NCCL", _communication(config, hf_config, sizes, element) if on_cuda else 0, "an allowance"),
+        MemoryPart(
+            "CUDA and NCCL", _communication(config, hf_config, sizes, element) if on_cuda else 0, "an allowance"
+        ),
     ]
     fixed = sum(part.bytes for part in parts if part.name not in ("activations", "log-probabilities"))
     working = sum(part.bytes for part in parts) - fixed
@@ -88,7 +92,7 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
     step = MAIN * (own.dense // t.dp + own.experts // _expert_replicas(sizes))
     # DDP makes its buffers beside the parameters that the model was built with, before optimizer and activations
     building = element * own.all - parts[2].bytes
-    parts.append(Part("step or start", max(step, building, working) - working, "beyond the backward pass"))
+    parts.append(MemoryPart("step or start", max(step, building, working) - working, "beyond the backward pass"))
     first, count = stage * t.tp * t.dp, t.tp * t.dp
     ranks = f"ranks {first}–{first + count - 1}" if count > 1 else f"rank {first}"
     return RankMemory(f"trainer rank (stage {stage} of {t.pp}, {ranks})", tuple(part for part in parts if part.bytes))

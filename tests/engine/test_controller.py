@@ -20,23 +20,23 @@ from areal_megatron.data.trajectory import encoder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import read_spans
 from areal_megatron.protocol import (
+    BatchReply,
     Bye,
-    Checkpoint,
+    CheckpointBegin,
+    CheckpointWritten,
     ControllerClient,
     ControllerError,
     Delivered,
     Hello,
-    Link,
+    LinkRef,
     NextBatch,
     NotYet,
     Ok,
-    Part,
     Publish,
     PublishAgain,
     Sending,
     Stop,
     Trained,
-    Written,
 )
 from tests.support.engines import ask, lengthened, make_run, started_engine
 
@@ -97,7 +97,7 @@ def take(client, number, version):
     for replica in range(2):
         while isinstance(reply := client.request(NextBatch(replica, number, version)), NotYet):
             pass
-        assert isinstance(reply, Part)
+        assert isinstance(reply, BatchReply)
         parts.append(reply.part)
     return parts
 
@@ -160,11 +160,11 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     # The engine has never committed version 1: nothing that version 2 may train can be admitted.
     assert isinstance(client.request(NextBatch(0, 3, 2)), NotYet)
 
-    assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 1)]
+    assert client.request(Publish(2, "127.0.0.1:1")).links == [LinkRef(0, 1)]
     client.request(Delivered(0, 1, 2, 0.1, 0, "no such store"))
     while not (again := client.request(Publish(2, "127.0.0.1:1")).links):
         time.sleep(0.05)  # it goes to those who lack it and are not about to get it
-    assert again == [Link(0, 2)]
+    assert again == [LinkRef(0, 2)]
     client.request(Delivered(0, 2, 2, 0.1, 0, "no such store"))
     client.request(Bye())
     assert process.wait(60) == 0, run.log("controller").read_text()
@@ -204,17 +204,17 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
         pass
     assert isinstance(reply, Stop)
     for _ in range(2):  # the one whose turn it is, and that of the stop, which replaces it
-        client.request(Checkpoint(0, 0))
-        client.request(Written(0))
+        client.request(CheckpointBegin(0, 0))
+        client.request(CheckpointWritten(0))
     assert ask(run, lambda c: c.load()).running == 0
     client.request(Bye())
     assert process.wait(60) == 0, run.log("controller").read_text()
 
     folder = run.checkpoints / ".version-000000.partial"
     state = read(folder / "controller.msgpack", len(lines), config.seed)
-    begun = {(g.epoch, g.prompt_id): state.begun[g.number] for g in state.schedule.begun}
-    tokens = sum(len(answer.tokens) for answers in begun.values() for answer in answers)
-    assert len(begun) == 8 and 0 < tokens < 16 * LONG and not state.again
+    interrupted = {(g.epoch, g.prompt_id): state.interrupted[g.number] for g in state.schedule.interrupted}
+    tokens = sum(len(answer.tokens) for answers in interrupted.values() for answer in answers)
+    assert len(interrupted) == 8 and 0 < tokens < 16 * LONG and not state.again
     assert run.log("controller").read_text().count(f"kept {tokens} tokens of 16 answers") == 1
 
 
@@ -266,11 +266,11 @@ def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, conn
     for number in range(2):
         take(client, number, number)
         client.request(Trained(number, number, True, {}))
-    assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 1)]
-    assert client.request(Sending([Link(0, 1)])).links == []
+    assert client.request(Publish(2, "127.0.0.1:1")).links == [LinkRef(0, 1)]
+    assert client.request(Sending([LinkRef(0, 1)])).links == []
     kill(engine)
     wait_for(run, "engine-0 is lost: engine-0 at http://127.0.0.1:")
-    assert client.request(Sending([Link(0, 1)])).links == [Link(0, 1)], "nobody has to wait for it"
+    assert client.request(Sending([LinkRef(0, 1)])).links == [LinkRef(0, 1)], "nobody has to wait for it"
     assert client.request(Publish(2, "127.0.0.1:1")).links == []
     assert isinstance(client.request(NextBatch(0, 2, 2)), NotYet)
     with started_engine(engine):
@@ -280,8 +280,8 @@ def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, conn
             while isinstance(reply := client.request(NextBatch(replica, 2, 2)), NotYet):
                 pass
             assert isinstance(reply, PublishAgain), "every replica once, before any has a batch"
-        assert client.request(Publish(2, "127.0.0.1:1")).links == [Link(0, 2)]
-        assert client.request(Sending([Link(0, 1), Link(0, 2)])).links == [Link(0, 1)]
+        assert client.request(Publish(2, "127.0.0.1:1")).links == [LinkRef(0, 2)]
+        assert client.request(Sending([LinkRef(0, 1), LinkRef(0, 2)])).links == [LinkRef(0, 1)]
         assert process.poll() is None
         kill(engine)
     assert process.wait(60) == 1

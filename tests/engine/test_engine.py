@@ -19,7 +19,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
 from areal_megatron.workflows.episode import Place
-from areal_megatron.workflows.runner import Episodes
+from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
@@ -201,24 +201,28 @@ def test_answers_that_were_broken_off_go_on(run, reference):
     rollout = Rollout(temperature=TEMPERATURE)
 
     async def sampled(client):
-        sampling = Sampling(client, rollout, [], cache_salt=None, may_break_off=lambda: True)
+        sampling = Sampling(client, rollout, [], cache_salt=None, may_interrupt=lambda: True)
         task = asyncio.create_task(single_turn.sample(sampling, prompt, 3, "group-1", seed=1))
         while not (await client.load()).running:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         await client.abort("group-")
-        begun = await asyncio.wait_for(task, 30)
+        interrupted = await asyncio.wait_for(task, 30)
         await client.set_version(1)
         try:
             going_on = Sampling(client, rollout, [], cache_salt=None)
-            whole = await single_turn.sample(going_on, prompt, 3, "group-1", seed=2, begun=begun)
-            return begun, whole, await single_turn.sample(going_on, prompt, 3, "group-1", seed=3, begun=whole)
+            whole = await single_turn.sample(going_on, prompt, 3, "group-1", seed=2, interrupted=interrupted)
+            return (
+                interrupted,
+                whole,
+                await single_turn.sample(going_on, prompt, 3, "group-1", seed=3, interrupted=whole),
+            )
         finally:
             await client.set_version(0)
 
-    begun, whole, again = ask(run, sampled)
+    interrupted, whole, again = ask(run, sampled)
     assert len({tuple(answer.tokens) for answer in whole}) == 3
-    for first, answer in zip(begun, whole, strict=True):
+    for first, answer in zip(interrupted, whole, strict=True):
         count = len(first.tokens)
         assert first.finish_reason == "abort" and 0 < count < 1000
         assert answer.finish_reason == "length" and len(answer.tokens) == 1000
@@ -252,7 +256,7 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
     config = load(run.config)
     tokenizer = Tokenizer(config.model.path)
     scorer = Scorer(config.reward, Judge(lambda *_: (0.5, "42")), config.rollout.max_new_tokens)
-    episodes = Episodes(config, Workflow(workflow, turns=4 if name == "openai" else 3), tokenizer, scorer)
+    episodes = EpisodeRunner(config, Workflow(workflow, turns=4 if name == "openai" else 3), tokenizer, scorer)
     prompt = Prompt(id=0, text="12+34=", answer="", tokens=tokenizer.prompts(["12+34="])[0], response_tokens=None)
 
     async def sampled(client):

@@ -95,7 +95,7 @@ class Server:
             )
             for rank in range(sizes.ranks)
         ]
-        self.epoch = 0
+        self.generation = 0
 
     def client(self) -> EngineClient:
         return EngineClient("engine-0", self.run.endpoint("engine-0", 30), self.run.token, 60)
@@ -104,21 +104,21 @@ class Server:
         parameters = megatron_shard(self.tensors[version % 2], self.hf_config, self.sizes, rank)
         return {name: tensor.clone() for name, tensor in parameters.items()}
 
-    def _delivered(self, engine, epoch, version, seconds, received, error):
+    def _delivered(self, engine, generation, version, seconds, received, error):
         self.loop.call_soon_threadsafe(self.delivery.set_result, (version, received, error))
 
     def body(self, **changes):
         body = init_body(
             config=self.config,
             engine=0,
-            epoch=self.epoch,
+            generation=self.generation,
             store=f"127.0.0.1:{self.store.port}",
             hf_config=self.hf_config,
         )
         return {"init_info": body["init_info"] | changes}
 
     async def join(self, client):
-        self.epoch += 1
+        self.generation += 1
         await client.join_link(self.body())
 
     async def update(self, client, version, *, clear_cache):
@@ -127,7 +127,7 @@ class Server:
             for name, tensor in self._shard(version, rank).items():
                 live[name].copy_(tensor)
         for publisher in self.publishers:
-            publisher.publish(version, [(0, self.epoch)])
+            publisher.publish(version, [(0, self.generation)])
         await client.start_update()
         for publisher, live in zip(self.publishers, self.live, strict=True):
             await asyncio.to_thread(publisher.wait_until_read)
@@ -200,7 +200,7 @@ async def stream_through(server, versions, *, clear_cache):
     """One answer during which the engine goes through `versions`; the token at which each of the later ones begins."""
     client = server.client()
     await client.wait_until_healthy(240)
-    if server.epoch == 0:
+    if server.generation == 0:
         await client.set_version(0)
         await server.assert_holds(client, 0)
         await server.join(client)

@@ -15,7 +15,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from launch.mpi import slots
-from launch.orders import Hello
+from launch.orders import NodeHello
 from tests.e2e.test_run import small
 from tests.support import debian
 from tests.support.living import command_of, left_over
@@ -113,9 +113,9 @@ def test_too_few_slots_and_wrong_input_are_one_line(mpi_run, world):
 def test_slots_of_nodes():
     config = Config()
     config.machine.device = "cuda"
-    found = [Hello(str(rank), [4, 5, 6], 80, 8, "m", node="ab"[rank % 2]) for rank in range(5)]
+    found = [NodeHello(str(rank), [4, 5, 6], 80, 8, "m", node="ab"[rank % 2]) for rank in range(5)]
     nodes, places = slots(found, config)
     assert [(node.name, node.slots) for node in nodes] == [("a", (4, 5, 6)), ("b", (4, 5))]
     assert places["a", 6] == "4" and places["b", 4] == "1" and places["b", None] == "1"
     with pytest.raises(ConfigError, match="node a has 4 MPI processes and 3 GPUs"):
-        slots([*found, Hello("5", [4, 5, 6], 80, 8, "m", node="a")], config)
+        slots([*found, NodeHello("5", [4, 5, 6], 80, 8, "m", node="a")], config)

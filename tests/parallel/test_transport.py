@@ -97,7 +97,7 @@ class World:
         self.trainers = [Rank(self.setup | {"role": "trainer", "rank": rank}) for rank in range(4)]
         self.engines = [self._start(engine) for engine in range(2)]
         self._wait_up(self.trainers + self.engines[0] + self.engines[1])
-        self.epochs = [0, 0]
+        self.generations = [0, 0]
 
     def _start(self, engine):
         return [Rank(self.setup | {"role": "engine", "engine": engine, "rank": rank}) for rank in range(ENGINE_TP)]
@@ -113,9 +113,9 @@ class World:
         self._wait_up(self.engines[engine])
 
     def join(self, engine):
-        self.epochs[engine] += 1
+        self.generations[engine] += 1
         for rank in self.engines[engine]:
-            assert rank.ask(join=self.epochs[engine]) == {"ok": True}
+            assert rank.ask(join=self.generations[engine]) == {"ok": True}
 
     def start(self, engine, faults=("", "")):
         for rank, fault in zip(self.engines[engine], faults, strict=True):
@@ -123,7 +123,7 @@ class World:
 
     def publish(self, version, engines):
         for trainer in self.trainers:
-            links = [(engine, self.epochs[engine]) for engine in engines]
+            links = [(engine, self.generations[engine]) for engine in engines]
             trainer.tell(publish=version, folder=str(self.folders[version % 2]), links=links)
         for trainer in self.trainers:
             assert trainer.hear("published") == {"published": version}
@@ -166,7 +166,7 @@ def world(tmp_path_factory):
 def delivered(world, engine, version):
     return {
         "engine": engine,
-        "epoch": world.epochs[engine],
+        "generation": world.generations[engine],
         "version": version,
         "bytes": world.slice_bytes(),
         "error": "",
@@ -201,8 +201,8 @@ def test_engine_that_dies_in_a_transfer_costs_its_link_only(world):
     assert bad["version"] == 4 and "engine 1" in bad["error"]
     world.assert_committed(0, 4)
 
-    world.publish(5, [1])  # the controller has not given it a new epoch
-    assert "engine 1 needs a new epoch" in world.trainers[0].hear("error")["error"]
+    world.publish(5, [1])  # the controller has not given it a new generation
+    assert "engine 1 needs a new generation" in world.trainers[0].hear("error")["error"]
     world.restart(1)
     world.join(1)
     for engine in (0, 1):
@@ -225,7 +225,7 @@ def test_silent_engine_does_not_hold_the_trainers_beyond_the_timeout(world):
     good, bad = world.deliveries(2)
     assert time.monotonic() - begin < 5 * TIMEOUT_S
     assert good == delivered(world, 0, 7)
-    assert bad["bytes"] == 0 and "engine 1, epoch" in bad["error"]
+    assert bad["bytes"] == 0 and "engine 1, generation" in bad["error"]
     world.assert_committed(0, 7)
     world.restart(1)
 
@@ -240,14 +240,14 @@ def test_engine_that_is_given_up_holds_nobody(world):
     world.start(1, faults=("hang", "hang"))
     world.publish(8, [0, 1])
     begin = time.monotonic()
-    assert world.trainers[0].ask(give_up=[1, world.epochs[1]], after_s=1) == {"ok": True}
+    assert world.trainers[0].ask(give_up=[1, world.generations[1]], after_s=1) == {"ok": True}
     world.overwrite()
     for trainer in world.trainers:
         assert trainer.hear("overwritten") == {"overwritten": True}
     assert time.monotonic() - begin < LONG_S / 2
     good, bad = sorted((world.trainers[0].hear("error") for _ in range(2)), key=lambda event: event["engine"])
     assert good == delivered(world, 0, 8)
-    assert bad["error"] == f"engine 1 has left epoch {world.epochs[1]}"
+    assert bad["error"] == f"engine 1 has left generation {world.generations[1]}"
     world.assert_committed(0, 8)
     for trainer in world.trainers:
         assert trainer.ask(timeout_s=TIMEOUT_S) == {"ok": True}
@@ -274,7 +274,7 @@ def test_update_that_was_never_started_fails_by_name(world):
     world.overwrite()
     (event,) = world.deliveries(1)
     assert event["error"] == (
-        f"link to engine 0, epoch {world.epochs[0]}: waited 5 s in vain for engine rank 0 to start "
+        f"link to engine 0, generation {world.generations[0]}: waited 5 s in vain for engine rank 0 to start "
         "update 1, engine rank 1 to start update 1"
     )
 

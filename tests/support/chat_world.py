@@ -13,7 +13,7 @@ from areal_megatron.engine.client import Completion
 from areal_megatron.reward.function import checked
 from areal_megatron.reward.worker import Scored
 from areal_megatron.workflows.episode import Place
-from areal_megatron.workflows.runner import Episodes
+from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
@@ -135,7 +135,7 @@ class World:
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)
         scorer = Scorer(self.config.reward, self.judge, longest)
-        self.episodes = Episodes(self.config, Workflow(run, turns), self.tokenizer, scorer)
+        self.episodes = EpisodeRunner(self.config, Workflow(run, turns), self.tokenizer, scorer)
         self.breaking_off = False
 
     def prompt(self, text="hi?", answer="right", forced=None):

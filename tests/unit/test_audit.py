@@ -71,19 +71,20 @@ class Past:
             if applied:
                 self.schedule.applied()
             else:
-                self.schedule.not_applied("non-finite gradients")
+                self.schedule.rejected("non-finite gradients")
             self.schedule.committed(0, self.schedule.version)
             self.batches += 1
 
     def save(self, change=lambda saved: saved):
         """A checkpoint of this moment."""
-        saved = state.State(
+        saved = state.ControllerState(
             prompts=PROMPTS,
             seed=1,
             cursor=self.cursor.at,
             again=[],
             schedule=self.schedule.save(),
             trajectories={},
+            interrupted={},
             prompts_too_long=0,
         )
         folder = checkpoint_folder.partial(self.run, self.schedule.version)

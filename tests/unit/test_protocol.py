@@ -10,6 +10,7 @@ import zmq
 from areal_megatron.controller.service import Service
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.protocol import (
+    BatchReply,
     Bye,
     ControllerClient,
     ControllerError,
@@ -17,7 +18,6 @@ from areal_megatron.protocol import (
     Links,
     NextBatch,
     Ok,
-    Part,
     Publish,
     Refused,
     Welcome,
@@ -56,7 +56,7 @@ async def answer(message):
         case NextBatch(replica=9):
             await asyncio.sleep(60)
         case NextBatch():
-            return Part(PART)
+            return BatchReply(PART)
         case Bye():
             return Ok()
         case Publish():

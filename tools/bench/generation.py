@@ -64,7 +64,7 @@ async def measure(out: Path, repetitions: int) -> tuple[Edges, np.ndarray]:
 
 async def train_and_save(out: Path, repetitions: int, core: int) -> Edges:
     figures = out / "checkpoints.json"
-    command = [str(TOOLS / "checkpoint.py"), "--repetitions", str(repetitions), "--json", str(figures)]
+    command = [str(CHECKPOINTS), "--repetitions", str(repetitions), "--json", str(figures)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, "--out", str(out / "checkpoints"), preexec_fn=partial(os.sched_setaffinity, 0, [core])
     )

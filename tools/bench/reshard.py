@@ -98,7 +98,7 @@ class Bench:
     async def join(self) -> None:
         store = self._run.endpoint("trainer-store")
         bodies = [
-            init_body(config=self._config, engine=engine.index, epoch=1, store=store, hf_config=self.hf_config)
+            init_body(config=self._config, engine=engine.index, generation=1, store=store, hf_config=self.hf_config)
             for engine in self.engines
         ]
         infos = [body["init_info"] for body in bodies]

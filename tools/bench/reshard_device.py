@@ -130,7 +130,7 @@ def _outlet(hf_config: Mapping[str, Any], plan: Plan, rank: int, parameters: dic
         timeline=Timeline(Path(os.devnull), "bench"),
         bucket_elements=plan.bucket_elements,
     )
-    return Outlet(publisher, engine=0, epoch=1)
+    return Outlet(publisher, engine=0, generation=1)
 
 
 def measure(

@@ -78,7 +78,7 @@ class RawLink:
         self._trainers, self._timeout_s = trainers.ranks, init_info["timeout_s"]
         self._link = Link(
             engine=RAW + init_info["engine"],
-            epoch=init_info["epoch"],
+            generation=init_info["generation"],
             rank=rank,
             trainers=trainers.ranks,
             engine_ranks=engine.ranks,
@@ -257,7 +257,7 @@ class TrainerRank:
         self._publisher.close()
         leave()
 
-    def _delivered(self, engine: int, epoch: int, version: int, seconds: float, received: int, error: str) -> None:
+    def _delivered(self, engine: int, generation: int, version: int, seconds: float, received: int, error: str) -> None:
         self._say(engine=engine, version=version, at=time.monotonic(), error=error)
 
 

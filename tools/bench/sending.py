@@ -28,7 +28,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
+from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from launch.orders import ON_CPU
@@ -76,7 +76,7 @@ class Sender:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _on_delivered(self, engine: int, epoch: int, version: int, seconds: float, size: int, error: str) -> None:
+    def _on_delivered(self, engine: int, generation: int, version: int, seconds: float, size: int, error: str) -> None:
         self._error = error
         self._delivered.set()
 
@@ -120,7 +120,7 @@ def receive(model: Path, store: str) -> None:
     inlet = Inlet(
         shard,
         engine=0,
-        epoch=1,
+        generation=1,
         store=store,
         hf_config=hf_config,
         sizes=asdict(MegatronSizes()),
@@ -130,7 +130,7 @@ def receive(model: Path, store: str) -> None:
     )
     update = None
     for _ in sys.stdin:
-        update = Incoming(inlet, after=update)
+        update = Reception(inlet, after=update)
         print(flush=True)
 
 
@@ -191,14 +191,14 @@ def _step(trainer):
     """A forward and backward pass of TOKENS tokens; no optimizer step, so what is being sent stays as it is."""
     from areal_megatron.trainer import pipeline
     from areal_megatron.trainer.batch import pack
-    from areal_megatron.trainer.token_sums import Tally
+    from areal_megatron.trainer.token_sums import TokenSums
 
     generator = torch.Generator().manual_seed(0)
     size = trainer.hf_config["vocab_size"]
     rows = [torch.randint(size, (32,), generator=generator, dtype=torch.int32).numpy() for _ in range(TOKENS // 32)]
     places = [torch.arange(8, 32).numpy() for _ in rows]
     microbatch = pack(rows, places, 1, trainer.device)
-    loss = partial(trainer._objective.sft, microbatch=microbatch, tally=Tally())
+    loss = partial(trainer._objective.sft, microbatch=microbatch, tally=TokenSums())
     return lambda: pipeline.forward_backward(trainer.policy.chunks, [(microbatch, loss)])
 
 

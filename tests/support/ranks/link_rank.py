@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.staging import Incoming, Inlet, Shard, reserve
+from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, LinkError
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters
@@ -57,8 +57,8 @@ def trainer(setup) -> None:
         store_port=int(port),
         timeout_s=setup["timeout_s"],
         bucket_elements=setup["bucket_elements"],
-        on_delivered=lambda engine, epoch, version, seconds, received, error: say(
-            engine=engine, epoch=epoch, version=version, bytes=received, error=error
+        on_delivered=lambda engine, generation, version, seconds, received, error: say(
+            engine=engine, generation=generation, version=version, bytes=received, error=error
         ),
         timeline=Timeline(Path(setup["timeline"]), f"trainer-{setup['rank']}"),
     )
@@ -104,11 +104,11 @@ def engine(setup) -> None:
                     for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine", "bucket_elements")
                 }
                 session["engine_sizes"] = asdict(sizes)
-                inlet = Inlet(shard, **session | {"epoch": command["join"]}, log=lambda text: None)
+                inlet = Inlet(shard, **session | {"generation": command["join"]}, log=lambda text: None)
             elif "start" in command:
                 if command["start"]:
                     _at_second_message(command["start"])
-                update = Incoming(inlet, after=update)
+                update = Reception(inlet, after=update)
             elif "abort" in command:
                 update.abandon()
             elif "commit" in command:

@@ -26,7 +26,7 @@ from areal_megatron.trainer import pipeline
 from areal_megatron.trainer import step as trainer_step
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
-from areal_megatron.trainer.token_sums import Tally
+from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.comparison import assert_gradient, assert_parameters, gather_sequence, gather_vocabulary
@@ -172,7 +172,7 @@ class MiniBatch:
             batches.append(batch)
         if threshold := subject.config.ppo.correction.get("m2po"):
             subject._mask(batches, threshold)
-        loss = partial(subject._objective.ppo, taken=1, tally=Tally())
+        loss = partial(subject._objective.ppo, taken=1, tally=TokenSums())
         subject.policy.optimizer.zero_grad()
         pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 
@@ -222,7 +222,7 @@ def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -
             batch.values, batch.returns = (
                 torch.cat([torch.zeros(0), *(own[i] for i in members)]) for own in (before, returns)
             )
-            work.append((batch.microbatch, partial(critic._loss, sampled=batch, tally=Tally())))
+            work.append((batch.microbatch, partial(critic._loss, sampled=batch, tally=TokenSums())))
         critic.learner.gradient(work)
         assert_gradient(subject, expected, "critic")
 

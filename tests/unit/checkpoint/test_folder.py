@@ -6,7 +6,7 @@ import pytest
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Checkpoint, ConfigError
-from areal_megatron.run import Run, Start
+from areal_megatron.run import IncarnationStart, Run
 from launch import start
 
 
@@ -100,4 +100,4 @@ def test_after_going_back_the_newest_is_the_one_written_last(run):
     save(run, 4)
     checkpoint, _ = checkpoint_folder.newest(run)
     assert (checkpoint.version, checkpoint.incarnation) == (4, 1)
-    assert run.start == Start(1, 2, 2, str(run.checkpoints / "version-000002"), 0)
+    assert run.start == IncarnationStart(1, 2, 2, str(run.checkpoints / "version-000002"), 0)

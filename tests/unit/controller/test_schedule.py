@@ -20,7 +20,7 @@ class World:
         self.groups_per_batch = rng.choice([1, 2, 4])
         self.batch_size = self.n * self.groups_per_batch
         self.staleness = rng.choice([0, 1, 2, 4, 8])
-        self.resumes = rng.choice([0.005, 0.05])
+        self.restarts = rng.choice([0.005, 0.05])
         self.raised = self.lowered = 0
         """How often the bound was changed."""
         self.filter_share = rng.choice([0.0, 0.15, 0.4])
@@ -31,7 +31,7 @@ class World:
         self.version = 0
         self.engines = {}
         self.running = []
-        self.begun = []
+        self.interrupted = []
         self.finished = []
         self.training = []
         self.ended = {}
@@ -47,7 +47,7 @@ class World:
 
     def trajectories_counted(self):
         return (
-            self.n * (len(self.running) + len(self.begun) + len(self.finished) + len(self.training))
+            self.n * (len(self.running) + len(self.interrupted) + len(self.finished) + len(self.training))
             + self.version * self.batch_size
         )
 
@@ -81,7 +81,7 @@ class World:
             self.schedule.filter(group)
             self.end((group.epoch, group.prompt_id), "filtered")
         elif fate < self.filter_share + 0.05:
-            self.schedule.skip(group, "failed")
+            self.schedule.fail(group, "failed")
             self.end((group.epoch, group.prompt_id), "skipped: failed")
         else:
             self.schedule.finish(group)
@@ -103,7 +103,7 @@ class World:
 
     def end_training(self):
         if self.rng.random() < 0.1:
-            self.schedule.not_applied("non-finite gradients")
+            self.schedule.rejected("non-finite gradients")
             self.updates -= 1
             how = "skipped: non-finite gradients"
         else:
@@ -133,7 +133,7 @@ class World:
                 self.schedule.skip_prompt(group.epoch, group.prompt_id, "engine lost")
                 self.end((group.epoch, group.prompt_id), "skipped: engine lost")
 
-    def resume(self):
+    def restart(self):
         """A new schedule goes on from what the old one saved, perhaps with another bound.
 
         What ran is run again; some of it was broken off and goes on, counted as admitted when it was.
@@ -142,8 +142,8 @@ class World:
             with pytest.raises(ScheduleError, match="in training"):
                 self.schedule.save()
             return
-        broken_off = [group.number for group in self.running if self.rng.random() < 0.4]
-        saved = self.schedule.save(broken_off)
+        interrupted = [group.number for group in self.running if self.rng.random() < 0.4]
+        saved = self.schedule.save(interrupted)
         if self.rng.random() < 0.5:
             before, self.staleness = self.staleness, self.rng.choice([0, 1, 2, 4, 8])
             self.raised += self.staleness > before
@@ -153,36 +153,38 @@ class World:
         )
         lost = self.schedule.restore(saved)
         numbers = {group.number for group in lost}
-        admitted = {group.number: group.admission_version for group in (*self.finished, *self.running, *self.begun)}
-        kept = {*(group.number for group in (*self.finished, *self.begun)), *broken_off}
+        admitted = {
+            group.number: group.admission_version for group in (*self.finished, *self.running, *self.interrupted)
+        }
+        kept = {*(group.number for group in (*self.finished, *self.interrupted)), *interrupted}
         assert numbers <= kept
         self.returned += [group.prompt_id for group in self.running if group.number not in kept]
         self.returned += [group.prompt_id for group in lost]
         self.running, self.finished = [], list(self.schedule.finished.values())
-        self.begun = list(self.schedule.begun.values())
-        assert {g.number for g in (*self.finished, *self.begun)} == kept - numbers
-        for group in (*self.finished, *self.begun):
+        self.interrupted = list(self.schedule.interrupted.values())
+        assert {g.number for g in (*self.finished, *self.interrupted)} == kept - numbers
+        for group in (*self.finished, *self.interrupted):
             assert group.admission_version == admitted[group.number]
             assert group.deadline == group.admission_version + self.staleness >= self.version
         self.engines = {}
         self.add_engine()
 
-    def go_on(self):
-        """An engine takes the begun group with the oldest deadline, whatever Eq. 3 says of new ones."""
+    def resume(self):
+        """An engine takes the interrupted group with the oldest deadline, whatever Eq. 3 says of new ones."""
         engine = self.rng.choice(list(self.schedule.engines))
-        group = self.schedule.go_on(engine)
-        (begun,) = [other for other in self.begun if other.number == group.number]
-        assert group.engine == engine and group.admission_version == begun.admission_version
-        assert group.deadline == min(other.deadline for other in self.begun)
-        self.begun.remove(begun)
+        group = self.schedule.resume(engine)
+        (interrupted,) = [other for other in self.interrupted if other.number == group.number]
+        assert group.engine == engine and group.admission_version == interrupted.admission_version
+        assert group.deadline == min(other.deadline for other in self.interrupted)
+        self.interrupted.remove(interrupted)
         self.running.append(group)
 
     def step(self):
         act = self.rng.random()
-        if self.rng.random() < self.resumes:
+        if self.rng.random() < self.restarts:
+            self.restart()
+        if act < 0.20 and self.schedule.engines and self.interrupted:
             self.resume()
-        if act < 0.20 and self.schedule.engines and self.begun:
-            self.go_on()
         elif act < 0.40 and self.schedule.engines:
             self.try_admit(self.rng.choice(list(self.schedule.engines)))
         elif act < 0.72 and self.running:
@@ -202,8 +204,8 @@ class World:
         """With everything in flight finished and every engine up to date, the run can always go on."""
         if self.training:
             self.end_training()
-        while self.begun:
-            self.go_on()
+        while self.interrupted:
+            self.resume()
         for group in self.running:
             self.schedule.finish(group)
         self.finished, self.running = self.finished + self.running, []
@@ -224,9 +226,9 @@ class World:
             self.step()
         self.assert_alive()
         self.assert_books_agree()
-        for group in self.running + self.begun + self.finished + self.training:
+        for group in self.running + self.interrupted + self.finished + self.training:
             self.end((group.epoch, group.prompt_id), "skipped: the run ended")
-        self.schedule.end("the run ended")
+        self.schedule.close("the run ended")
         self.assert_books_agree()
 
 
@@ -318,7 +320,7 @@ def test_an_update_that_was_not_applied_leaves_the_version_and_makes_room():
     it = schedule(staleness=0, batch_size=2, group_size=2)
     it.finish(it.admit(0, 0, 0))
     it.form_batch()
-    it.not_applied("non-finite gradients")
+    it.rejected("non-finite gradients")
     assert it.version == 0
     assert it.may_admit(0)
     assert it.dispositions == {(0, 0): "skipped: non-finite gradients"}

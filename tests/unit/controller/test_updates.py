@@ -9,7 +9,7 @@ from areal_megatron.config import Config, Data, Model, Reshard, Rollout
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.controller.updates import EngineLink
+from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import Delivered, Publish
@@ -56,7 +56,7 @@ class Scene:
         timeline = Timeline(self._folder / "timeline", "engine-0")
         self.engine = Engine(0, EngineClient("engine-0", f"http://127.0.0.1:{port}", "token", 5), timeline)
         self.engine.state = "ready"
-        self.link = EngineLink(
+        self.link = EngineUpdates(
             self.config, {}, self.engine, lambda engine, version: self.committed.append(version), lambda: None
         )
         self.running = asyncio.create_task(self.link.run())
@@ -74,9 +74,9 @@ class Scene:
         while "/start_weight_update" not in self.calls:
             await asyncio.sleep(0.01)
         while_receiving = self.engine.state
-        self.link.delivered(Delivered(0, link.epoch, version, 0.1, 100, error))
+        self.link.delivered(Delivered(0, link.generation, version, 0.1, 100, error))
         await self.link.settled()
-        return while_receiving, link.epoch
+        return while_receiving, link.generation
 
     def may_take_a_group(self):
         schedule = Schedule(batch_size=4, group_size=GROUP, max_staleness=0, updates=10)
@@ -146,19 +146,19 @@ def test_a_lost_engine_lacks_nothing_until_it_is_back_and_then_opens_another_epo
             while "/start_weight_update" not in scene.calls:
                 await asyncio.sleep(0.01)
             assert not scene.link.lacks(2), "it is on its way"
-            assert not scene.link.is_cut(first.epoch)
+            assert not scene.link.is_cut(first.generation)
             scene.engine.leave("lost")
             scene.link.cut("it was killed")
             await scene.link.settled()
             assert (scene.committed, scene.link.failures, scene.engine.state) == ([1], 1, "lost")
-            assert not scene.link.lacks(2) and scene.link.is_cut(first.epoch)
-            scene.link.delivered(Delivered(0, first.epoch, 2, 0.1, 100))  # too late
+            assert not scene.link.lacks(2) and scene.link.is_cut(first.generation)
+            scene.link.delivered(Delivered(0, first.generation, 2, 0.1, 100))  # too late
 
             scene.engine.state = "ready"
             assert scene.link.lacks(2)
-            assert await scene.update(2) == ("ready", first.epoch + 1)
+            assert await scene.update(2) == ("ready", first.generation + 1)
             assert scene.committed == [1, 2] and not scene.link.lacks(2)
-            assert scene.link.is_cut(first.epoch) and not scene.link.is_cut(first.epoch + 1)
+            assert scene.link.is_cut(first.generation) and not scene.link.is_cut(first.generation + 1)
 
     asyncio.run(asyncio.wait_for(play(), 30))
 

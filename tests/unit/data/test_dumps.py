@@ -11,7 +11,7 @@ from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.replay import Recording
 from areal_megatron.data.dumps import Dump, dumped, forget, read, recorded, write
 from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder
-from areal_megatron.protocol import NextBatch, NotYet, Packed, Stop, Trained
+from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, Stop, Trained
 from areal_megatron.run import RunError
 
 BATCH, GROUP = 4, 2
@@ -101,7 +101,7 @@ def batches(recording, first=0, dumps=None):
 async def trained(subject, number, version, applied=True):
     while isinstance(reply := await subject.next(NextBatch(0, number, version)), NotYet):
         pass
-    assert isinstance(reply, Packed)
+    assert isinstance(reply, EncodedBatch)
     await subject.dumped()
     assert isinstance(subject.trained(Trained(number, version, applied, {})), dict)
     return decoder(BatchPart).decode(reply.part)

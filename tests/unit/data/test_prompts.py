@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.controller.state import State
+from areal_megatron.controller.state import ControllerState
 from areal_megatron.controller.state import read as read_state
 from areal_megatron.controller.state import write as write_state
 from areal_megatron.data.prompts import Cursor, check_data, cursor, ranks_of, read_examples, read_prompts
@@ -318,13 +318,14 @@ def test_training_draws_from_several_files_by_weight(folder, tmp_path):
 
 
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
-    saved = State(
+    saved = ControllerState(
         prompts=40,
         seed=3,
         cursor=(1, 2),
         again=[],
         schedule=Schedule(batch_size=4, group_size=2, max_staleness=1, updates=3).save(),
         trajectories={},
+        interrupted={},
         prompts_too_long=0,
         mixture=MIXTURE,
     )

@@ -14,7 +14,7 @@ import pytest
 from launch import hosts
 from launch.hosts import HostError, Nodes
 from launch.node import Supervisor, follow
-from launch.orders import Alive, End, Hello, Leave, Present, Start
+from launch.orders import Alive, End, Leave, NodeHello, Present, StartOrder
 from launch.pools import Process
 from launch.slurm import Srun
 from tests.support.living import is_alive
@@ -36,7 +36,7 @@ def nodes(monkeypatch):
 
 def start(nodes, tmp_path, code, name="child", **order):
     nodes.start(
-        Start(
+        StartOrder(
             order.pop("node", "n1"),
             name,
             [sys.executable, "-c", code],
@@ -109,7 +109,7 @@ def test_a_supervisor_knows_whether_it_is_dismissed_or_left_alone():
 
 
 def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
-    nodes.start(Start("n1", "child", ["/nowhere/python"], {}, str(tmp_path / "log"), []))
+    nodes.start(StartOrder("n1", "child", ["/nowhere/python"], {}, str(tmp_path / "log"), []))
     assert eventually(lambda: nodes.by_name["child"].exit_code, nodes.refresh) == 127
 
 
@@ -142,7 +142,7 @@ class Fixed:
 
 
 def test_nodes_that_do_not_answer_are_named():
-    nodes = Nodes(Fixed(Hello("n1", [], 0, 1, "m")))
+    nodes = Nodes(Fixed(NodeHello("n1", [], 0, 1, "m")))
     with pytest.raises(HostError, match=r"1 of 2 nodes did not answer within 0 s: n2"):
         nodes.gather(["n1", "n2"], 0.2)
 
@@ -162,7 +162,7 @@ def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second,
     """The run goes on without it if only engines were on it, and others are left. Engine 1 may have a part on each
     node."""
     monkeypatch.setattr(hosts, "_SILENCE_S", 1.0)
-    channel = Fixed(Hello("n1", [], 0, 1, "m"), Hello("n2", [], 0, 1, "m"))
+    channel = Fixed(NodeHello("n1", [], 0, 1, "m"), NodeHello("n2", [], 0, 1, "m"))
     nodes = Nodes(channel)
     nodes.gather(["n1", "n2"], 5)
     for name in ("controller", "trainer-0", "engine-0", "engine-1", "engine-1.1"):

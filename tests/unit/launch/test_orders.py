@@ -6,7 +6,7 @@ import json
 import pytest
 
 from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
-from areal_megatron.engine.server import Part, headless_command, server_command, server_environment
+from areal_megatron.engine.server import NodePart, headless_command, server_command, server_environment
 from areal_megatron.run import Run
 from launch import plan
 from launch.orders import start_order
@@ -54,8 +54,8 @@ def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path)
 
 def test_parts_agree_on_all_but_their_number(tmp_path):
     asked = config("cuda", 16)
-    head = values(server_command(asked, "10.0.0.1", 8000, Part(0, 2, "10.0.0.1:9000")))
-    other = values(headless_command(asked, Part(1, 2, "10.0.0.1:9000")))
+    head = values(server_command(asked, "10.0.0.1", 8000, NodePart(0, 2, "10.0.0.1:9000")))
+    other = values(headless_command(asked, NodePart(1, 2, "10.0.0.1:9000")))
     assert {name for name in head if name in other and head[name] != other[name]} == {"--node-rank"}
     assert (head["--node-rank"], other["--node-rank"]) == ("0", "1")
     assert (other["--nnodes"], other["--master-addr"], other["--master-port"]) == ("2", "10.0.0.1", "9000")
@@ -65,7 +65,7 @@ def test_parts_agree_on_all_but_their_number(tmp_path):
         and "--headless" in other
     )
     assert json.loads(other["--weight-transfer-config"])["backend"] == "areal"
-    assert values(headless_command(asked, Part(1, 2, "fd00::1:9000")))["--master-addr"] == "fd00::1"
+    assert values(headless_command(asked, NodePart(1, 2, "fd00::1:9000")))["--master-addr"] == "fd00::1"
 
 
 def test_cores_of_a_part_are_shared_by_its_own_ranks(tmp_path):

@@ -14,7 +14,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.workflows import multi_turn
-from areal_megatron.workflows.single_turn import BROKEN_OFF, Sampling, sample
+from areal_megatron.workflows.single_turn import INTERRUPTED, Sampling, sample
 from tests.support.chat_world import END, World, spelled
 from tests.support.generating import generated
 
@@ -87,7 +87,7 @@ class Routed:
         self.calls, self.begun = 0, begun
 
     async def generate(self, prompt, *, n, routes_from, **_):
-        count, reason = (self.begun, BROKEN_OFF) if not self.calls else (4, "stop")
+        count, reason = (self.begun, INTERRUPTED) if not self.calls else (4, "stop")
         places = range(routes_from, len(prompt) + count - 1) if count else []
         routes = routes_of(list(places), self.calls) if places else np.zeros(0, np.uint8)
         self.calls += 1

@@ -357,21 +357,21 @@ def test_groups_that_are_broken_off_are_admitted_again_and_those_of_a_single_tur
         async with asyncio.timeout(30):
             while not world.judge.asked:  # until an episode is at its second turn
                 await asyncio.sleep(0.01)
-        await subject.break_off()
+        await subject.interrupt()
         running.cancel()
         return subject.save()
 
     state = asyncio.run(stopped())
-    assert len(state.again) == 6 and not state.begun and not state.trajectories
+    assert len(state.again) == 6 and not state.interrupted and not state.trajectories
 
     group = Group(0, 0, 1, 0, 0, 2)
-    begun = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
+    interrupted = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
     state = msgspec.structs.replace(
-        state, schedule=replace(state.schedule, begun=[group]), begun={0: [begun] * 2}, again=[]
+        state, schedule=replace(state.schedule, interrupted=[group]), interrupted={0: [interrupted] * 2}, again=[]
     )
     schedule, subject = generation_of(world, tmp_path, world.client)
     subject.restore(state)
-    assert not schedule.begun and subject.save().again == [(0, 1)]
+    assert not schedule.interrupted and subject.save().again == [(0, 1)]
 
 
 def test_groups_become_trajectories_with_masks(tmp_path):

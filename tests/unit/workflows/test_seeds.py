@@ -148,12 +148,12 @@ def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp
         schedule.add_engine(0, 0)
         running = asyncio.create_task(subject.run())
         await asyncio.sleep(0.05)
-        await subject.break_off()
+        await subject.interrupt()
         running.cancel()
         return subject.save()
 
     state = asyncio.run(stopped())
-    assert not state.again and len(state.schedule.begun) == len(state.begun) == 6
+    assert not state.again and len(state.schedule.interrupted) == len(state.interrupted) == 6
     first, client = engines[0].client.seeds, GoingOn()
     engines[0].client = client
 
