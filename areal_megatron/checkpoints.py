@@ -47,7 +47,7 @@ class Checkpoints:
     def resume(self) -> tuple[int, int]:
         """Version and number of batches with which this incarnation of the run begins; loads them first."""
         start = self._run.start
-        if self._trainer.is_first:
+        if self._trainer.parallel.is_first:
             checkpoint_folder.remove_unfinished(self._run)
         if start.checkpoint:
             with self._trainer.timeline.span("resume", version=start.version):
@@ -75,7 +75,7 @@ class Checkpoints:
             self._saver.wait()
         if version != self._version:
             self._begin(version, batches)
-        elif self._trainer.is_first:
+        elif self._trainer.parallel.is_first:
             self._write_again(version, batches)
 
     def finish(self) -> None:
@@ -124,7 +124,7 @@ class Checkpoints:
         try:
             yield
         except (RunError, ControllerError):
-            if self._trainer.is_first:
+            if self._trainer.parallel.is_first:
                 shutil.rmtree(checkpoint_folder.partial(self._run, self._version), ignore_errors=True)
             raise
 

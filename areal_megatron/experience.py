@@ -37,10 +37,12 @@ class Experience:
     """Asks the controller on behalf of a replica; every rank of the replica gets the same answer."""
 
     def __init__(self, config: Config, run: Run, trainer: Trainer):
-        self._run, self._trainer, self._timeout_s = run, trainer, config.machine.timeout_s
+        self._run, self._parallel, self._timeout_s = run, trainer.parallel, config.machine.timeout_s
         self._endpoint = run.endpoint("controller", self._timeout_s)
-        self._controller = ControllerClient(self._endpoint, run.token, f"trainer-{trainer.rank}", self._timeout_s)
-        self._controller.request(Hello(trainer.rank))
+        self._controller = ControllerClient(
+            self._endpoint, run.token, f"trainer-{self._parallel.rank}", self._timeout_s
+        )
+        self._controller.request(Hello(self._parallel.rank))
 
     def take(self, number: int, version: int, publish: Callable[[int], None]) -> BatchPart | None:
         """This replica's part of batch `number`; waits as long as the controller says that it is coming.
@@ -50,10 +52,10 @@ class Experience:
         """
         while True:
             data = None
-            if self._trainer.is_leader:
-                reply = self._controller.request(NextBatch(self._trainer.replica, number, version))
+            if self._parallel.is_leader:
+                reply = self._controller.request(NextBatch(self._parallel.replica, number, version))
                 data = _packed(reply)
-            data = self._trainer.share(data)
+            data = self._parallel.share(data)
             if data == _PUBLISH_AGAIN:
                 publish(version)
             elif data:
@@ -61,7 +63,7 @@ class Experience:
 
     def trained(self, number: int, result: BatchResult) -> None:
         """Tells the controller that batch `number` is done."""
-        if self._trainer.is_first:
+        if self._parallel.is_first:
             self._controller.request(Trained(number, result.version, result.applied, result.metrics))
 
     def links(self, version: int, store: str) -> list[tuple[int, int]]:
@@ -71,29 +73,29 @@ class Experience:
         """
         while True:
             data = None
-            if self._trainer.is_first:
+            if self._parallel.is_first:
                 reply = self._controller.request(Publish(version, store))
                 data = b"" if isinstance(reply, NotYet) else _encode(reply.links)
-            if data := self._trainer.share_all(data):
+            if data := self._parallel.share_all(data):
                 return [(link.engine, link.generation) for link in _decode_links(data)]
 
     def cut(self, sending: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Those of the links (engine, generation) whose engine is lost; from any thread."""
-        reply = self.report(Sending([LinkRef(*link) for link in sending]), f"trainer-{self._trainer.rank}-links")
+        reply = self.report(Sending([LinkRef(*link) for link in sending]), f"trainer-{self._parallel.rank}-links")
         return [(link.engine, link.generation) for link in reply.links]
 
     def checkpoint(self, version: int, batches: int) -> None:
         """Returns on the first rank when the controller has set its part of the checkpoint of `version` aside."""
-        if self._trainer.is_first:
+        if self._parallel.is_first:
             self._controller.request(CheckpointBegin(version, batches))
 
     def wait_for_checkpoint(self, version: int) -> None:
         """Returns when that part is in the folder of the checkpoint; from any thread."""
-        self.report(CheckpointWritten(version), f"trainer-{self._trainer.rank}-checkpoint")
+        self.report(CheckpointWritten(version), f"trainer-{self._parallel.rank}-checkpoint")
 
     def saved(self, version: int, stall_s: float, seconds: float, error: str = "") -> None:
         """Tells the controller how the checkpoint of `version` went; from any thread."""
-        self.report(CheckpointDone(version, stall_s, seconds, error), f"trainer-{self._trainer.rank}-checkpoint")
+        self.report(CheckpointDone(version, stall_s, seconds, error), f"trainer-{self._parallel.rank}-checkpoint")
 
     def report(self, message: Request, sender: str) -> Reply:
         """Sends it over a connection of its own, as threads have to, which may outlive a main loop that failed."""
@@ -101,7 +103,7 @@ class Experience:
             return controller.request(message)
 
     def finish(self) -> None:
-        if self._trainer.is_first:
+        if self._parallel.is_first:
             self._controller.request(Bye())
 
     def __enter__(self) -> Experience:

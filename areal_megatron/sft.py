@@ -16,30 +16,22 @@ from areal_megatron.weights import save_hf
 
 
 def fine_tune(config: Config, run: Run, trainer: Trainer) -> None:
-    metrics = MetricsWriter(run) if trainer.is_first else None
+    """Trains on config.updates batches, then saves the model; rank 0 writes metrics and status."""
+    metrics = MetricsWriter(run) if trainer.parallel.is_first else None
     start = time.monotonic()
     for step, examples in enumerate(batches(config), 1):
         values = trainer.sft_step([(example.tokens, example.prompt_length) for example in examples])
         if metrics:
             metrics.write("sft", step, values)
-            write_status(
-                run,
-                {
-                    "phase": "training",
-                    "version": step,
-                    "updates": config.updates,
-                    "elapsed_s": time.monotonic() - start,
-                    "engines": [],
-                    "last": values,
-                },
-            )
+            status = {"phase": "training", "version": step, "updates": config.updates, "engines": [], "last": values}
+            write_status(run, status | {"elapsed_s": time.monotonic() - start})
     save_hf(config, run, trainer)
     if metrics:
         metrics.close()
 
 
 def batches(config: Config) -> Iterator[list[Example]]:
-    """config.updates batches of examples, the same on every rank."""
+    """Yields config.updates batches of examples, the same on every rank."""
     examples = read_examples(config.data.train, Tokenizer(config.model.path))
     drawn = cursor(config, examples)
     for _ in range(config.updates):

@@ -1,7 +1,7 @@
 """One trainer rank of an asynchronous PPO run: the main loop (AReaL, arXiv 2505.24298, Sections 4 and 5).
 
-Every rank runs this same program. Generation never waits for it: the engines go on with the weights
-they have, at most rollout.max_staleness versions behind, and the decoupled objective corrects for that.
+Every rank runs this same program. Generation never waits for it: the engines continue with the weights they have, at
+most rollout.max_staleness versions behind, and the decoupled objective corrects for that.
 """
 
 from __future__ import annotations

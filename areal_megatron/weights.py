@@ -29,7 +29,7 @@ class Weights:
             parameters=trainer.parameters,
             hf_config=trainer.hf_config,
             sizes=trainer.sizes,
-            rank=trainer.rank,
+            rank=trainer.parallel.rank,
             engine=EngineSizes.of(config.rollout),
             engines=config.rollout.engines,
             dtype=config.model.dtype,
@@ -41,7 +41,7 @@ class Weights:
             timeline=trainer.timeline,
         )
         self._ended = threading.Event()
-        if trainer.is_first:
+        if trainer.parallel.is_first:
             threading.Thread(target=self._watch, name="watch-links", daemon=True).start()
 
     def publish(self, version: int) -> None:
@@ -75,7 +75,7 @@ class Weights:
         """Called on the threads of the links."""
         delivered = Delivered(engine, generation, version, seconds, size, error)
         try:
-            self._experience.report(delivered, f"trainer-{self._trainer.rank}-link-{engine}")
+            self._experience.report(delivered, f"trainer-{self._trainer.parallel.rank}-link-{engine}")
         except ControllerError as e:  # the main loop meets it too, and ends the run
             logging.error("version %d for engine %d: %s", version, engine, e)
 
@@ -86,7 +86,7 @@ def save_hf(config: Config, run: Run, trainer: Trainer) -> None:
         parameters=trainer.parameters(),
         hf_config=trainer.hf_config,
         sizes=trainer.sizes,
-        rank=trainer.rank,
+        rank=trainer.parallel.rank,
         source=config.model.path,
         path=run.hf,
         group=trainer.parallel.control,

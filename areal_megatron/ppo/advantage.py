@@ -1,8 +1,8 @@
-"""Advantages without a critic (with one: critic.py): what a trajectory's reward is above what was to be expected.
+"""Advantages without a critic: how far a trajectory's reward is above a baseline. For those with one, see critic.py.
 
-With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch may be
-spread over replicas, also in the middle of a group: `reduce` sums a float64 tensor over all of them. What has no
-trained token counts nowhere.
+With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch, and even a
+group, may be spread over replicas: `reduce` sums a float64 tensor over all of them. Trajectories without trained tokens
+are ignored.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-5
-"""Added to deviations, so that equal rewards have advantages of 0."""
+"""Added to standard deviations, so that equal rewards have advantages of 0."""
 Reduce = Callable[[Tensor], Tensor]
+"""Reduces a float64 CPU tensor over all replicas, element by element; every replica calls it."""
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Of the n trajectories of a replica."""
+    """The rewards of a replica's n trajectories, and what advantages need beside them."""
 
     values: Tensor
-    """float64 [n]"""
+    """float64 [n]: the reward of each trajectory."""
     trained: Tensor
-    """int64 [n]: trained tokens"""
+    """int64 [n]: the number of its trained tokens."""
     group: Tensor
-    """int64 [n]: whose answers to one prompt belong together"""
+    """int64 [n]: the number of its group, from 0."""
     groups: int
-    """In the whole batch."""
+    """The number of groups in the whole batch."""
 
 
 def batch_tokens(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """(r − mean) / (deviation + ε) over the batch, a trajectory counting once for each trained token (AReaL, Section
-    5)."""
+    """(r − mean) / (deviation + ε) over the batch, each trained token counting once (AReaL, Section 5)."""
     return normalised(rewards.values, rewards.trained.double(), reduce)
 
 
 def batch_sequences(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """The same, each trajectory counting once."""
+    """(r − mean) / (deviation + ε) over the batch, each trajectory counting once."""
     return normalised(rewards.values, _counted(rewards), reduce)
 
 
@@ -66,12 +66,12 @@ def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
 
 
 def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
-    """Mean, deviation, least and largest advantage of the trained tokens of all replicas; {} if there are none.
+    """Returns metrics over the trained tokens of all replicas: mean, deviation, minimum and maximum of the advantage.
 
-    advantages float64 [n] and trained int64 [n]: of the trajectories of a replica; `largest` reduces as `reduce` does,
-    to the element-wise maximum.
+    advantages: float64 [n], those of a replica's trajectories; trained: int64 [n], their trained tokens. `largest`
+    reduces to the maximum where `reduce` sums. Returns {} if there are no trained tokens.
     """
-    count, mean, deviation = described(reduce(moments(advantages, trained.double()).sum(1)))
+    count, mean, deviation = statistics(reduce(moments(advantages, trained.double()).sum(1)))
     own = advantages[trained > 0]
     bounds = torch.stack([own, -own], 1).amax(0) if len(own) else torch.full((2,), -torch.inf, dtype=torch.float64)
     high, low = largest(bounds)
@@ -90,25 +90,25 @@ def _counted(rewards: Rewards) -> Tensor:
 
 
 def normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
-    """(value − mean) / (deviation + ε) over all replicas, each value counting with its weight: float64 [n]."""
-    _, mean, deviation = described(reduce(moments(values, weights).sum(1)))
+    """(value − mean) / (deviation + ε), float64 [n], with the weighted mean and deviation over all replicas."""
+    _, mean, deviation = statistics(reduce(moments(values, weights).sum(1)))
     return (values - mean) / (deviation + EPSILON)
 
 
 def _of_groups(rewards: Rewards, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and deviation of each group: float64 [groups] each."""
+    """Returns count, mean and deviation of each group: float64 [groups] each."""
     parts = moments(rewards.values, _counted(rewards))
     sums = torch.zeros(3, rewards.groups, dtype=torch.float64).index_add(1, rewards.group, parts)
-    return described(reduce(sums))
+    return statistics(reduce(sums))
 
 
-def described(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and deviation from sums of moments [3, …]."""
+def statistics(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns count, mean and deviation, [...] each, from sums of moments [3, ...]."""
     count, total, squares = sums.unbind()
     mean = total / count.clamp(min=1)
     return count, mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
 
 
 def moments(values: Tensor, weights: Tensor) -> Tensor:
-    """float64 [3, n]: weight, weighted value and weighted square."""
+    """Returns weight, weighted value and weighted square of each value: float64 [3, n]."""
     return torch.stack([weights, weights * values, weights * values.square()])

@@ -1,6 +1,6 @@
-"""The algorithms that `ppo.algorithm` names: an advantage, a loss, and what the losses of tokens are averaged over.
+"""The algorithms that `ppo.algorithm` names: an advantage, a loss, and a way to average the losses of tokens.
 
-Another one is a function in advantage.py or loss.py and a line here and in config.py.
+To add one, write a function in advantage.py or loss.py, and a line here and in config.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Algorithm:
     """`tokens`: the mean over trained tokens; `sequences`: over sequences of the mean over each one's tokens;
     `longest`: over sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
     whole: bool = False
-    """One ratio and one weight for a sequence: loss.Bounds."""
+    """Whether a sequence has one ratio and one weight, see loss.Bounds."""
     critic: Callable[[Tensor], Tensor] | None = None
-    """With a critic: trained tokens of a sequence → what each of them counts in the mean and deviation of advantages.
-    None: the other answers of the group are the baseline, and a critic has no place."""
+    """Trained tokens of a sequence → weight of each of them in the mean and deviation of a critic's advantages. None if
+    the baseline is the rest of the group, which leaves no place for a critic."""
 
 
 ALGORITHMS = {
@@ -44,10 +44,10 @@ ALGORITHMS = {
 
 
 def token_weights(mean: str, lengths: Tensor, tokens: int, sequences: int, longest: int) -> Tensor:
-    """float32 [n]: what a token of each sequence counts in a mean over the mini-batch's tokens.
+    """Returns the weight of a token of each sequence in the mean over the mini-batch's tokens, float32 [n].
 
-    lengths [n]: trained tokens of the sequences. `tokens`, `sequences`: trained ones of the mini-batch, all replicas
-    together.
+    mean: an `Algorithm.mean`; lengths [n]: the trained tokens of each sequence; tokens, sequences: the trained tokens,
+    and sequences with any, of the mini-batch on all replicas; longest: rollout.max_new_tokens.
     """
     if mean == "tokens":
         return torch.ones(len(lengths))

@@ -1,8 +1,8 @@
-"""What is done about weights π_prox/π_behav far from 1; `ppo.correction` names what is applied, with a threshold each.
+"""Corrections of weights π_prox/π_behav far from 1; `ppo.correction` names those to apply, each with a threshold.
 
-A correction changes the weight of a token, or masks the token: its weight becomes 0. What is masked adds nothing to the
-loss and stays in the number of tokens, and of sequences, that the loss is divided by, as in the sources. A weight that
-is not a number is never masked, so that its step is skipped. Another correction is a function, a line in CORRECTIONS
+A correction changes the weight of a token, or masks the token: its weight becomes 0. A masked token adds nothing to the
+loss, but still counts among the tokens and sequences that the loss is divided by, as in the sources. A weight that is
+not a number is never masked, so that its step is skipped. To add a correction, write a function, a line in CORRECTIONS
 and its name in config.py.
 """
 
@@ -18,7 +18,7 @@ from areal_megatron.ppo.advantage import Reduce
 from areal_megatron.ppo.selection import first_beyond
 
 TRUNCATED, SECOND_MOMENT = "truncated", "m2po"
-"""Names in `ppo.correction`. The latter needs a whole mini-batch, see `within_second_moment`."""
+"""Names in `ppo.correction`. The second needs a whole mini-batch, see `within_second_moment`."""
 
 
 def truncated(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Tensor:
@@ -32,8 +32,11 @@ def icepop(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Ten
 
 
 def sequence_mask(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Tensor:
-    """Masks sequences whose geometric mean of weights is outside [1/bound, bound]: unlike their product it does not
-    grow with the length (Geo-Mask: Li and Liu, "When Speed Kills Stability", part 3)."""
+    """Masks sequences whose geometric mean of weights is outside [1/bound, bound].
+
+    Unlike the product of the weights it does not grow with the length (Geo-Mask: Li and Liu, "When Speed Kills
+    Stability", part 3).
+    """
     return weights.masked_fill(sequence_mean(lag, sequences).abs() > math.log(bound), 0)
 
 
@@ -42,12 +45,14 @@ CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "icepop": icepop,
     "sequence_mask": sequence_mask,
 }
-"""(weights so far, logarithms of the uncorrected ones, sequence of each token, threshold) → weights, [N] each."""
+"""(weights so far, logarithms of the uncorrected weights, sequence of each token, threshold) → weights, [N] each."""
 
 
 def corrected(lag: Tensor, sequences: Tensor, kept: Tensor, thresholds: Mapping[str, float]) -> Tensor:
-    """Weights [N] from their logarithms; 0 where `kept` is False. Of whole sequences, so that packing changes
-    nothing."""
+    """Returns the corrected weights [N] from the logarithms of the weights; 0 where `kept` is False.
+
+    The sequences must be whole, so that packing changes nothing.
+    """
     weights = lag.exp()
     for name, correct in CORRECTIONS.items():
         if name in thresholds:
@@ -56,10 +61,11 @@ def corrected(lag: Tensor, sequences: Tensor, kept: Tensor, thresholds: Mapping[
 
 
 def within_second_moment(lag: Tensor, threshold: float, reduce: Reduce) -> Tensor:
-    """bool [N]: what is kept when the largest (log π_prox/π_behav)² of a mini-batch are masked until the mean over the
-    others is at most `threshold` (M2PO, arXiv 2510.01161). Equal ones are masked together.
+    """Returns which tokens M2PO keeps, bool [N] (arXiv 2510.01161).
 
-    lag: log weights of this replica's part of the mini-batch; every replica calls this.
+    The tokens of a mini-batch with the largest (log π_prox/π_behav)² are masked until the mean over the others is at
+    most `threshold`. Equal ones are masked together. lag: the log weights of this replica's part of the mini-batch.
+    Collective.
     """
     moments = lag.float().square()
     ordered = moments.nan_to_num(torch.inf, posinf=torch.inf)
@@ -67,7 +73,7 @@ def within_second_moment(lag: Tensor, threshold: float, reduce: Reduce) -> Tenso
 
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """The mean of the sequence that each belongs to."""
+    """Returns, for each value, the mean over its sequence: [N]."""
     count = int(sequences.max()) + 1 if len(sequences) else 0
     total = values.new_zeros(count).index_add(0, sequences, values)
     lengths = values.new_zeros(count).index_add(0, sequences, torch.ones_like(values))

@@ -1,8 +1,7 @@
-"""Policy losses with the behaviour and the proximal policy decoupled (AReaL, Equation 5).
+"""Policy losses with decoupled behaviour and proximal policies (AReaL, Equation 5).
 
-All tensors are [N], an element for each trained token of a micro-batch, its sequences one after another; `sequences`
-says to which each belongs. Only `current` gets a gradient. Naive PPO is the same with the behaviour policy as the
-proximal one.
+All tensors are [N], one element for each trained token of a micro-batch, in order; `sequences` gives the number of each
+token's sequence. Only `current` gets a gradient. In naive PPO the behaviour policy is also the proximal one.
 """
 
 from __future__ import annotations
@@ -18,31 +17,34 @@ from areal_megatron.ppo.correction import TRUNCATED, corrected, sequence_mean
 
 @dataclass(frozen=True)
 class Tokens:
-    """Log-probabilities under three policies, and what goes with them."""
+    """The trained tokens: log-probabilities under three policies, advantages, sequences, masks."""
 
     current: Tensor
     proximal: Tensor
     behaviour: Tensor
     advantages: Tensor
     sequences: Tensor
-    """int64: number of the token's sequence in its micro-batch"""
+    """int64: the number, from 0, of the token's sequence in its micro-batch."""
     kept: Tensor
-    """bool: False where a correction of the whole mini-batch masks the token"""
+    """bool: False where a correction of the whole mini-batch masks the token."""
 
 
 @dataclass(frozen=True)
 class Bounds:
+    """The limits of ratios and weights."""
+
     low: float
     high: float
-    """A ratio u = π_θ/π_prox is clipped to 1 − low and 1 + high."""
+    """The ratio u = π_θ/π_prox is clipped to [1 − low, 1 + high]."""
     correction: Mapping[str, float]
-    """Of the weight w = π_prox/π_behav: thresholds by the names of correction.py."""
+    """Thresholds for the weight w = π_prox/π_behav, by the names of correction.py."""
     whole: bool = False
-    """One u and one w for a sequence, the geometric means over its tokens (GSPO, arXiv 2507.18071, Equation 7)."""
+    """Whether a sequence has one u and one w, the geometric means over its tokens (GSPO, arXiv 2507.18071,
+    Equation 7)."""
 
 
 def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """−w · min(u·A, clip(u)·A) of each token (arXiv 2505.24298, Equation 5), w corrected."""
+    """Returns −w · min(u·A, clip(u)·A) of each token, with corrected w (arXiv 2505.24298, Equation 5)."""
     drift, lag = _log_ratios(tokens, bounds)
     ratio, advantages = drift.exp(), tokens.advantages
     pessimistic = torch.minimum(ratio * advantages, _clip(ratio, bounds) * advantages)
@@ -50,27 +52,29 @@ def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
 
 
 def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """−w · clip(u) · A · log π_θ, u without gradient: every token has one (CISPO, arXiv 2506.13585, Equation 4), w
-    corrected."""
+    """Returns −w · clip(u) · A · log π_θ of each token, with corrected w (CISPO, arXiv 2506.13585, Equation 4).
+
+    No gradient goes through u, so that every token has a gradient, clipped or not.
+    """
     drift, lag = _log_ratios(tokens, bounds)
     ratio = _clip(drift.detach().exp(), bounds)
     return -_weights(lag, tokens, bounds) * ratio * tokens.advantages * tokens.current
 
 
 def log_linear(current: Tensor, behaviour: Tensor, staleness: Tensor, ahead: float) -> Tensor:
-    """log π_prox ≈ log π_behav + α · (log π_θ − log π_behav), α = (v_prox − v_behav) / (v_θ − v_behav), from the
-    versions v (AReaL's log-linear approximation of the proximal policy).
+    """Returns AReaL's log-linear approximation of log π_prox, from versions v.
 
-    staleness [N]: v_prox − v_behav; ahead: v_θ − v_prox, the share of the update's steps that were taken. Before the
-    first one the current policy is the proximal one.
+    log π_prox ≈ log π_behav + α · (log π_θ − log π_behav) with α = (v_prox − v_behav) / (v_θ − v_behav).
+    staleness [N]: v_prox − v_behav. ahead: v_θ − v_prox, the share of the update's steps that have been taken. Before
+    the first step the current policy is the proximal one.
     """
     if not ahead:
         return current
     return behaviour + staleness / (staleness + ahead) * (current - behaviour)
 
 
-def sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Tensor]:
-    """Sums over the tokens of what is reported as a mean; those of parts of a batch add up."""
+def metric_sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Tensor]:
+    """Returns the sums over the tokens of the metrics that are reported as means; sums of micro-batches add up."""
     drift, lag = _log_ratios(tokens, bounds)
     ratio, weight, up = drift.exp(), lag.exp(), tokens.advantages > 0
     outside = torch.where(up, ratio > 1 + bounds.high, ratio < 1 - bounds.low) & (tokens.advantages != 0)
@@ -89,12 +93,12 @@ def sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Tensor]:
 
 
 def effective_share(weight: float, weight_squared: float, tokens: float) -> float:
-    """Effective sample size of the weights π_prox/π_behav over their number: 1 / (1 + χ²)."""
+    """Returns the effective sample size of the weights π_prox/π_behav over their number: 1 / (1 + χ²)."""
     return weight**2 / (tokens * weight_squared) if weight_squared else 1.0
 
 
 def _log_ratios(tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """log u and log w"""
+    """Returns log u and log w."""
     drift, lag = tokens.current - tokens.proximal, tokens.proximal - tokens.behaviour
     if not bounds.whole:
         return drift, lag
@@ -110,5 +114,5 @@ def _clip(ratio: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _k3(drift: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(a ‖ b), never negative, from samples of a: drift is log b − log a."""
+    """Returns Schulman's k3 estimate of KL(a ‖ b), summed, from samples of a. drift: log b − log a."""
     return (drift.exp() - 1 - drift).sum()

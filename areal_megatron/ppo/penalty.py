@@ -1,13 +1,14 @@
-"""What is added to the policy loss; `ppo.penalty` names it, with a coefficient each.
+"""Penalties that are added to the policy loss; `ppo.penalty` names them, each with a coefficient.
 
-It is added for every trained token, also for one that a correction masks, and averaged as the policy loss is; `kl_k1`
-alone is part of the advantage. Another penalty is a function, a line in PENALTIES and its name in config.py.
+A penalty is added for every trained token, even one that a correction masks, and averaged as the policy loss is; only
+`kl_k1` is part of the advantage instead. To add a penalty, write a function, a line in PENALTIES and its name in
+config.py.
 
-Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ: k1 = log π_θ − log π_ref, k2 = k1² / 2 and k3 = π_ref/π_θ −
-1 + k1. As values k1 and k3 have the right mean. As losses, that is by their gradients, it is k2: its mean gradient is
-that of KL(π_θ ‖ π_ref), as is that of k1 taken off the reward. The mean gradient of k1 itself is 0, and that of k3 is
-of KL(π_ref ‖ π_θ), equal near the reference only (Liu et al., arXiv 2510.01555). Tokens of an older policy are taken as
-if they were of π_θ, but for k1, which is weighed as rewards are.
+Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ are k1 = log π_θ − log π_ref, k2 = k1² / 2 and
+k3 = π_ref/π_θ − 1 + k1. The values of k1 and k3 have the right mean. Of the gradients, that of k2 as a loss has the
+right mean, and so has that of k1 subtracted from the reward. The mean gradient of k1 as a loss is 0, and that of k3 is
+the gradient of KL(π_ref ‖ π_θ), which is equal only near the reference (Liu et al., arXiv 2510.01555). Tokens of an
+older policy are treated as if they were of π_θ, except in k1, which is weighted as rewards are.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 
 IN_REWARD = "kl_k1"
-"""The name of the one that `penalised` takes off the advantages."""
+"""The name of the penalty that `penalised` subtracts from the advantages."""
 
 
 def entropy_bonus(current: Tensor, entropy: Tensor, reference: Tensor | None) -> Tensor:
-    """−H(π_θ) of the distribution that a token was sampled from: less entropy costs (arXiv 1602.01783, Section 4)."""
+    """−H(π_θ), so that entropy lowers the loss (arXiv 1602.01783, Section 4)."""
     return -entropy
 
 
@@ -41,11 +42,11 @@ PENALTIES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "kl_k2": k2,
     "kl_k3": k3,
 }
-"""(log π_θ, entropy of its distribution, log π_ref) → penalty, [N] each."""
+"""(log π_θ, entropy of the distribution that the token was sampled from, log π_ref) → penalty, [N] each."""
 
 
 def penalty(current: Tensor, entropy: Tensor, reference: Tensor | None, coefficients: Mapping[str, float]) -> Tensor:
-    """[N]: the sum of what is named, each times its coefficient. Without a KL to it `reference` may be None."""
+    """Returns the sum [N] of the named penalties times their coefficients; `reference` is None without a KL penalty."""
     total = torch.zeros_like(current)
     for name, penalise in PENALTIES.items():
         if name in coefficients:
@@ -56,8 +57,10 @@ def penalty(current: Tensor, entropy: Tensor, reference: Tensor | None, coeffici
 def penalised(
     advantages: Tensor, current: Tensor, reference: Tensor | None, coefficients: Mapping[str, float]
 ) -> Tensor:
-    """Advantages [N] less the coefficient of `kl_k1` times k1 of the token itself, without gradient (arXiv 2203.02155
-    takes it off the reward)."""
+    """Returns the advantages [N] minus the coefficient of `kl_k1` times the token's k1, without gradient.
+
+    arXiv 2203.02155 subtracts it from the reward.
+    """
     if IN_REWARD not in coefficients:
         return advantages
     return advantages - coefficients[IN_REWARD] * (current.detach() - reference)

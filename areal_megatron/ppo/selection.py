@@ -1,4 +1,4 @@
-"""Order statistics of values that are spread over replicas, exact, without bringing the values together."""
+"""Exact order statistics of values that are spread over replicas, without gathering the values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _BINS = 256
 
 
 def first_beyond(values: Tensor, within: Callable[[Tensor, Tensor], Tensor], reduce: Reduce) -> float:
-    """The smallest of the values for which, of all values up to and including it, `within` is False; inf if there is
-    none.
+    """Returns the smallest value v of all replicas for which `within` is False, or inf if there is none.
 
-    values: float32 [n], not negative. within: (count, sum), float64 [k] each → bool [k]; once False, it must be so for
-    all larger values. Radix selection: non-negative floats are ordered as their bits are, and four times 256 counts and
-    sums, by eight bits each, are reduced whatever n is.
+    values: float32 [n], not negative. within: (count, sum) of the values up to v, float64 [k] each → bool [k]; if it is
+    False for v, it must be False for all larger values.
+
+    This is a radix selection: non-negative floats are ordered as their bits are. For each of four groups of eight bits
+    256 counts and sums are reduced, whatever n is.
     """
     keys = values.contiguous().view(torch.int32)
     chosen, prefix, below = torch.ones_like(keys, dtype=torch.bool), 0, torch.zeros(2, 1, dtype=torch.float64)
@@ -28,7 +29,7 @@ def first_beyond(values: Tensor, within: Callable[[Tensor, Tensor], Tensor], red
         held = reduce(torch.stack([counts.double(), sums]).cpu())
         upto = below + held.cumsum(1)
         beyond = ~within(*upto)
-        if shift < 24:  # it is among these, even where their sum in this order is rounded otherwise
+        if shift < 24:  # one of these is beyond, even if their sum is rounded differently in this order
             beyond[held[0].nonzero()[-1]] = True
         if not beyond.any():
             return float("inf")
@@ -40,8 +41,8 @@ def first_beyond(values: Tensor, within: Callable[[Tensor, Tensor], Tensor], red
 
 
 def quantile(values: Tensor, share: float, count: float, reduce: Reduce) -> float:
-    """The smallest of all replicas' values, `count` together, that at least that share of them do not exceed.
+    """Returns the `share` quantile of all replicas' values (nearest rank).
 
-    values: float32 [n], not negative; `count` above 0.
+    values: float32 [n], not negative; count: their number on all replicas, above 0.
     """
     return first_beyond(values, lambda upto, _: upto < share * count, reduce)

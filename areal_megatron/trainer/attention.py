@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences with grouped queries: the one `core_attention` of the trainer.
+"""Causal attention over packed sequences with grouped queries: the trainer's only `core_attention`.
 
-Megatron's own DotProductAttention refuses packing. A micro-batch is one row of T tokens [T, 1, ...] in which
-whole sequences follow each other; `Packed` says where each begins. Without `Packed` the tokens are [s, b, ...],
-b sequences of the same length.
+Megatron's own DotProductAttention refuses packing. A micro-batch is one row of T tokens [T, 1, ...] of whole
+sequences, one after another; `Packed` says where each begins. Without `Packed` the tokens are [s, b, ...], b sequences
+of the same length.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from megatron.core.transformer.module import MegatronModule
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Where the sequences of a micro-batch lie.
+    """The lengths of the sequences of a micro-batch, in their order.
 
-    `qkv_format` stays None: with "thd" Megatron would rotate each sequence in a Python loop, while
-    `positions` give the rotation of all tokens at once.
+    `qkv_format` stays None: with "thd" Megatron would apply rotary embeddings to each sequence in a Python loop, while
+    `positions` lets it treat all tokens at once.
     """
 
     lengths: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     routes: torch.Tensor | None = None
-    """int16 [layers, T, k]: the experts that tokens go to (trainer/routing.py), or −1; None: no token's are given."""
+    """int16 [layers, T, k]: the experts that tokens go to (trainer/routing.py), −1 where the router chooses; None if it
+    chooses for all tokens."""
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """int64 [T]: place of each token in its sequence."""
+        """int64 [T]: the place of each token in its sequence."""
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
     @cached_property
     def boundaries(self) -> torch.Tensor:
-        """int32 [sequences + 1]: first token of each sequence, then T."""
+        """int32 [sequences + 1]: the first token of each sequence, then T."""
         return torch.from_numpy(np.cumsum((0, *self.lengths), dtype=np.int32)).to(self.device)
 
     @cached_property
@@ -47,24 +48,26 @@ class Packed(PackedSeqParams):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sequences in a few padded blocks [rows, width], each of sequences of similar length.
+    """The sequences in a few padded blocks [rows, width], each with sequences of similar length.
 
-    One long row would cost T² operations, a call a sequence costs too many calls, and one block would be
-    padded to the longest. In a block a row's padding comes last: causal attention keeps it from every real
-    token, so it may hold anything finite, and receives no gradient.
+    One long row would cost T² operations, one call for each sequence too many calls, and a single block would be padded
+    to the longest sequence. Padding comes last in a row of a block, where causal attention hides it from all real
+    tokens: it may hold anything finite, and receives no gradient.
     """
 
     shapes: tuple[tuple[int, int], ...]
+    """(rows, width) of each block."""
     taken: torch.Tensor
-    """int64 [Σ rows × width]: the token at each place of the blocks, one after the other."""
+    """int64 [Σ rows × width]: the token at each place of the blocks, in order."""
     padding: torch.Tensor
-    """bool [Σ rows × width]"""
+    """bool [Σ rows × width]: the places that hold padding."""
     place: torch.Tensor
-    """int64 [T]: where each token lies in the blocks."""
+    """int64 [T]: the place of each token in the blocks."""
 
     WASTE = 1.5
-    """Longest over shortest sequence of a block; below SHORT tokens everything shares a block."""
+    """The most that the longest sequence of a block may be a multiple of the shortest."""
     SHORT = 32
+    """Sequences of up to so many tokens share a block, whatever their lengths."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> Blocks:
@@ -91,7 +94,7 @@ class Blocks:
 
 
 class _ToBlocks(torch.autograd.Function):
-    """[T, ...] → [Σ rows × width, ...]. Backward picks instead of scattering: padding has no gradient."""
+    """[T, ...] → [Σ rows × width, ...]. The backward pass selects instead of scattering: padding has no gradient."""
 
     @staticmethod
     def forward(ctx, tokens, blocks):
@@ -143,7 +146,7 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None:
             out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
-        # the kernel behind varlen_attn has neither a CPU nor a float32 version
+        # The kernel behind varlen_attn has neither a CPU nor a float32 version.
         attend = _packed_varlen if query.is_cuda and query.dtype != torch.float32 else _packed_blocks
         out = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params, self.scale)
         return out.flatten(1).unsqueeze(1)
@@ -159,19 +162,9 @@ def _packed_varlen(query, key, value, packed, scale):
     """[T, heads, d] → the same"""
     from torch.nn.attention.varlen import varlen_attn  # imports compiler machinery that a CPU does without
 
-    longest = max(packed.lengths)
-    return varlen_attn(
-        query,
-        key,
-        value,
-        packed.boundaries,
-        packed.boundaries,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.size(1) != key.size(1),
-    )
+    starts, longest, grouped = packed.boundaries, max(packed.lengths), query.size(1) != key.size(1)
+    sequences = (starts, starts, longest, longest)
+    return varlen_attn(query, key, value, *sequences, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
 
 
 def _packed_blocks(query, key, value, packed, scale):

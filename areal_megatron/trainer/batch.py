@@ -1,4 +1,4 @@
-"""Sequences as tensors: one packed row for each micro-batch, and what is trained in it."""
+"""Micro-batches: whole sequences packed into one row of tensors, and what is trained in it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from areal_megatron.trainer.routing import Routing
 
 @dataclass
 class MicroBatch:
-    """N trained tokens in whole sequences of T tokens together; N may be 0."""
+    """Whole sequences of T tokens in total, N of which are trained; N may be 0."""
 
     tokens: Tensor
     """int64 [1, T]"""
     packed: Packed
     rows: Tensor
-    """int64 [N]: the token before each trained token, whose hidden state predicts it"""
+    """int64 [N]: the token before each trained token, whose hidden state predicts it."""
     labels: Tensor
-    """int64 [N]: the trained tokens"""
+    """int64 [N]: the trained tokens."""
 
     @property
     def untrained(self) -> Tensor:
-        """bool [1, T]: tokens whose hidden state predicts no trained token"""
+        """bool [1, T]: the tokens whose hidden state predicts no trained token."""
         untrained = torch.ones_like(self.tokens, dtype=torch.bool)
         untrained[0, self.rows] = False
         return untrained
@@ -36,54 +36,51 @@ class MicroBatch:
 
 @dataclass
 class PPOMicroBatch:
-    """A micro-batch of PPO. float32 [N] where nothing else is said."""
+    """A micro-batch of PPO. Tensors are float32 [N] unless another type is given."""
 
     microbatch: MicroBatch
     behaviour: Tensor
-    """Log-probabilities with which the tokens were sampled."""
+    """The log-probabilities that the tokens were sampled with."""
     advantages: Tensor
     by_this_version: Tensor
-    """bool [N]: sampled by the version that is trained, all of its context computed by it too."""
+    """bool [N]: whether the version that is trained sampled the token and computed all of its context."""
     staleness: Tensor
-    """Versions between the one that sampled a token and the one that is trained."""
+    """The version that is trained minus the version that sampled the token."""
     sequences: Tensor
-    """int64 [N]: the sequence of each, from 0"""
+    """int64 [N]: the number, from 0, of the token's sequence."""
     weights: Tensor
-    """What a token's loss counts in the mean over tokens."""
+    """The weight of the token's loss in the mean over tokens."""
     kept: Tensor
     """bool [N]: False where a correction of the whole mini-batch masks the token."""
-    proximal: Tensor | None
-    """Log-probabilities before this batch's first step; None where the current ones are the same, and where they are
-    interpolated."""
+    proximal: Tensor | None = None
+    """Log-probabilities before this batch's first step; None if they equal the current ones or are interpolated."""
     reference: Tensor | None = None
-    """Log-probabilities under the reference model; None where there is none."""
+    """Log-probabilities under the reference model; None without one."""
     values: Tensor | None = None
-    """Of the states before the tokens, by the critic before this batch's first step; None where there is none."""
+    """The critic's values of the states before the tokens, before this batch's first step; None without a critic."""
     returns: Tensor | None = None
-    """What the critic learns them to be."""
+    """The returns that the critic learns to predict; None without a critic."""
 
 
 def pack(
     sequences: Sequence[np.ndarray], trained: Sequence[np.ndarray], multiple: int, device: torch.device
 ) -> MicroBatch:
-    """Sequences (int32 [n]) in their order, with the places (from 1 to n − 1) of the tokens trained in each.
+    """Packs sequences (int32 [n]) in their order; `trained`: the places, from 1 to n − 1, of each one's trained tokens.
 
-    T is a multiple of `multiple`: tokens of a last, untrained sequence fill it up, so that sequence
-    parallelism can cut the row evenly and no sequence at all is a row as well.
+    A last, untrained sequence fills T up to a multiple of `multiple`, so that sequence parallelism can cut the row
+    evenly. Without any sequence the row consists of this filler.
     """
     lengths = [len(sequence) for sequence in sequences]
     total = max(sum(lengths), 1)
     filler = -(-total // multiple) * multiple - sum(lengths)
     starts = np.cumsum([0, *lengths])
-    row = np.concatenate([*sequences, np.zeros(filler, dtype=np.int32)]).astype(np.int64)
-    places = [start + places for start, places in zip(starts, trained, strict=False)]
-    targets = np.concatenate([np.zeros(0, dtype=np.int64), *places])
-    move = lambda array: torch.from_numpy(array).to(device)  # noqa: E731
+    row = _joined([*sequences, np.zeros(filler, np.int64)], np.int64)
+    targets = _joined([start + places for start, places in zip(starts, trained, strict=False)], np.int64)
     return MicroBatch(
-        tokens=move(row)[None],
+        tokens=torch.from_numpy(row[None]).to(device),
         packed=Packed(lengths=(*lengths, filler) if filler else tuple(lengths), device=device),
-        rows=move(targets - 1),
-        labels=move(row[targets]),
+        rows=torch.from_numpy(targets - 1).to(device),
+        labels=torch.from_numpy(row[targets]).to(device),
     )
 
 
@@ -97,45 +94,37 @@ def pack_trajectories(
     device: torch.device,
     routing: Routing | None = None,
 ) -> PPOMicroBatch:
-    """Trajectories, with advantage and weight of each one's tokens, as one micro-batch; `proximal` stays None, all is
-    kept.
+    """Packs trajectories into one micro-batch, with the advantage and the weight of each one's tokens.
 
-    Routes are replayed if `routing` says what the model's are like.
+    `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
+    `routing` is given. Raises ConfigError for routes of another model.
     """
-    masks = [t.loss_mask.astype(bool) for t in trajectories]
-    own = [_by_version(t, version, kv_policy) for t in trajectories]
-
-    def trained(values: Sequence[np.ndarray], dtype: type) -> Tensor:
-        kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
-        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *kept]).astype(dtype)).to(device)
-
-    def alike(values: Sequence[float]) -> list[np.ndarray]:
-        return [np.full(len(t.response), value) for t, value in zip(trajectories, values, strict=True)]
-
+    trained = _joined([t.loss_mask for t in trajectories], np.bool_)
     microbatch = pack(
         [np.concatenate((t.prompt, t.response)) for t in trajectories],
-        [len(t.prompt) + np.flatnonzero(mask) for t, mask in zip(trajectories, masks, strict=True)],
+        [len(t.prompt) + np.flatnonzero(t.loss_mask) for t in trajectories],
         multiple,
         device,
     )
     if routing:
         microbatch.packed.routes = routing.pack(trajectories, microbatch.tokens.numel())
-    return PPOMicroBatch(
-        microbatch=microbatch,
-        behaviour=trained([t.logprobs for t in trajectories], np.float32),
-        advantages=trained(alike(advantages), np.float32),
-        sequences=trained(alike(range(len(trajectories))), np.int64),
-        weights=trained(alike(weights), np.float32),
-        kept=trained(alike([True] * len(trajectories)), np.bool_),
-        by_this_version=trained(own, np.bool_),
-        staleness=trained([version - t.versions for t in trajectories], np.float32),
-        proximal=None,
-    )
+    lengths = np.array([len(t.response) for t in trajectories], dtype=np.int64)
+    sequences = np.repeat(np.arange(len(trajectories)), lengths)[trained]
+    staleness = version - _joined([t.versions for t in trajectories], np.int32)[trained]
+    fresh = staleness == 0
+    if kv_policy == "keep":  # tokens after an update attend to keys and values of older versions
+        fresh &= np.array([t.admission_version == version for t in trajectories], dtype=np.bool_)[sequences]
+    columns = {
+        "behaviour": _joined([t.logprobs for t in trajectories], np.float32)[trained],
+        "advantages": np.array(advantages, dtype=np.float32)[sequences],
+        "weights": np.array(weights, dtype=np.float32)[sequences],
+        "sequences": sequences,
+        "staleness": staleness.astype(np.float32),
+        "by_this_version": fresh,
+        "kept": np.ones_like(fresh),
+    }
+    return PPOMicroBatch(microbatch, **{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
 
 
-def _by_version(trajectory: Trajectory, version: int, kv_policy: str) -> np.ndarray:
-    """bool [R]. With `keep`, tokens after an update attend to keys and values of older versions."""
-    sampled = trajectory.versions == version
-    if kv_policy == "keep" and trajectory.admission_version != version:
-        return np.zeros_like(sampled)
-    return sampled
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")

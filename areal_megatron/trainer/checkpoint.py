@@ -37,7 +37,7 @@ class Saver:
     """Saves one checkpoint at a time; every rank has one and calls it alike."""
 
     def __init__(self, trainer: Trainer):
-        self._trainer, self._timeout_s = trainer, trainer.config.machine.timeout_s
+        self._trainer, self._parallel, self._timeout_s = trainer, trainer.parallel, trainer.config.machine.timeout_s
         self._generators: dict[str, torch.Tensor] = {}
         self._image: Image | None = None
         self._metadata = b""
@@ -59,7 +59,7 @@ class Saver:
             self._lay_out()
         for name, state in checkpoint_tensors.generators().items():
             self._generators[name].copy_(state)
-        common = self._common() if self._trainer.is_first else b""
+        common = self._common() if self._parallel.is_first else b""
         self._number += 1
         self._read.clear()
         settled = self._stream and torch.get_device_module(self._trainer.device).current_stream().record_event()
@@ -74,7 +74,7 @@ class Saver:
         """
         if self._thread and not self._read.wait(self._timeout_s):
             raise RunError(
-                f"trainer-{self._trainer.rank}: the state for a checkpoint was not copied within "
+                f"trainer-{self._parallel.rank}: the state for a checkpoint was not copied within "
                 f"{self._timeout_s:.0f} s; is the device stuck?"
             )
 
@@ -93,7 +93,7 @@ class Saver:
             self._thread.join(2 * self._timeout_s)  # its own waits end by then
             if not self.done():
                 raise RunError(
-                    f"trainer-{self._trainer.rank}: its part of a checkpoint was not written within "
+                    f"trainer-{self._parallel.rank}: its part of a checkpoint was not written within "
                     f"{2 * self._timeout_s:.0f} s; is the file system stuck?"
                 )
 
@@ -106,9 +106,9 @@ class Saver:
             tensors += checkpoint_tensors.stored_tensors(model, learner.optimizer)
             objects |= checkpoint_tensors.stored_objects(model)
         self._image = Image(tensors, objects)
-        everybody = [None] * trainer.parallel.world if trainer.is_first else None
+        everybody = [None] * trainer.parallel.world if trainer.parallel.is_first else None
         dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
-        if trainer.is_first:
+        if trainer.parallel.is_first:
             self._metadata = checkpoint_file.metadata({_file(rank): entries for rank, entries in enumerate(everybody)})
 
     def _common(self) -> bytes:
@@ -130,9 +130,9 @@ class Saver:
         try:
             self._copy(settled)
             path.mkdir(parents=True, exist_ok=True)
-            self._image.write(path / _file(self._trainer.rank))
+            self._image.write(path / _file(self._parallel.rank))
         except Exception as e:  # a thread's traceback would be lost
-            error = f"the checkpoint in {path} could not be written by trainer-{self._trainer.rank}: {_said(e)}"
+            error = f"the checkpoint in {path} could not be written by trainer-{self._parallel.rank}: {_said(e)}"
         finally:
             self._read.set()
         try:
@@ -153,12 +153,12 @@ class Saver:
 
     def _conclude(self, path: Path, error: str, common: bytes, seal: Callable[[], None]) -> None:
         """Rank 0 hears from every rank how it went; raises RunError."""
-        store, key = self._trainer.parallel.store, f"checkpoint/{self._number}/"
-        if not self._trainer.is_first:
-            store.set(f"{key}{self._trainer.rank}", error)
+        store, key = self._parallel.store, f"checkpoint/{self._number}/"
+        if not self._parallel.is_first:
+            store.set(f"{key}{self._parallel.rank}", error)
         errors = [error] if error else []
         deadline = time.monotonic() + self._timeout_s
-        for rank in range(1, self._trainer.parallel.world if self._trainer.is_first else 0):
+        for rank in range(1, self._parallel.world if self._parallel.is_first else 0):
             while not store.check([f"{key}{rank}"]):
                 if time.monotonic() > deadline:
                     raise RunError(
@@ -169,7 +169,7 @@ class Saver:
             errors += filter(None, [store.get(f"{key}{rank}").decode()])
         if errors:
             raise RunError("; ".join(errors))
-        if self._trainer.is_first:
+        if self._parallel.is_first:
             checkpoint_file.write(path / "common.pt", memoryview(common))
             checkpoint_file.write(path / ".metadata", memoryview(self._metadata))
             checkpoint_file.write(path / "metadata.json", memoryview(json.dumps(BACKEND).encode()))
@@ -202,7 +202,7 @@ def load(trainer: Trainer, path: Path) -> None:
                 learner.optimizer.load(found["optimizer"], found["schedule"])
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError, AssertionError) as e:
         raise RunError(
-            f"trainer-{trainer.rank}: the checkpoint in {path} cannot be loaded into this model and these "
+            f"trainer-{trainer.parallel.rank}: the checkpoint in {path} cannot be loaded into this model and these "
             f"sizes: {_said(e)}"
         ) from e
     if "generators" in loaded:

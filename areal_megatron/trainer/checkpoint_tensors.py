@@ -143,7 +143,7 @@ def generator_state(trainer: Trainer) -> dict[str, ShardedTensor]:
     """The generators as megatron-core loads them: one row a rank."""
     return {
         name: ShardedTensor.from_rank_offsets(
-            f"{GENERATORS}.{name}", state, (0, trainer.rank, trainer.parallel.world), prepend_axis_num=1
+            f"{GENERATORS}.{name}", state, (0, trainer.parallel.rank, trainer.parallel.world), prepend_axis_num=1
         )
         for name, state in generators().items()
     }
@@ -151,5 +151,5 @@ def generator_state(trainer: Trainer) -> dict[str, ShardedTensor]:
 
 def stored_generators(trainer: Trainer, states: dict[str, Tensor]) -> Iterator[Stored]:
     for name, state in states.items():
-        row = Box((trainer.rank, 0), (trainer.rank + 1, len(state)))
+        row = Box((trainer.parallel.rank, 0), (trainer.parallel.rank + 1, len(state)))
         yield Stored(f"{GENERATORS}.{name}", (trainer.parallel.world, len(state)), row, state)

@@ -1,9 +1,9 @@
-"""Lets megatron-core run on a machine without CUDA.
+"""Makes megatron-core run on a machine without CUDA.
 
-megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the
-name `torch` inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in
-that forwards everything to torch except the few calls below. With a CUDA device nothing is touched, but for a
-name that megatron-core forgets to define without TransformerEngine.
+megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the name `torch`
+inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in that forwards everything to
+torch except the few calls below. With a CUDA device the only change is a name that megatron-core fails to define
+without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ MODULES = (
     "megatron.core.tensor_parallel",
     "megatron.core.transformer.moe.moe_layer",
 )
-"""What the trainer imports; whatever these import in their turn is adapted with them."""
+"""The modules that the trainer imports. The modules that these import are adapted too."""
 
 
 def adapt_megatron() -> None:
-    """Imports megatron-core, adapted if no CUDA device is visible. Call before anything else imports it."""
+    """Imports megatron-core and adapts it if no CUDA device is visible. Must run before anything else imports it."""
     on_cpu = not torch.cuda.is_available()
-    # About parts that are not required (TransformerEngine, apex), about defaults of its own, and about
-    # collectives that torch 2.13 has begun to rename: nothing that a user could act upon.
+    # These warnings are about parts that are not required (TransformerEngine, apex), megatron-core's own defaults, and
+    # collectives that torch 2.13 has begun to rename: a user could do nothing about them.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
-    # Fused functions are compiled where they are defined; on a CPU that costs a C++ compiler and seconds at
-    # import, and gains nothing.
+    # Fused functions are compiled where they are defined. On a CPU that needs a C++ compiler, takes seconds at import,
+    # and gains nothing.
     with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
         for name in MODULES:
             importlib.import_module(name)
     routing = sys.modules["megatron.core.transformer.moe.moe_utils"]
     if not hasattr(routing, "te_general_gemm"):
-        routing.te_general_gemm = None  # what its callers ask for where there is no TransformerEngine
+        routing.te_general_gemm = None  # its callers check for None where there is no TransformerEngine
     if on_cpu:
         stand_in = _Torch()
         for name, module in list(sys.modules.items()):
@@ -62,10 +62,10 @@ def adapt_megatron() -> None:
 
 @contextlib.contextmanager
 def cpu_passes_for_cuda() -> Iterator[None]:
-    """While it is open, CPU tensors say that they are torch.cuda.FloatTensor and so on, and stay where they are.
+    """A context in which CPU tensors give their type as torch.cuda.FloatTensor and so on, and `cuda()` moves nothing.
 
-    To be open while the model and its optimizer are built: the distributed optimizer sorts parameters by these
-    names and knows no others, and tied embeddings are moved to "the" CUDA device. Also while the optimizer's state is
+    Needed while the model and its optimizer are built: the distributed optimizer groups parameters by these names and
+    knows no others, and tied embeddings are moved to "the" CUDA device. Needed too while the optimizer's state is
     gathered for a checkpoint.
     """
     if torch.cuda.is_available():
@@ -95,7 +95,7 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module that has what `original` has, unless a subclass says otherwise."""
+    """A module with the attributes of `original`, except those that a subclass sets."""
 
     def __init__(self, original: ModuleType):
         super().__init__(original.__name__)
@@ -108,7 +108,7 @@ class _StandIn(ModuleType):
 
 
 class _Cuda(_StandIn):
-    """torch.cuda of a machine whose only device is the CPU, and on which nothing is asynchronous."""
+    """torch.cuda for a machine whose only device is the CPU, where nothing is asynchronous."""
 
     def __init__(self):
         super().__init__(torch.cuda)
@@ -123,7 +123,7 @@ class _Cuda(_StandIn):
 
 
 class _Stream:
-    """The one stream of a CPU, and an event on it: everything has happened already."""
+    """The only stream of a CPU, and an event on it that has always happened already."""
 
     def record_event(self) -> _Stream:
         return self
@@ -132,7 +132,7 @@ class _Stream:
 
 
 class _Torch(_StandIn):
-    """torch whose factories make CPU tensors where they are asked for CUDA ones."""
+    """torch, with factories that make CPU tensors when asked for CUDA ones."""
 
     def __init__(self):
         super().__init__(torch)
@@ -151,18 +151,18 @@ def _on_cpu(factory):
 
 
 def _use_cpu_generator() -> None:
-    """Activation recomputation saves and restores the generator of the device, which is the CPU's here."""
+    """Makes activation recomputation save and restore the CPU's random generator, which is the device's here."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns that the CPU's generator is in use
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns about the CPU's generator
 
 
 def _exchange_uneven_parts() -> None:
-    """Ranks send each expert as many tokens as chose it.
+    """Lets ranks send each expert as many tokens as chose it.
 
-    gloo gathers and scatters equal parts only, and an all-to-all takes the sizes of its parts as numbers, to
-    which megatron-core turns CUDA tensors but no others.
+    gloo gathers and scatters equal parts only. An all-to-all takes the sizes of its parts as numbers, and
+    megatron-core converts only CUDA tensors to these.
     """
     dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
     mappings = sys.modules["megatron.core.tensor_parallel.mappings"]

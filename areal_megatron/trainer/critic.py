@@ -1,4 +1,4 @@
-"""The critic: a value model of the policy's size, which says what a state is worth and learns it from the returns."""
+"""The critic: a value model of the policy's size, which learns the values of states from the returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,10 +33,9 @@ MEANS = ("value_loss", "value_clip_share", "value_mean", "return_mean")
 
 
 class Critic:
-    """It lies on the policy's ranks in the policy's layout, and begins with the weights of model.path and a head of
-    zeros.
+    """A value model on the policy's ranks, in the policy's layout; `ppo.critic` has its settings.
 
-    `ppo.critic` has its settings.
+    Begins with the weights of model.path and a head of zeros.
     """
 
     def __init__(self, config: Config, sizes: MegatronSizes, parallel: Parallel, timeline: Timeline):
@@ -43,8 +43,8 @@ class Critic:
         self._gamma, self._lambda = settings.get("gamma", 1.0), settings.get("lambda", 1.0)
         self._clip = settings.get("clip", math.inf)
         self.warmup = int(settings.get("warmup", 0))
-        """Updates that train the critic alone."""
-        self._counted = ALGORITHMS[config.ppo.algorithm].critic
+        """The number of updates, the first ones, that train the critic alone."""
+        self._weigh = ALGORITHMS[config.ppo.algorithm].critic
         self._parallel, self._timeline = parallel, timeline
         chunks = build_model(config, sizes, parallel.device, ValueModel)
         loaded = {name: values for name, values in tensors(chunks).items() if not is_head(name)}
@@ -54,25 +54,25 @@ class Critic:
         self.learner = Learner(chunks, ModelOptimizer(optimizer, chunks, config.updates * config.ppo.minibatches))
 
     def assess(self, part: BatchPart, minibatches: list[list[PPOMicroBatch]]) -> dict[str, float]:
-        """Sets values, returns and, normalised over the batch, advantages of the micro-batches, on the last stage.
+        """Sets values, returns and advantages (normalised over the batch) of the micro-batches, on the last stage.
 
-        Gives what is reported about them. Collective.
+        Returns the metrics that describe them. Collective.
         """
-        every = [sampled for minibatch in minibatches for sampled in minibatch]
-        members = [microbatch for minibatch in part.minibatches for microbatch in minibatch]
-        with self._timeline.span("values", tokens=_tokens(every)):
-            work = [(sampled.microbatch, partial(_values, microbatch=sampled.microbatch)) for sampled in every]
+        microbatches = list(chain(*minibatches))
+        work = [(sampled.microbatch, partial(_values, microbatch=sampled.microbatch)) for sampled in microbatches]
+        with self._timeline.span("values", tokens=pipeline.token_count(work)):
             values = pipeline.forward(self.learner.chunks, work)
-        known = every if self._parallel.is_last_stage else []
+        known = microbatches if self._parallel.is_last_stage else []
         raw, weights = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
-        for sampled, own, of in zip(known, values, members, strict=False):
-            rewards = torch.tensor([part.trajectories[i].reward for i in of], dtype=torch.float64, device=own.device)
-            final = at_the_end(rewards, sampled.sequences)
-            found = gae(final, own, sampled.sequences, self._gamma, self._lambda)
-            sampled.values, sampled.returns = own, (found + own).float()
+        for sampled, own, members in zip(known, values, chain(*part.minibatches), strict=False):
+            rewards = [part.trajectories[i].reward for i in members]
+            rewards = torch.tensor(rewards, dtype=torch.float64, device=own.device)
+            per_token = at_the_end(rewards, sampled.sequences)
+            advantages = gae(per_token, own, sampled.sequences, self._gamma, self._lambda)
+            sampled.values, sampled.returns = own, (advantages + own).float()
             lengths = sampled.sequences.bincount()[sampled.sequences].double()
-            raw.append(found.cpu())
-            weights.append(self._counted(lengths).cpu())
+            raw.append(advantages.cpu())
+            weights.append(self._weigh(lengths).cpu())
         advantages = normalised(torch.cat(raw), torch.cat(weights), self._parallel.sum_of_last_stages)
         for sampled, own in zip(known, advantages.split([len(sampled.values) for sampled in known]), strict=True):
             sampled.advantages = own.float().to(self._parallel.device)
@@ -81,28 +81,28 @@ class Critic:
     def train(
         self, minibatches: list[list[PPOMicroBatch]], before: Callable[[], None]
     ) -> tuple[bool, dict[str, float]]:
-        """An optimizer step for each mini-batch, `before` right before the first: whether any was taken, and what is
-        reported."""
-        tally, steps = TokenSums(), Steps(before)
+        """Takes an optimizer step for each mini-batch; `before` is called right before the first.
+
+        Returns whether any step was taken, and the metrics.
+        """
+        sums, steps = TokenSums(), Steps(before)
         for minibatch in minibatches:
-            work = [(e.microbatch, partial(self._loss, sampled=e, tally=tally)) for e in minibatch]
-            with self._timeline.span("train critic", tokens=_tokens(minibatch)):
+            work = [(sampled.microbatch, partial(self._loss, sampled=sampled, sums=sums)) for sampled in minibatch]
+            with self._timeline.span("train critic", tokens=pipeline.token_count(work)):
                 norm = self.learner.gradient(work)
             self.learner.step(norm, steps)
         self.learner.optimizer.settle()
-        totals = tally.totals(self._parallel, ("tokens", *MEANS))
+        totals = sums.totals(self._parallel, ("tokens", *MEANS))
         metrics = {name: totals[name] / max(totals["tokens"], 1) for name in MEANS}
+        metrics |= {"value_lr": self.learner.optimizer.lr, "value_skipped_steps": steps.skipped}
         if steps.norms:
             metrics["value_grad_norm"] = sum(steps.norms) / len(steps.norms)
-        return bool(steps.norms), metrics | {
-            "value_lr": self.learner.optimizer.lr,
-            "value_skipped_steps": steps.skipped,
-        }
+        return bool(steps.norms), metrics
 
-    def _loss(self, values: Tensor, sampled: PPOMicroBatch, tally: TokenSums) -> Tensor:
+    def _loss(self, values: Tensor, sampled: PPOMicroBatch, sums: TokenSums) -> Tensor:
         current = _values(values, sampled.microbatch)
         loss = value_loss(current, sampled.values, sampled.returns, self._clip).sum()
-        tally.add(
+        sums.add(
             {
                 "tokens": torch.tensor(len(current)),
                 "value_loss": loss,
@@ -115,22 +115,14 @@ class Critic:
         return loss
 
     def _described(self, known: list[PPOMicroBatch], advantages: Tensor) -> dict[str, float]:
-        nothing, parallel = torch.zeros(0), self._parallel
-        values, returns = (
-            torch.cat([nothing, *(own.cpu() for own in column)]).double()
-            for column in ([e.values for e in known], [e.returns for e in known])
-        )
-        found = over_tokens(
-            advantages, torch.ones_like(advantages), parallel.sum_of_last_stages, parallel.max_over_ranks
-        )
-        explained = explained_variance(values, returns, parallel.sum_of_last_stages)
-        return found if explained is None else found | {"explained_variance": explained}
+        sum_over_replicas, once = self._parallel.sum_of_last_stages, torch.ones_like(advantages)
+        metrics = over_tokens(advantages, once, sum_over_replicas, self._parallel.max_over_ranks)
+        values = torch.cat([torch.zeros(0), *(sampled.values.cpu() for sampled in known)]).double()
+        returns = torch.cat([torch.zeros(0), *(sampled.returns.cpu() for sampled in known)]).double()
+        explained = explained_variance(values, returns, sum_over_replicas)
+        return metrics if explained is None else metrics | {"explained_variance": explained}
 
 
 def _values(values: Tensor, microbatch: MicroBatch) -> Tensor:
-    """Of the states before the trained tokens [N], from those after each token of the row."""
+    """The values [N] of the states before the trained tokens, from those after each token of the row [T]."""
     return values.index_select(0, microbatch.rows)
-
-
-def _tokens(microbatches: list[PPOMicroBatch]) -> int:
-    return sum(sampled.microbatch.tokens.numel() for sampled in microbatches)

@@ -1,4 +1,4 @@
-"""The decoder layers of GPTModel: which modules they are made of, on CUDA with TransformerEngine and elsewhere."""
+"""The modules of GPTModel's decoder layers, on CUDA with TransformerEngine and elsewhere."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from areal_megatron.trainer.routing import RouteOverride
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32 whatever the dtype, as Hugging Face has it."""
+    """RMSNorm in float32 whatever the dtype, as in Hugging Face models."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees a part of the tokens only, so Megatron must sum this gradient over tp.
+        # Each rank sees only a part of the tokens, so Megatron must sum this gradient over tp.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class Router(TopKRouter):
-    """Megatron's router with a load-balancing loss of the trained tokens only.
+    """Megatron's router with a load-balancing loss over the trained tokens only.
 
-    Megatron's own loss is too small by 1/tp under sequence parallelism, and not a number in a micro-batch
-    without a trained token. Its experts may be chosen for it (trainer/routing.py).
+    Megatron's own loss is too small by a factor of tp under sequence parallelism, and not a number in a micro-batch
+    without trained tokens. Experts that an engine chose can override the router's choice (trainer/routing.py).
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -60,9 +60,9 @@ class Router(TopKRouter):
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
         """Attaches coefficient · N · E · Σ_e f_e · P_e (Switch Transformer, Equation 4) to the probabilities.
 
-        N: the trained tokens of the micro-batch, since the gradient is divided by those of the whole batch later;
-        f_e: the part of their top-k places that expert e takes; P_e: its mean probability, chosen or not.
-        scores [tokens, experts] and routing_map (bool) are zero at tokens that are not trained.
+        E: the number of experts. N: the trained tokens of the micro-batch, since the gradient is divided by those of
+        the whole batch later. f_e: the share of their top-k places that expert e takes. P_e: its mean probability,
+        chosen or not. scores [tokens, experts] and routing_map (bool) are zero at tokens that are not trained.
         """
         taken = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
         tokens = taken.sum().clamp(min=1) / self.topk
@@ -71,7 +71,10 @@ class Router(TopKRouter):
 
 
 def block_spec(config: TransformerConfig, sizes: MegatronSizes, stage: int) -> TransformerBlockSubmodules:
-    """The layers of a virtual pipeline stage of this rank (0 without virtual stages) and the norm after the last."""
+    """Returns the layers of a virtual pipeline stage of this rank, and the norm after the last layer.
+
+    `stage` is 0 without virtual stages.
+    """
     layer, norm = (_engine_layer(config), TENorm) if sizes.fused_layernorm else (_local_layer(config), RMSNorm)
     count = get_num_layers_to_build(config, vp_stage=stage if sizes.vpp > 1 else None)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)

@@ -1,4 +1,4 @@
-"""A model that is trained: this rank's part of it, with its optimizer."""
+"""This rank's part of a model that is trained, and its optimizer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class Steps:
     """The optimizer steps of one batch."""
 
     before: Callable[[], None] = lambda: None
+    """Called once, right before the first step is taken."""
     norms: list[float] = field(default_factory=list)
-    """Of the gradients before clipping, for the steps taken."""
+    """The gradient norms, before clipping, of the steps taken."""
     skipped: int = 0
+    """Steps not taken because the gradient was not finite."""
 
     def before_first(self) -> None:
         if not self.norms:
@@ -29,6 +31,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Learner:
+    """The policy or the critic, with its optimizer."""
+
     chunks: pipeline.Chunks
     optimizer: ModelOptimizer
 
@@ -37,13 +41,13 @@ class Learner:
         return tensors(self.chunks)
 
     def gradient(self, work: Sequence[pipeline.Work]) -> float:
-        """Computes the gradient of a mini-batch: its norm, the same on all ranks."""
+        """Computes the gradient of a mini-batch and returns its norm, the same on all ranks."""
         self.optimizer.zero_grad()
         pipeline.forward_backward(self.chunks, work)
         return self.optimizer.gradient_norm()
 
     def step(self, norm: float, steps: Steps) -> None:
-        """An optimizer step with the gradient of that norm, unless that is not finite."""
+        """Takes an optimizer step and records it in `steps`; skips it if `norm`, the gradient's, is not finite."""
         if math.isfinite(norm):
             steps.before_first()
             self.optimizer.step(norm)

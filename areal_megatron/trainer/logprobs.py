@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens, from hidden states, without ever holding the logits of all tokens.
+"""Log-probabilities and entropies of tokens from hidden states, without ever holding the logits of all tokens.
 
-Each tensor-parallel rank computes the logits of its part of the vocabulary for a chunk of tokens at a time and
-sums up what the softmax needs over the ranks; the backward pass computes them again. Peak memory is about
-chunk × vocabulary / tp × 12 bytes whatever the number of tokens.
+Each tensor-parallel rank computes the logits of its part of the vocabulary for a chunk of tokens at a time, and the
+sums that the softmax needs are reduced over the ranks. The backward pass computes the logits again. Peak memory is
+about chunk × vocabulary / tp × 12 bytes, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ _LEAST = -200.0
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How the output layer is divided, and how its logits become a distribution."""
+    """How the output layer is sharded, and how its logits become a distribution."""
 
     size: int
-    """Tokens of the model; the columns that pad the output layer beyond it carry no probability."""
+    """The tokens of the model; the columns beyond, which pad the output layer, have no probability."""
     temperature: float
-    """Logits are divided by it: the engine samples from that distribution and reports its log-probabilities."""
+    """The divisor of the logits: engines sample from that distribution and report its log-probabilities."""
     chunk: int
-    """Tokens whose logits are alive at the same time."""
+    """The number of tokens whose logits are in memory at the same time."""
     sequence_parallel: bool
+    """Whether hidden states are sharded over tp along the tokens."""
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """log p(labels[i]) after the token at rows[i], and the entropy of that distribution: two float32 [N].
+    """Returns log p(labels[i]) after the token at rows[i], and the entropy of that distribution: float32 [N] each.
 
-    hidden: final hidden states of a micro-batch [T, 1, h] ([T / tp, 1, h] under sequence parallelism), of the
-    last pipeline stage; weight [padded vocabulary / tp, h]; rows, labels: int64 [N]. Both results are the same
-    on all tensor-parallel ranks.
+    hidden: the final hidden states of a micro-batch on the last pipeline stage, [T, 1, h] ([T / tp, 1, h] under
+    sequence parallelism). weight: [padded vocabulary / tp, h]. rows, labels: int64 [N]. Both results are the same on
+    all tensor-parallel ranks.
     """
     if vocabulary.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -78,28 +79,28 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, of_logprobs, of_entropies):
+    def backward(ctx, d_logprobs, d_entropies):
         hidden, weight, labels, normalisers, entropies = ctx.saved_tensors
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(entropies)
+        if d_logprobs is None:
+            d_logprobs = torch.zeros_like(entropies)
         shard, held = ctx.shard, ctx.shard.rows
-        to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(len(labels), ctx.chunk):
             # d log p(label) / d logits = onehot(label) − softmax
             # d entropy / d logits = −softmax · (log softmax + entropy)
             logprobs = shard.logits(hidden[chunk]).sub_(normalisers[chunk, None])
-            slope = -of_logprobs[chunk, None]
-            if of_entropies is not None:
+            slope = -d_logprobs[chunk, None]
+            if d_entropies is not None:
                 known = logprobs.clamp(min=_LEAST).add_(entropies[chunk, None])
-                slope = known.mul_(-of_entropies[chunk, None]).add_(slope)
-            to_logits = logprobs.exp_().mul_(slope)
+                slope = known.mul_(-d_entropies[chunk, None]).add_(slope)
+            d_logits = logprobs.exp_().mul_(slope)
             own, column = shard.columns(labels[chunk])
-            to_logits.scatter_add_(1, column[:, None], (of_logprobs[chunk] * own)[:, None])
-            to_logits = to_logits.div_(shard.temperature).to(hidden.dtype)
-            to_hidden[chunk] = to_logits @ weight[:held]
-            to_weight[:held] += to_logits.T @ hidden[chunk]
-        return to_hidden, to_weight.to(weight.dtype), None, None, None
+            d_logits.scatter_add_(1, column[:, None], (d_logprobs[chunk] * own)[:, None])
+            d_logits = d_logits.div_(shard.temperature).to(hidden.dtype)
+            d_hidden[chunk] = d_logits @ weight[:held]
+            d_weight[:held] += d_logits.T @ hidden[chunk]
+        return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
 class _Shard:
@@ -121,7 +122,7 @@ class _Shard:
         return logits.div_(self.temperature)
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether this rank has the column of each label, and which (any one where it has not)."""
+        """Returns whether this rank has the column of each label, and which column (any if it has not)."""
         column = labels - self.start
         own = (column >= 0) & (column < self.rows) & (not self.all_padding)
         return own, column.clamp(0, self.rows - 1)

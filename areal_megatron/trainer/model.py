@@ -1,4 +1,4 @@
-"""A megatron-core GPTModel with the computation of a Hugging Face Qwen2, Qwen3, Qwen3-MoE or Llama model."""
+"""A megatron-core GPTModel that computes what a Hugging Face Qwen2, Qwen3, Qwen3-MoE or Llama model computes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ RECOMPUTE = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 BUCKET_ELEMENTS: int | None = None
-"""Of a bucket in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's own choice."""
+"""The size of the buckets in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's."""
 
 
 class Policy(GPTModel):
     """GPTModel whose last pipeline stage returns the final hidden states [T, 1, hidden] instead of logits.
 
-    trainer/logprobs.py makes log-probabilities of them without ever holding the logits of all tokens.
+    trainer/logprobs.py turns these into log-probabilities without ever holding the logits of all tokens.
     """
 
     def _postprocess(self, hidden_states, *_, **__):
         if self.post_process:
-            # The layer itself is never called, before which Megatron would await its gathered weight.
+            # Megatron waits for the layer's gathered weight before the layer is called, which it never is here.
             for settle in self.output_layer._forward_pre_hooks.values():
                 settle(self.output_layer, ())
         return hidden_states
@@ -56,8 +56,10 @@ class Policy(GPTModel):
 
 
 class ValueModel(GPTModel):
-    """GPTModel whose last pipeline stage returns a value for each token, float32 [T], from a head in the output layer's
-    place."""
+    """GPTModel whose last pipeline stage returns a value for each token, float32 [T].
+
+    A value head takes the place of the output layer.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any):
         super().__init__(config, *args, **(options | {"share_embeddings_and_output_weights": False}))
@@ -69,24 +71,27 @@ class ValueModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """Final hidden states [T, 1, hidden] ([T / tp, 1, hidden] under sequence parallelism) → values, float32 [T], the
-    same on all tensor-parallel ranks. It begins as zero: no state is worth more than another."""
+    """Maps final hidden states to values, float32 [T], the same on all tensor-parallel ranks.
+
+    The hidden states are [T, 1, hidden], or [T / tp, 1, hidden] under sequence parallelism. The weight is zero at
+    first: no state is worth more than another.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self._divided = config.sequence_parallel
+        self._sharded = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # as RMSNorm's
+        self.weight.sequence_parallel = config.sequence_parallel  # see RMSNorm
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         values = F.linear(hidden.float(), self.weight.float())
-        if self._divided:
+        if self._sharded:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values.flatten()
 
 
 class Rotary(RotaryEmbedding):
-    """Rotary embedding with the frequencies of Hugging Face, one rotation per token of a packed micro-batch."""
+    """Rotary embeddings with the frequencies of Hugging Face, for each token of a packed micro-batch."""
 
     def __init__(self, hf: PretrainedConfig, original: RotaryEmbedding, device: torch.device):
         torch.nn.Module.__init__(self)
@@ -110,10 +115,10 @@ class Rotary(RotaryEmbedding):
 def build_model(
     config: Config, sizes: MegatronSizes, device: torch.device, kind: type[GPTModel] = Policy
 ) -> list[DistributedDataParallel]:
-    """This rank's part of the model of model.path, with uninitialised parameters, wrapped for data parallelism:
-    one module for each of its virtual pipeline stages.
+    """Builds this rank's part of the model of model.path: a module for each of its virtual pipeline stages.
 
-    The config must have passed `model_check.check_model`; Megatron's process groups must exist.
+    The modules are wrapped for data parallelism, and their parameters are not initialised. The config must have passed
+    `model_check.check_model`, and Megatron's process groups must exist.
     """
     hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     held = architecture(read_config(config.model.path))
@@ -131,7 +136,7 @@ def build_model(
         with device, cpu_passes_for_cuda():
             chunk = _chunk(kind, transformer, sizes, hf, held, stage)
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
-        if kind is Policy:  # the critic's experts are none that an engine chose
+        if kind is Policy:  # no engine chooses experts for the critic
             replay_routes(chunk)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
     if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
@@ -140,7 +145,7 @@ def build_model(
 
 
 def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, by the names of `reshard.trainer_layout.layout`."""
+    """Yields this rank's parameters with their names in `reshard.trainer_layout.layout`."""
     for number, chunk in enumerate(chunks):
         prefix = f"model{number}." if len(chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
@@ -148,7 +153,7 @@ def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[st
 
 
 def tensors(chunks: list[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Their live values, by the same names."""
+    """Returns the live values of `named_parameters`, by name."""
     return {name: parameter.data for name, parameter in named_parameters(chunks)}
 
 
@@ -173,14 +178,14 @@ def _chunk(
     )
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            # Megatron says so for ep above 1 only. With another etp than tp the experts have other replicas
-            # than the rest of the model in any case, and their gradients belong to the experts' groups.
+            # Megatron does this for ep above 1 only. But if etp differs from tp, the experts' replicas differ from
+            # those of the rest of the model whatever ep is, and their gradients belong to the experts' groups.
             parameter.allreduce = False
     return chunk
 
 
 def parallel_sizes(config: Config, device: torch.device) -> MegatronSizes:
-    """The trainer pool's sizes; TransformerEngine's layers are taken where CUDA and it are there."""
+    """Returns the trainer pool's sizes. Layers are TransformerEngine's if it is installed and the device is CUDA."""
     return MegatronSizes.of(config.trainer, transformer_engine=device.type == "cuda" and HAVE_TE)
 
 
@@ -195,7 +200,7 @@ def transformer_config(
         num_attention_heads=dimensions.heads,
         num_query_groups=dimensions.kv_heads,
         kv_channels=dimensions.head_dim,
-        # Hugging Face multiplies queries and keys by it where it rotates them
+        # Hugging Face multiplies queries and keys by the rope factor when it rotates them.
         softmax_scale=_rope(hf)[1] ** 2 / dimensions.head_dim**0.5,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
@@ -209,7 +214,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # the gradient is divided by the trained tokens of all replicas, not averaged over them
+        # The gradient is divided by the trained tokens of all replicas, not averaged over replicas.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
         bias_activation_fusion=False,
@@ -218,7 +223,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or not
+        moe_token_dispatcher_type="alltoall",  # required with variable lengths, even without experts
         **(_experts(sizes, hf, held) if dimensions.experts else {}),
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **RECOMPUTE[config.trainer.recompute],
@@ -226,12 +231,12 @@ def transformer_config(
 
 
 def _experts(sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture) -> dict[str, Any]:
-    balanced = hf.output_router_logits  # Hugging Face adds the load-balancing loss on this condition
+    balanced = hf.output_router_logits  # Hugging Face's condition for the load-balancing loss
     return {
         "num_moe_experts": held.dimensions.experts,
         "moe_ffn_hidden_size": held.dimensions.expert_ffn,
         "moe_router_topk": hf.num_experts_per_tok,
-        # a softmax over the chosen experts alone is the softmax over all of them, normalised
+        # A softmax over the chosen experts alone equals the softmax over all experts, normalised over the chosen.
         "moe_router_pre_softmax": not hf.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
@@ -250,17 +255,17 @@ def _parallel(config: Config, sizes: MegatronSizes, layers: int, on_cuda: bool) 
         "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
         **sizes.uneven_stages(layers),
         "variable_seq_lengths": sizes.pp > 1,
-        # With virtual stages the first stage comes after the last. Two stages would then batch what each sends
-        # forwards and backwards to the other, and take one for the other.
+        # With virtual stages the first stage follows the last. If there are two, each would batch what it sends
+        # forwards and backwards to the other, and the receiver would mistake one for the other.
         "overlap_p2p_comm": sizes.vpp > 1,
         "batch_p2p_comm": sizes.vpp == 1,
-        # gloo still reads the buffer of a pending send
+        # gloo still reads the buffer of a pending send.
         "deallocate_pipeline_outputs": on_cuda,
     }
 
 
 def _rope(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, float32 [head_dim / 2], and the factor of rotated queries and keys."""
+    """Returns the inverse frequencies, float32 [head_dim / 2], and the factor of rotated queries and keys."""
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](hf, device="cpu")

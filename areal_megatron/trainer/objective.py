@@ -1,7 +1,7 @@
-"""What a micro-batch adds to the loss and to the metrics, from its final hidden states.
+"""Losses and metrics of a micro-batch, from its final hidden states.
 
-Everything is a sum over trained tokens: the gradient is divided by the trained tokens of all micro-batches and
-replicas at once, so that it does not depend on how sequences are packed.
+Everything is a sum over trained tokens. The gradient is divided once, by the number of trained tokens of all
+micro-batches and replicas, so that it does not depend on how sequences are packed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_megatron.config import PPO
 from areal_megatron.ppo.algorithm import ALGORITHMS
-from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, sums
+from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, metric_sums
 from areal_megatron.ppo.penalty import k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
@@ -22,7 +22,10 @@ from areal_megatron.trainer.token_sums import TokenSums
 
 
 class Objective:
-    """The losses, on the last pipeline stage. `vocabulary` has the temperature that answers are sampled with."""
+    """The losses, computed on the last pipeline stage.
+
+    `vocabulary` has the temperature that answers are sampled with; supervised losses use temperature 1.
+    """
 
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
@@ -32,21 +35,27 @@ class Objective:
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of the distribution that answers are sampled from: log-probability of each trained token and its
-        distribution's entropy, float32 [N] each."""
+        """Returns log-probability and entropy of each trained token, float32 [N] each.
+
+        They are those of the distribution that answers are sampled from.
+        """
         return self._logprobs(hidden, microbatch, self._sampled)
 
     def _logprobs(self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, self._policy.output_weight, microbatch.rows, microbatch.labels, vocabulary)
 
-    def sft(self, hidden: Tensor, microbatch: MicroBatch, tally: TokenSums) -> Tensor:
+    def sft(self, hidden: Tensor, microbatch: MicroBatch, sums: TokenSums) -> Tensor:
+        """Returns the sum of the negative log-probabilities, and adds it to `sums`."""
         logprobs, _ = self._logprobs(hidden, microbatch, self._written)
         loss = -logprobs.sum()
-        tally.add({"tokens": _count(logprobs), "loss": loss}, {})
+        sums.add({"tokens": _count(logprobs), "loss": loss}, {})
         return loss
 
-    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, tally: TokenSums) -> Tensor:
-        """`taken`: steps since the batch began; at 0 the current policy is the trained version."""
+    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, sums: TokenSums) -> Tensor:
+        """Returns the sum of the tokens' losses, and adds the metrics of the micro-batch to `sums`.
+
+        `taken`: the optimizer steps since the batch began; at 0 the current policy is the trained version.
+        """
         current, entropy = self.logprobs(hidden, sampled.microbatch)
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
@@ -56,13 +65,13 @@ class Objective:
         loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs()[comparable]
-        tally.add(
+        sums.add(
             {
                 "tokens": _count(now),
                 "loss": loss,
                 "compared": _count(difference),
                 "difference": difference.sum(),
-                **sums(replace(tokens, current=now), entropy.detach(), self._bounds),
+                **metric_sums(replace(tokens, current=now), entropy.detach(), self._bounds),
                 **({} if sampled.reference is None else {"kl_reference": k3(now, entropy, sampled.reference).sum()}),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
@@ -81,5 +90,5 @@ def _count(values: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Of values that are not negative; 0 if there are none."""
+    """The largest of values that are not negative; 0 if there are none."""
     return values.amax() if len(values) else values.new_zeros(())

@@ -1,4 +1,4 @@
-"""Adam as Megatron's distributed optimizer has it, with its schedule."""
+"""Megatron's distributed Adam optimizer, with its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal_megatron.trainer.pipeline import Chunks
 
 
 class Own(NamedTuple):
-    """Elements start to stop of a parameter, and their main values and moments, flat and float32."""
+    """A run of a parameter's elements, with their main values and moments, flat and float32."""
 
     start: int
     stop: int
@@ -26,8 +26,10 @@ class Own(NamedTuple):
 
 
 class ModelOptimizer:
-    """Optimizer states are float32 and divided over the ranks that hold the same parameters; biases and norms
-    do not decay. `steps`: of the whole run."""
+    """Adam with float32 states, sharded over the ranks that hold the same parameters. Biases and norms do not decay.
+
+    `steps`: the number of optimizer steps in the whole run, for the schedule.
+    """
 
     def __init__(self, settings: Settings, chunks: Chunks, steps: int):
         dtype = chunks[0].config.params_dtype
@@ -57,7 +59,7 @@ class ModelOptimizer:
 
     @property
     def lr(self) -> float:
-        """Of the last step."""
+        """The learning rate of the last step."""
         return self.megatron.param_groups[0]["lr"]
 
     def zero_grad(self) -> None:
@@ -67,16 +69,16 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Of the whole gradient, the same on all ranks; not finite if any part of it is not."""
+        """Returns the norm of the whole gradient, the same on all ranks; not finite if any part of it is not."""
         self.megatron.prepare_grads()
         return self.megatron.get_grad_norm()
 
     @torch.no_grad()
     def step(self, norm: float) -> None:
-        """Clips the gradient of that (finite) norm and changes the parameters.
+        """Clips the gradient, whose finite norm is `norm`, and changes the parameters.
 
-        With data parallelism each rank has changed its part of them afterwards; the others' arrive during the
-        next forward pass, or in `settle`.
+        With data parallelism each rank changes its own part of them; the parts of the others arrive during the next
+        forward pass, or in `settle`.
         """
         if 0 < self._clip_grad < norm:
             parameters = (p for group in self.megatron.param_groups for p in group["params"])
@@ -86,14 +88,16 @@ class ModelOptimizer:
         self.megatron.step_with_ready_grads()
 
     def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-        """What megatron-core's dist_checkpointing is to load; `model` is the sharded state of all chunks.
-        Collective."""
+        """Returns the sharded state that megatron-core's dist_checkpointing loads. Collective.
+
+        `model` is the sharded state of all chunks.
+        """
         self._allocate()
         with cpu_passes_for_cuda():
             return self.megatron.sharded_state_dict(model, True, metadata=metadata)
 
     def own(self) -> dict[torch.nn.Parameter, Own]:
-        """Each parameter of this rank → the part of it that this rank's optimizer changes."""
+        """Returns, for each parameter of this rank, the part that this rank's optimizer changes."""
         result = {}
         for optimizer in self._distributed():
             for buffer in optimizer.buffers:
@@ -106,8 +110,7 @@ class ModelOptimizer:
         return result
 
     def common_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """What is the same on all ranks, as `sharded_state` finds it in a checkpoint: settings and step of each
-        group."""
+        """Returns the settings and the step of each group, the same on all ranks, as a checkpoint has them."""
         kind = metadata["distrib_optim_sharding_type"]
         optimizers = self.megatron.chained_optimizers
         if len(optimizers) > 1:
@@ -119,46 +122,48 @@ class ModelOptimizer:
         return {"steps": self._schedule.num_steps}
 
     def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
-        """Moments and main parameters, and the schedule after as many steps; rates and decay are this config's."""
+        """Loads moments, main parameters and the schedule's step; learning rate and weight decay stay the config's."""
         own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in self.megatron.param_groups]
         for optimizer in self.megatron.chained_optimizers:
             optimizer._set_main_param_and_optimizer_states = partial(_set_all_but_step, optimizer)
         self.megatron.load_state_dict(state)
         for state in self._moments():
             if "step" in state:
-                state["step"] = state["step"].clone()  # Megatron gives all of them the same tensor to count in
+                state["step"] = state["step"].clone()  # Megatron makes all of them count in the same tensor
         for group, settings in zip(self.megatron.param_groups, own, strict=True):
             group |= settings
         self._schedule.num_steps = 0
         self._schedule.step(schedule["steps"])
 
     def _allocate(self) -> None:
-        """Makes the moments, which optimizers do at their first step."""
+        """Makes the moments, which optimizers otherwise do at their first step."""
         for optimizer in self._distributed():
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         for state in self._moments(of=torch.optim.AdamW):
             state.setdefault("step", torch.zeros(()))
 
     def _moments(self, of: type = object) -> Iterator[dict[str, Any]]:
-        """The state of each parameter in the optimizers of that type."""
+        """The state of each parameter in the optimizers of the type `of`."""
         for optimizer in self._distributed():
             if isinstance(optimizer.optimizer, of):
                 yield from optimizer.optimizer.state.values()
 
     def _distributed(self) -> list[DistributedOptimizer]:
-        """Without those that have nothing to do on this rank."""
+        """The optimizers that have parameters on this rank."""
         return [optimizer for optimizer in self.megatron.chained_optimizers if not optimizer.is_stub_optimizer]
 
     def settle(self) -> None:
-        """Returns when the parameters of this rank are whole. Collective."""
+        """Waits until this rank has all of its parameters as changed by the last step. Collective."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
 def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-    """Takes main parameter and moments from a checkpoint. torch's AdamW keeps its step count beside them, where
-    Megatron would look for it in the checkpoint too."""
+    """Loads the main values and moments of a parameter from a checkpoint.
+
+    torch's AdamW keeps its step count beside them, and Megatron would look for it in the checkpoint too.
+    """
     group, place = optimizer.model_param_group_index_map[parameter]
     own = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
     kept = {"step": own["step"]} if "step" in own else {}
@@ -166,9 +171,9 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
 
 
 def schedule(settings: Settings, steps: int, optimizer) -> OptimizerParamScheduler:
-    """Step k of n (k from 1) gets lr · k/warmup at first, then the schedule, which would reach 0 at step n + 1.
+    """Returns the learning rate schedule of `optimizer`, of which only param_groups are needed.
 
-    `optimizer` needs param_groups only.
+    Step k (from 1) of n has lr · k / warmup during warm-up, then follows the shape, which would reach 0 at step n + 1.
     """
     [(shape, warmup)] = settings.schedule.items()
     return OptimizerParamScheduler(

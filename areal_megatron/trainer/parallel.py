@@ -1,4 +1,4 @@
-"""Process groups of the trainer pool: Megatron's tp, pp, dp, ep and etp, and two small groups for control."""
+"""The process groups of the trainer pool: Megatron's tp, pp, dp, ep and etp, and two small ones for control."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run, RunError
 
 STORE = "trainer-store"
-"""Name under which rank 0 announces host:port of the trainers' TCPStore in the run folder."""
+"""The name under which rank 0 announces host:port of the trainers' TCPStore in the run folder."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this rank stands. Ranks lie in Megatron's order, see reshard.trainer_layout.MegatronSizes."""
+    """A rank's place in the trainer pool, and its process groups.
+
+    Ranks are numbered in Megatron's order, see reshard.trainer_layout.MegatronSizes.
+    """
 
     device: torch.device
     rank: int
@@ -31,33 +34,40 @@ class Parallel:
     tp_rank: int
     pp_rank: int
     replica: int
-    """Data-parallel rank."""
+    """The data-parallel rank."""
     is_leader: bool
-    """First rank of its replica: the one that talks to the controller."""
+    """Whether this is the first rank of its replica, which gets batches from the controller and writes the ledger."""
     is_last_stage: bool
     control: dist.ProcessGroup
-    """All ranks, gloo: small CPU tensors only."""
+    """The gloo group of all ranks, for small CPU tensors only."""
     replica_control: dist.ProcessGroup
-    """The tp × pp ranks of this replica, gloo."""
+    """The gloo group of this replica's tp × pp ranks."""
     store: dist.Store
+    """The TCPStore of the pool."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.rank == 0
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum of a CPU tensor over all ranks, the same on each of them."""
+        """Returns the element-wise sum of a CPU tensor over all ranks, the same on each of them."""
         if self.world > 1:
             dist.all_reduce(values, group=self.control)
         return values
 
     def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the element-wise maximum of a CPU tensor over all ranks, the same on each of them."""
         if self.world > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control)
         return values
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of what each replica holds, where all ranks of a replica hold the same."""
+        """Returns the sum over replicas of values that all ranks of a replica hold alike."""
         return self.sum_over_ranks(values if self.is_leader else torch.zeros_like(values))
 
     def sum_of_last_stages(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of what the last stage of each replica holds, where its tensor-parallel ranks hold the same."""
+        """Returns the sum over replicas of values that the tensor-parallel ranks of a last stage hold alike."""
         return self.sum_over_ranks(values if self.is_last_stage and self.tp_rank == 0 else torch.zeros_like(values))
 
     def barrier(self) -> None:
@@ -66,11 +76,11 @@ class Parallel:
             dist.barrier(group=self.control)
 
     def share(self, value: bytes | None) -> bytes:
-        """The bytes that the leader of this replica passes, on every rank of the replica."""
+        """Returns the bytes of this replica's leader on every rank of the replica; the others pass None."""
         return self._broadcast(value, self.replica_control)
 
     def share_all(self, value: bytes | None) -> bytes:
-        """The bytes that global rank 0 passes, on every rank."""
+        """Returns the bytes of global rank 0 on every rank; the others pass None."""
         return self._broadcast(value, self.control)
 
     def _broadcast(self, value: bytes | None, group: dist.ProcessGroup) -> bytes:
@@ -99,10 +109,10 @@ class Parallel:
 def initialise(config: Config, run: Run, rank: int) -> Parallel:
     """Joins this process to the trainer pool.
 
-    Raises ConfigError where machine.device cannot be had, RunError if rank 0 does not open the store or a
+    Raises ConfigError if this machine does not have machine.device, RunError if rank 0 does not open the store or a
     rank does not join within machine.timeout_s.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism overlaps only in this order
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism overlaps only with this
     device = choose_device(config)
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.timeout_s)
     for name, value in socket_settings(config.machine.host).items():
@@ -154,7 +164,7 @@ def leave() -> None:
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device of machine.device, made current. Raises ConfigError if this machine does not have it."""
+    """Returns the device that machine.device names, made current. Raises ConfigError if this machine has none."""
     visible = torch.cuda.is_available()
     if config.machine.device == "cuda" and not visible:
         raise ConfigError("machine.device: cuda, but torch sees no CUDA device")
@@ -178,25 +188,19 @@ def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist
     host = address(config.machine.host)
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
+    descriptor = listener.detach()
     store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
     run.announce(STORE, f"{host}:{port}")
     return store
 
 
 def _replica_group(sizes: MegatronSizes, rank: int, timeout: timedelta) -> tuple[int, dist.ProcessGroup]:
-    """This rank's replica and its gloo group; every rank makes every group, as torch requires."""
+    """Returns this rank's replica and its gloo group; every rank makes every group, as torch requires."""
     replica_of = [sizes.coordinates(member).dp for member in range(sizes.ranks)]
-    groups = [
-        dist.new_group(
-            [member for member, at in enumerate(replica_of) if at == replica], backend="gloo", timeout=timeout
-        )
-        for replica in range(sizes.dp)
-    ]
+    groups = []
+    for replica in range(sizes.dp):
+        members = [member for member in range(sizes.ranks) if replica_of[member] == replica]
+        groups.append(dist.new_group(members, backend="gloo", timeout=timeout))
     return replica_of[rank], groups[replica_of[rank]]

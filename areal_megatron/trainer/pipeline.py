@@ -14,44 +14,49 @@ from torch import Tensor
 from areal_megatron.trainer.batch import MicroBatch, pack
 
 Work = tuple[MicroBatch, Callable[[Tensor], Any]]
-"""A micro-batch, and what the last stage makes of what the model gives: final hidden states [T, 1, h], or values
-[T]."""
+"""A micro-batch, and the function that the last stage applies to the output of the model: final hidden states
+[T, 1, h], or values [T]."""
 
 Chunks = list[DistributedDataParallel]
 """The models of this rank, one for each of its virtual pipeline stages."""
 
 
 def forward_backward(chunks: Chunks, work: Sequence[Work]) -> None:
-    """Gradients of the summed losses over the number of trained tokens, both of all micro-batches and replicas.
+    """Computes the gradient of the mean loss over the trained tokens of all micro-batches and replicas.
 
-    The function of each micro-batch gives the sum of the losses of its trained tokens. Every replica must
-    call with the same number of micro-batches.
+    The function of each micro-batch returns the sum of the losses of its trained tokens. Every replica must pass the
+    same number of micro-batches.
     """
     _run(chunks, work, forward_only=False)
 
 
 @torch.no_grad()
 def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
-    """What the functions return, in order; [] on other stages than the last."""
+    """Returns the results of the functions, in order; [] on other stages than the last."""
     return _run(chunks, work, forward_only=True)[-len(work) :]
 
 
 def row_multiple(chunks: Chunks) -> int:
-    """The tokens of a micro-batch are a multiple of it, so that sequence parallelism cuts them evenly."""
+    """What the length of a micro-batch must be a multiple of, so that sequence parallelism cuts it evenly."""
     config = chunks[0].config
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
 
+def token_count(work: Sequence[Work]) -> int:
+    """The number of tokens of the micro-batches, trained or not."""
+    return sum(microbatch.tokens.numel() for microbatch, _ in work)
+
+
 def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
-    # Before the others: the backward pass of the last one must reach every parameter, the output layer's too, for
-    # that is when gradients are reduced.
+    # The empty ones come first: gradients are reduced in the backward pass of the last micro-batch, which must reach
+    # every parameter, the output layer's too.
     work = [*_filling(chunks, len(work)), *work]
     return get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[iter(work) for _ in chunks],
         model=chunks,
         num_microbatches=len(work),
-        seq_length=work[0][0].tokens.size(1),  # a bound that Megatron asks for; stages send each other the true one
+        seq_length=work[0][0].tokens.size(1),  # Megatron asks for a length; stages send each other the true one
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -59,7 +64,7 @@ def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
 
 
 def _filling(chunks: Chunks, count: int) -> list[Work]:
-    """Empty micro-batches beside `count` others: virtual stages take them in groups of as many as there are stages."""
+    """The empty micro-batches that make `count` a multiple of the number of stages, as virtual stages require."""
     missing = -count % chunks[0].config.pipeline_model_parallel_size if len(chunks) > 1 else 0
     if not missing:
         return []
@@ -83,7 +88,7 @@ def _forward_step(iterator, chunk):
 
 
 def _unbalanced(chunk: DistributedDataParallel, microbatch: MicroBatch) -> Tensor | None:
-    """bool [1, T]: tokens that do not count in the load-balancing loss of the routers; None without that loss."""
+    """bool [1, T]: the tokens that do not count in the routers' load-balancing loss; None without that loss."""
     if not chunk.config.moe_aux_loss_coeff:
         return None
     untrained = microbatch.untrained

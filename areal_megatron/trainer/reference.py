@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Reference:
-    """The weights that a rank's parameters have when this is made: a copy of them, in their dtype, on their device."""
+    """A copy of a rank's parameters as they are at construction, in their dtype and on their device."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
         self._parameters = list(parameters)
@@ -18,8 +18,10 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model computes with the frozen weights. The live ones stay where they are, so that whoever
-        holds their storage (publishing, checkpoints, the optimizer) may go on."""
+        """A context in which the model computes with the frozen weights.
+
+        The live weights keep their storage, so that publishing, checkpoints and the optimizer may use it meanwhile.
+        """
         live = [parameter.data for parameter in self._parameters]
         try:
             self._bind(self._weights)

@@ -1,8 +1,9 @@
 """Routing replay: the trainer sends each token through the experts that the engine chose for it.
 
-Routers of trainer and engine compute with other kernels, and a token near a border goes elsewhere; the ratio of its
-probabilities then says something about numerics instead of policies (Ma et al., arXiv 2510.11370). Only the choice is
-replayed: the weights of the chosen experts are the trainer's, so that routers go on learning.
+The routers of trainer and engine compute with different kernels, so that a token near a decision boundary may go to
+different experts; the ratio of its probabilities then reflects numerics instead of policies (Ma et al., arXiv
+2510.11370). Only the choice is replayed: the weights of the chosen experts are the trainer's, so that routers keep
+learning.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Routing:
-    """What a model's routes are like."""
+    """The dimensions of a model's routes."""
 
     layers: int
     experts: int
     chosen: int
-    """Experts of a token in a layer (k)."""
+    """The number of experts that a layer sends a token to (k)."""
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Routing | None:
@@ -42,9 +43,9 @@ class Routing:
         return cls(config.num_layers, config.num_moe_experts, config.moe_router_topk)
 
     def pack(self, trajectories: Sequence[Trajectory], tokens: int) -> Tensor | None:
-        """int16 [layers, tokens, k] of a packed row, −1 at tokens without routes; None if no token has any. It stays on
-        the CPU: of a batch it is larger than all else.
+        """Returns the routes of a packed row, int16 [layers, tokens, k], or None if no token has any.
 
+        They are −1 at tokens without routes, and stay on the CPU, since they are larger than the rest of a batch.
         Raises ConfigError for routes of another model.
         """
         if not any(len(t.routes) for t in trajectories):
@@ -63,11 +64,11 @@ class Routing:
 
 
 class RouteOverride:
-    """Megatron's `router_replay` of one router: its top-k function, asked for every token of this rank."""
+    """Megatron's `router_replay` of one router: its top-k function for all tokens of this rank."""
 
     def __init__(self):
         self.routes: Tensor | None = None
-        """int16 [tokens of this rank, k] for the next forward pass; None: the router chooses."""
+        """int16 [tokens of this rank, k] for the next forward pass; None if the router chooses."""
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -79,21 +80,23 @@ class RouteOverride:
 
 
 def replay_routes(chunk: GPTModel) -> None:
-    """Every forward pass of the chunk's layers with experts takes the routes of its micro-batch (`Packed.routes`), the
-    one that recomputes activations too: both are given the same micro-batch, whatever the pipeline's schedule."""
+    """Makes the chunk's layers with experts use the routes of the micro-batch (`Packed.routes`) in each forward pass.
+
+    This includes the pass that recomputes activations, which is given the same micro-batch whatever the schedule.
+    """
     for layer in chunk.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             number, replay = layer.layer_number - 1, layer.mlp.router.router_replay
             layer.register_forward_pre_hook(
-                partial(_set, number=number, replay=replay, divided=chunk.config.sequence_parallel), with_kwargs=True
+                partial(_set, number=number, replay=replay, sharded=chunk.config.sequence_parallel), with_kwargs=True
             )
 
 
 def _set(
-    _layer: Any, _inputs: Any, options: dict[str, Any], *, number: int, replay: RouteOverride, divided: bool
+    _layer: Any, _inputs: Any, options: dict[str, Any], *, number: int, replay: RouteOverride, sharded: bool
 ) -> None:
     packed = options.get("packed_seq_params")
     replay.routes = None if packed is None or packed.routes is None else packed.routes[number]
-    if divided and replay.routes is not None:
+    if sharded and replay.routes is not None:
         group = parallel_state.get_tensor_model_parallel_group()
         replay.routes = replay.routes.chunk(group.size())[group.rank()]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -41,33 +42,39 @@ from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.routing import Routing
 from areal_megatron.trainer.token_sums import TokenSums
 
+LOGITS_ELEMENTS = 2**27
+"""The most logits that a rank holds at a time; computing with them takes 12 bytes each."""
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
-LOGITS_ELEMENTS = 2**27
-"""Of the logits that a rank holds at a time; computing with them takes 12 bytes each."""
 MEANS = ("loss", "clip_share", "capped_share", "masked_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
 """Reported as means over trained tokens."""
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Outcome of a PPO update, the same on all ranks."""
+    """The outcome of a PPO update, the same on all ranks."""
 
     version: int
     """The version that was trained (i)."""
     applied: bool
-    """False: every step was skipped because its gradient was not finite; the weights are as before. Where the critic
-    warms up, it is the critic's steps that count."""
+    """False if every step was skipped because its gradient was not finite: the weights are unchanged. While the critic
+    warms up, the critic's steps count."""
     metrics: dict[str, float]
-    """Means over trained tokens, mean gradient norm and last learning rate of the steps taken, counts.
-    `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean`, trainer against engine, only if the batch has tokens
-    that were sampled by the trained version."""
+    """Means over trained tokens, the mean gradient norm and the last learning rate of the steps taken, and counts.
+    `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean` compare trainer and engine, and are present only if
+    the batch has tokens that were sampled by the trained version."""
 
 
 class Trainer:
-    """One rank of the trainer pool, with the weights of model.path. A context manager.
+    """One rank of the trainer pool, which begins with the weights of model.path. A context manager.
 
     Raises ConfigError for a model that does not fit the config, RunError if the ranks do not find each other.
+
+    Example:
+        with Trainer(config, run, rank) as trainer:
+            result = trainer.train_batch(part, before_step=weights.wait_until_read)
+            if result.applied:
+                weights.publish(result.version + 1)
     """
 
     def __init__(self, config: Config, run: Run, rank: int):
@@ -79,12 +86,13 @@ class Trainer:
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
         self._flops = SequenceFlops.of(self.hf_config)
-        chunks, reinforced = build_model(config, self.sizes, self.device), config.mode != "sft"
+        chunks = build_model(config, self.sizes, self.device)
         hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
-        asked = reinforced and config.ppo.has_reference  # before a checkpoint brings other weights
-        self._reference = Reference(parameter for _, parameter in named_parameters(chunks)) if asked else None
-        asked = reinforced and config.ppo.critic
-        self.critic = Critic(config, self.sizes, self.parallel, self.timeline) if asked else None
+        self._reference, self.critic = None, None
+        if config.mode != "sft" and config.ppo.has_reference:  # copied before a checkpoint brings other weights
+            self._reference = Reference(parameter for _, parameter in named_parameters(chunks))
+        if config.mode != "sft" and config.ppo.critic:
+            self.critic = Critic(config, self.sizes, self.parallel, self.timeline)
         self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
@@ -95,7 +103,7 @@ class Trainer:
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._row_multiple, self._routing = pipeline.row_multiple(chunks), Routing.of(chunks[0].config)
-        drop_torn_line(run.ledger(self.replica))
+        drop_torn_line(run.ledger(self.parallel.replica))
 
     def __enter__(self) -> Trainer:
         return self
@@ -104,52 +112,24 @@ class Trainer:
         process_groups.leave()
         self.timeline.close()
 
-    @property
-    def rank(self) -> int:
-        return self.parallel.rank
-
-    @property
-    def replica(self) -> int:
-        """Data-parallel rank."""
-        return self.parallel.replica
-
-    @property
-    def is_leader(self) -> bool:
-        """First rank of its replica: the one that gets batches and writes the ledger."""
-        return self.parallel.is_leader
-
-    @property
-    def is_first(self) -> bool:
-        return self.parallel.rank == 0
-
-    @property
-    def share(self) -> Callable[[bytes | None], bytes]:
-        """The replica leader's bytes on all ranks of its replica; the others pass None."""
-        return self.parallel.share
-
-    @property
-    def share_all(self) -> Callable[[bytes | None], bytes]:
-        """Global rank 0's bytes on all ranks; the others pass None."""
-        return self.parallel.share_all
-
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters as `reshard.trainer_layout.layout` names them; they change only in optimizer steps."""
         return self.policy.parameters()
 
     @property
     def learners(self) -> dict[str, Learner]:
-        """By name: `policy` and, where there is one, `critic`."""
+        """The models that are trained, by name: `policy` and, if there is one, `critic`."""
         return {"policy": self.policy, **({"critic": self.critic.learner} if self.critic else {})}
 
     def _steps(self) -> int:
-        """Of the policy in the whole run."""
+        """The number of optimizer steps of the policy in the whole run."""
         config = self.config
         if config.mode == "sft":
             return config.updates
         return (config.updates - (self.critic.warmup if self.critic else 0)) * config.ppo.minibatches
 
     def train_batch(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
-        """One PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
+        """Makes one PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
 
         `before_step` is called right before parameters change for the first time.
         """
@@ -157,27 +137,27 @@ class Trainer:
         minibatches, metrics = self._assessed(part)
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
-        tally, steps = TokenSums(), Steps(before_step)
+        sums, steps = TokenSums(), Steps(before_step)
         warming_up = self.critic and part.version < self.critic.warmup
         for minibatch in minibatches:
-            loss = partial(self._objective.ppo, taken=len(steps.norms), tally=tally)
-            work = [(e.microbatch, partial(loss, sampled=e)) for e in minibatch]
+            loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums)
+            work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
             if warming_up:
-                pipeline.forward(self.policy.chunks, work)  # for what is reported
+                pipeline.forward(self.policy.chunks, work)  # for the metrics only
             else:
                 self._step(work, steps)
         self.policy.optimizer.settle()
         applied = bool(steps.norms)
         if self.critic:
-            learned, of_critic = self.critic.train(minibatches, (lambda: None) if applied else before_step)
-            applied, metrics = learned if warming_up else applied, metrics | of_critic
+            learned, critic_metrics = self.critic.train(minibatches, (lambda: None) if applied else before_step)
+            applied, metrics = learned if warming_up else applied, metrics | critic_metrics
         self._record(part, applied)
         means = (*MEANS, "kl_reference") if self._reference else MEANS
-        totals = tally.totals(self.parallel, (*COUNTS, *means), MAXIMA)
+        totals = sums.totals(self.parallel, (*COUNTS, *means), MAXIMA)
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
         metrics |= {"ratio_max": totals["ratio_max"], "effective_share": share}
         if totals["compared"]:
-            metrics["logprob_diff_p99"] = tally.quantile(self.parallel, "difference", 0.99, totals["compared"])
+            metrics["logprob_diff_p99"] = sums.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
         return BatchResult(part.version, applied, metrics | self._metrics(totals, means, steps, start))
@@ -185,9 +165,10 @@ class Trainer:
     def sft_step(
         self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """One supervised step on a batch that all ranks pass alike: (tokens int32 [n], length of the prompt) each.
+        """Makes one supervised step on a batch of (tokens int32 [n], length of the prompt), the same on all ranks.
 
-        The loss is the mean over the response tokens of the batch. `before_step` as in `train_batch`.
+        The loss is the mean over the response tokens of the batch. `before_step` is as in `train_batch`. Returns the
+        metrics of the step.
         """
         start = time.monotonic()
         trainer = self.config.trainer
@@ -196,23 +177,19 @@ class Trainer:
         plan = partition(
             lengths, trainer.dp, 1, trainer.microbatch_tokens, seed=0, costs=costs, multiple=trainer.microbatch_multiple
         )
-        tally, steps, work = TokenSums(), Steps(before_step), []
-        for members in plan[self.replica][0]:
-            chosen = [examples[i] for i in members]
-            microbatch = pack(
-                [tokens for tokens, _ in chosen],
-                [np.arange(prompt, len(tokens)) for tokens, prompt in chosen],
-                self._row_multiple,
-                self.device,
-            )
-            work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, tally=tally)))
+        sums, steps, work = TokenSums(), Steps(before_step), []
+        for members in plan[self.parallel.replica][0]:
+            sequences = [examples[i][0] for i in members]
+            trained = [np.arange(prompts[i], lengths[i]) for i in members]
+            microbatch = pack(sequences, trained, self._row_multiple, self.device)
+            work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, sums=sums)))
         self._step(work, steps)
         self.policy.optimizer.settle()
-        totals = tally.totals(self.parallel, ("tokens", "loss"))
+        totals = sums.totals(self.parallel, ("tokens", "loss"))
         return self._metrics(totals, ("loss",), steps, start)
 
     def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
-        with self.timeline.span("train", tokens=sum(microbatch.tokens.numel() for microbatch, _ in work)):
+        with self.timeline.span("train", tokens=pipeline.token_count(work)):
             gradient_norm = self.policy.gradient(work)
         self.policy.step(gradient_norm, steps)
 
@@ -229,8 +206,10 @@ class Trainer:
         }
 
     def _assessed(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], dict[str, float]]:
-        """The micro-batches of each mini-batch, their advantages known where they are needed, and what these are
-        like."""
+        """Returns the micro-batches of each mini-batch, with advantages, and metrics that describe the advantages.
+
+        A critic's advantages are known on the last stage only.
+        """
         trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
         if self.critic:
             minibatches = self._microbatches(part, trained, [0.0] * len(trained))
@@ -240,23 +219,25 @@ class Trainer:
         return self._microbatches(part, trained, advantages.tolist()), described
 
     def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
-        found = []
+        minibatches = []
         for minibatch in part.minibatches:
             weights = self._weights([i for members in minibatch for i in members], trained)
-            found.append([])
-            for members in minibatch:
-                content = ([values[i] for i in members] for values in (part.trajectories, advantages, weights))
-                found[-1].append(
-                    pack_trajectories(
-                        *content,
-                        part.version,
-                        self.config.rollout.kv_policy,
-                        self._row_multiple,
-                        self.device,
-                        self._routing,
-                    )
-                )
-        return found
+            minibatches.append([self._pack(part, members, advantages, weights) for members in minibatch])
+        return minibatches
+
+    def _pack(
+        self, part: BatchPart, members: list[int], advantages: list[float], weights: dict[int, float]
+    ) -> PPOMicroBatch:
+        return pack_trajectories(
+            [part.trajectories[i] for i in members],
+            [advantages[i] for i in members],
+            [weights[i] for i in members],
+            version=part.version,
+            kv_policy=self.config.rollout.kv_policy,
+            multiple=self._row_multiple,
+            device=self.device,
+            routing=self._routing,
+        )
 
     def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
         values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
@@ -264,21 +245,23 @@ class Trainer:
         return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas)
 
     def _weights(self, members: list[int], trained: Tensor) -> dict[int, float]:
-        """Of the tokens of each trajectory of a mini-batch."""
+        """The weight in the loss of each token of the trajectories `members`, a mini-batch of this replica."""
         lengths = trained[members]
         counts = torch.stack([lengths.sum(), (lengths > 0).sum()]).double()
         tokens, sequences = self.parallel.sum_over_replicas(counts).tolist()
         longest = self.config.rollout.max_new_tokens
-        return dict(
-            zip(members, token_weights(self._algorithm.mean, lengths, tokens, sequences, longest).tolist(), strict=True)
-        )
+        weights = token_weights(self._algorithm.mean, lengths, tokens, sequences, longest)
+        return dict(zip(members, weights.tolist(), strict=True))
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
-        """The first mini-batch needs none, but for what has to know it before the loss: until its step the current
-        policy is the proximal one."""
+        """Sets the proximal log-probabilities that the objective needs.
+
+        With the decoupled objective the first mini-batch needs none, since the current policy is the proximal one until
+        the first step; M2PO has to know them before the loss, and needs all.
+        """
         settings = self.config.ppo
         if settings.objective == "naive":
-            for sampled in (e for minibatch in minibatches for e in minibatch):
+            for sampled in chain(*minibatches):
                 sampled.proximal = sampled.behaviour
         if settings.objective != "decoupled":
             return
@@ -292,21 +275,25 @@ class Trainer:
     def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
         if not self._reference:
             return
-        every = [sampled for minibatch in minibatches for sampled in minibatch]
+        microbatches = list(chain(*minibatches))
         with self._reference.in_place():
-            for sampled, logprobs in zip(every, self._logprobs("reference", every), strict=False):
+            for sampled, logprobs in zip(microbatches, self._logprobs("reference", microbatches), strict=False):
                 sampled.reference = logprobs
 
     def _logprobs(self, span: str, microbatches: list[PPOMicroBatch]) -> list[Tensor]:
-        """Of their trained tokens, under the weights as they are; [] on other stages than the last."""
+        """The log-probabilities of each micro-batch's trained tokens under the present weights.
+
+        [] on other stages than the last.
+        """
         if not microbatches:
             return []
-        with self.timeline.span(span, tokens=sum(e.microbatch.tokens.numel() for e in microbatches)):
-            work = [(e.microbatch, partial(self._objective.logprobs, microbatch=e.microbatch)) for e in microbatches]
+        rows = [sampled.microbatch for sampled in microbatches]
+        work = [(row, partial(self._objective.logprobs, microbatch=row)) for row in rows]
+        with self.timeline.span(span, tokens=pipeline.token_count(work)):
             return [logprobs for logprobs, _ in pipeline.forward(self.policy.chunks, work)]
 
     def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
-        """What the second moment of the weights of a whole mini-batch does not allow. Collective."""
+        """Masks the tokens that M2PO leaves out of the mini-batch, over all replicas. Collective."""
         known = minibatch if self.parallel.is_last_stage else []
         lags = [sampled.proximal - sampled.behaviour for sampled in known]
         kept = within_second_moment(
@@ -316,8 +303,11 @@ class Trainer:
             sampled.kept = own
 
     def _record(self, part: BatchPart, applied: bool) -> None:
-        """Which trajectories this replica has trained, a line a batch, independent of what the controller says."""
-        if not self.is_leader:
+        """Writes the trajectories that this replica has trained as a line of its ledger.
+
+        The ledger is independent of what the controller records.
+        """
+        if not self.parallel.is_leader:
             return
         line = {
             "incarnation": self.run.incarnation,
@@ -329,7 +319,7 @@ class Trainer:
             "admission_versions": [t.admission_version for t in part.trajectories],
             "tokens": sum(int(t.loss_mask.sum()) for t in part.trajectories),
         }
-        with self.run.ledger(self.replica).open("a") as ledger:
+        with self.run.ledger(self.parallel.replica).open("a") as ledger:
             ledger.write(json.dumps(line) + "\n")
             ledger.flush()
             os.fsync(ledger.fileno())

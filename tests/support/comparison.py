@@ -51,7 +51,7 @@ def pieces(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, ours, theirs) for each part of a canonical tensor that this rank holds; a critic's have a head of their
     own."""
-    whole = layout(trainer.hf_config, trainer.sizes, trainer.rank)
+    whole = layout(trainer.hf_config, trainer.sizes, trainer.parallel.rank)
     if "head.weight" in expected:
         whole = without_head(whole)
         yield from (("head.weight", held[name].float(), expected["head.weight"]) for name in held if is_head(name))

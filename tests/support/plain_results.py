@@ -63,7 +63,7 @@ def plain_update(subject: Trainer) -> dict[str, Any]:
 def _once(subject: Trainer, name: str, compute: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
     """Rank 0 of whoever comes first computes and keeps it beside the model."""
     path = Path(subject.config.model.path) / f"{name}.pt"
-    if subject.is_first and not path.exists():
+    if subject.parallel.is_first and not path.exists():
         temporary = path.with_suffix(f".{os.getpid()}")
         torch.save(compute(subject.config), temporary)
         os.replace(temporary, path)

@@ -198,7 +198,7 @@ def _step(trainer):
     rows = [torch.randint(size, (32,), generator=generator, dtype=torch.int32).numpy() for _ in range(TOKENS // 32)]
     places = [torch.arange(8, 32).numpy() for _ in rows]
     microbatch = pack(rows, places, 1, trainer.device)
-    loss = partial(trainer._objective.sft, microbatch=microbatch, tally=TokenSums())
+    loss = partial(trainer._objective.sft, microbatch=microbatch, sums=TokenSums())
     return lambda: pipeline.forward_backward(trainer.policy.chunks, [(microbatch, loss)])
 
 

@@ -59,11 +59,11 @@ def check_straight(folder: Path, rank: int, config: Config) -> None:
 
 def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None:
     """One rank cannot write its file: rank 0 says whose it was, and nothing describes the others'."""
-    if subject.is_first:
+    if subject.parallel.is_first:
         (path / "__1_0.distcp").mkdir(parents=True)
     dist.barrier()
     saver.begin(path)
-    if subject.rank < 2:
+    if subject.parallel.rank < 2:
         with pytest.raises(RunError, match=f"{path} could not be written by trainer-1: Is a directory"):
             saver.wait()
     else:
@@ -74,14 +74,14 @@ def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None
 
 def check_without_critic(subject: Trainer, saved: Path, path: Path) -> None:
     """A checkpoint of a run that had no critic is refused before anything is loaded."""
-    if subject.is_first:
+    if subject.parallel.is_first:
         common = torch.load(saved / "common.pt", weights_only=False)
         assert common.pop("critic")["schedule"] == common["schedule"]
         torch.save(common, path / "common.pt")
         shutil.copy(saved / "metadata.json", path)
     dist.barrier()
     with pytest.raises(
-        RunError, match=f"trainer-{subject.rank}: .*{path}.* has no critic: resume it without ppo.critic"
+        RunError, match=f"trainer-{subject.parallel.rank}: .*{path}.* has no critic: resume it without ppo.critic"
     ):
         checkpoint.load(subject, path)
 
@@ -127,7 +127,7 @@ def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | No
             cap=128,
             seed=version,
             replicas=subject.config.trainer.dp,
-        )[subject.replica]
+        )[subject.parallel.replica]
         result = subject.train_batch(part, before_step=saver.wait_until_read if saver else lambda: None)
         assert result.applied
         metrics.append({key: result.metrics[key] for key in (*REPORTED, *(OF_CRITIC if subject.critic else ()))})
@@ -143,13 +143,13 @@ def held(subject: Trainer) -> dict[str, torch.Tensor]:
 
 
 def make_folder(subject: Trainer, path: Path) -> Path:
-    if subject.is_first:
+    if subject.parallel.is_first:
         path.mkdir()
     dist.barrier()
     return path
 
 
 def keep(subject: Trainer, folder: Path, metrics: list[dict[str, float]]) -> None:
-    torch.save(held(subject), folder / f"parameters-{subject.rank}.pt")
-    if subject.is_first:
+    torch.save(held(subject), folder / f"parameters-{subject.parallel.rank}.pt")
+    if subject.parallel.is_first:
         (folder / "metrics.json").write_text(json.dumps(metrics))

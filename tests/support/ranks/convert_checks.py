@@ -37,7 +37,7 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) 
             parts = split(
                 make_trajectories(12, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0
             )
-            assert subject.train_batch(parts[subject.replica]).applied
+            assert subject.train_batch(parts[subject.parallel.replica]).applied
             target = folder / run / "checkpoint" / "trainer"
             saver = checkpoint.Saver(subject)
             saver.begin(target)

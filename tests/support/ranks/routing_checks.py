@@ -92,7 +92,7 @@ def check_update(subject, model: torch.nn.Module) -> None:
             for t in trajectories
         ]
     parts = split(trajectories, version=0, replicas=subject.config.trainer.dp, minibatches=2, cap=128, seed=0)
-    result = subject.train_batch(parts[subject.replica])
+    result = subject.train_batch(parts[subject.parallel.replica])
     assert result.applied and abs(result.metrics["logprob_diff_mean"] - float(torch.cat(found).mean())) < 1e-4
 
 

@@ -23,7 +23,7 @@ from areal_megatron.reshard.trainer_layout import is_head
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
-from areal_megatron.trainer import step as trainer_step
+from areal_megatron.trainer import trainer as trainer_module
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
@@ -45,7 +45,7 @@ from tests.support.plain_results import (
 )
 from tests.support.tiny_models import load_oracle
 
-trainer_step.LOGITS_ELEMENTS = 50 * 250
+trainer_module.LOGITS_ELEMENTS = 50 * 250
 
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
@@ -153,7 +153,7 @@ class MiniBatch:
             int((lengths > 0).sum()),
             subject.config.rollout.max_new_tokens,
         ).tolist()
-        for members in self.microbatches(cap)[subject.replica]:
+        for members in self.microbatches(cap)[subject.parallel.replica]:
             chosen = [self.trajectories[i] for i in members]
             batch = pack_trajectories(
                 chosen,
@@ -172,7 +172,7 @@ class MiniBatch:
             batches.append(batch)
         if threshold := subject.config.ppo.correction.get("m2po"):
             subject._mask(batches, threshold)
-        loss = partial(subject._objective.ppo, taken=1, tally=TokenSums())
+        loss = partial(subject._objective.ppo, taken=1, sums=TokenSums())
         subject.policy.optimizer.zero_grad()
         pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 
@@ -192,7 +192,7 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
                 check_critic_gradient(subject, expected["critic_gradient"])
             parts = split(update_data()[0], version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
             called = []
-            result = subject.train_batch(parts[subject.replica], before_step=lambda: called.append(1))  # noqa: B023
+            result = subject.train_batch(parts[subject.parallel.replica], before_step=lambda: called.append(1))  # noqa: B023
             assert result.applied and called == [1]
             assert_parameters(subject, expected["parameters"], atol=3e-5)
             if subject.critic:
@@ -214,7 +214,7 @@ def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -
     critic = subject.critic
     for cap in (40, 400):
         plan, work = MiniBatch(subject, trajectories, [], [], []).microbatches(cap), []
-        for members in plan[subject.replica]:
+        for members in plan[subject.parallel.replica]:
             ones = [1.0] * len(members)
             batch = pack_trajectories(
                 [trajectories[i] for i in members], ones, ones, 0, "recompute", subject._row_multiple, subject.device
@@ -222,7 +222,7 @@ def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -
             batch.values, batch.returns = (
                 torch.cat([torch.zeros(0), *(own[i] for i in members)]) for own in (before, returns)
             )
-            work.append((batch.microbatch, partial(critic._loss, sampled=batch, tally=TokenSums())))
+            work.append((batch.microbatch, partial(critic._loss, sampled=batch, sums=TokenSums())))
         critic.learner.gradient(work)
         assert_gradient(subject, expected, "critic")
 
@@ -260,7 +260,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
     for version, (largest, mean, p99) in enumerate(expected["differences"]):
         trajectories, halves = training_data(version)
         plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
-        part = split(trajectories, version=version, **plan)[subject.replica]
+        part = split(trajectories, version=version, **plan)[subject.parallel.replica]
         result = subject.train_batch(part, before_step=lambda: calls.append(version))  # noqa: B023
         assert result.applied and result.version == version and calls == list(range(version + 1))
         whole = partition([t.length for t in trajectories], *plan.values())
@@ -273,8 +273,8 @@ def check_training(subject: Trainer, expected: dict) -> None:
     for step, loss in enumerate(expected["sft_losses"]):
         assert abs(subject.sft_step(sft_examples(step))["loss"] - loss) < 1e-4
     assert_parameters(subject, expected["parameters"], atol=3e-5)
-    if subject.is_leader:
-        lines = [json.loads(line) for line in subject.run.ledger(subject.replica).read_text().splitlines()]
+    if subject.parallel.is_leader:
+        lines = [json.loads(line) for line in subject.run.ledger(subject.parallel.replica).read_text().splitlines()]
         assert [line["version"] for line in lines] == [0, 1]
         assert lines[1]["uids"] == [t.uid for t in part.trajectories]
         assert lines[1]["admission_versions"] == [t.admission_version for t in part.trajectories]
@@ -288,9 +288,9 @@ def assert_advantages(metrics: dict[str, float], trajectories: list[Trajectory],
 
 def check_sharing(subject: Trainer) -> None:
     value = bytes(range(256)) * 3
-    assert subject.share(value if subject.is_leader else None) == value
-    assert subject.share(b"" if subject.is_leader else None) == b""
-    assert subject.share_all(b"to all" if subject.is_first else None) == b"to all"
+    assert subject.parallel.share(value if subject.parallel.is_leader else None) == value
+    assert subject.parallel.share(b"" if subject.parallel.is_leader else None) == b""
+    assert subject.parallel.share_all(b"to all" if subject.parallel.is_first else None) == b"to all"
 
 
 def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
@@ -332,7 +332,7 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
                 spoiled = parts[-1].trajectories[first]
                 spoiled.logprobs = np.full_like(spoiled.logprobs, np.nan)
             called = []
-            result = subject.train_batch(parts[subject.replica], before_step=lambda: called.append(1))  # noqa: B023
+            result = subject.train_batch(parts[subject.parallel.replica], before_step=lambda: called.append(1))  # noqa: B023
             assert (result.applied, result.metrics["skipped_steps"], len(called)) == (taken, len(bad), int(taken))
             same = all(torch.equal(value, before[name]) for name, value in subject.parameters().items())
             assert same != taken

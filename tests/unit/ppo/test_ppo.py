@@ -153,7 +153,7 @@ def test_empty_micro_batches_have_losses_of_nothing():
 
 def test_sums_count_what_they_say():
     values, entropy = tokens(3), torch.linspace(0, 1, 60, dtype=torch.float64)
-    found = {name: value.item() for name, value in loss.sums(values, entropy, BOUNDS).items()}
+    found = {name: value.item() for name, value in loss.metric_sums(values, entropy, BOUNDS).items()}
     current, proximal, behaviour = (v.detach().numpy() for v in (values.current, values.proximal, values.behaviour))
     advantages = values.advantages.numpy()
     ratio, weight = np.exp(current - proximal), np.exp(proximal - behaviour)
@@ -233,7 +233,8 @@ def test_penalties_are_those_of_their_formulas_and_add_up():
 def test_masked_tokens_are_counted(name, whole):
     values = tokens(1)
     values = replace(values, kept=torch.arange(60) != 40)
-    found = loss.sums(values, values.current.detach(), Bounds(LOW, HIGH, CORRECTIONS[name], whole))["masked_share"]
+    bounds = Bounds(LOW, HIGH, CORRECTIONS[name], whole)
+    found = loss.metric_sums(values, values.current.detach(), bounds)["masked_share"]
     masked = 0
     for sequence in range(4):
         own = (values.sequences == sequence).nonzero()[:, 0].tolist()
