@@ -37,7 +37,7 @@ class Learner:
     optimizer: ModelOptimizer
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters as `reshard.trainer_layout.layout` names them; they change only in optimizer steps."""
+        """Returns this rank's parameters as `reshard.trainer_layout.layout` names them."""
         return tensors(self.chunks)
 
     def gradient(self, work: Sequence[pipeline.Work]) -> float:

@@ -113,7 +113,10 @@ class Trainer:
         self.timeline.close()
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters as `reshard.trainer_layout.layout` names them; they change only in optimizer steps."""
+        """Returns the policy's parameters on this rank, as `reshard.trainer_layout.layout` names them.
+
+        They change only in optimizer steps.
+        """
         return self.policy.parameters()
 
     @property
@@ -134,7 +137,7 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
-        minibatches, metrics = self._assessed(part)
+        minibatches, metrics = self._assess(part)
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
         sums, steps = TokenSums(), Steps(before_step)
@@ -152,15 +155,7 @@ class Trainer:
             learned, critic_metrics = self.critic.train(minibatches, (lambda: None) if applied else before_step)
             applied, metrics = learned if warming_up else applied, metrics | critic_metrics
         self._record(part, applied)
-        means = (*MEANS, "kl_reference") if self._reference else MEANS
-        totals = sums.totals(self.parallel, (*COUNTS, *means), MAXIMA)
-        share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
-        metrics |= {"ratio_max": totals["ratio_max"], "effective_share": share}
-        if totals["compared"]:
-            metrics["logprob_diff_p99"] = sums.quantile(self.parallel, "difference", 0.99, totals["compared"])
-            metrics["logprob_diff_max"] = totals["logprob_diff_max"]
-            metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
-        return BatchResult(part.version, applied, metrics | self._metrics(totals, means, steps, start))
+        return BatchResult(part.version, applied, metrics | self._ppo_metrics(sums, steps, start))
 
     def sft_step(
         self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
@@ -193,6 +188,17 @@ class Trainer:
             gradient_norm = self.policy.gradient(work)
         self.policy.step(gradient_norm, steps)
 
+    def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
+        means = (*MEANS, "kl_reference") if self._reference else MEANS
+        totals = sums.totals(self.parallel, (*COUNTS, *means), MAXIMA)
+        share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
+        metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
+        if totals["compared"]:
+            metrics["logprob_diff_p99"] = sums.quantile(self.parallel, "difference", 0.99, totals["compared"])
+            metrics["logprob_diff_max"] = totals["logprob_diff_max"]
+            metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
+        return metrics | self._metrics(totals, means, steps, start)
+
     def _metrics(self, totals: dict[str, float], means: Sequence[str], steps: Steps, start: float) -> dict[str, float]:
         seconds = time.monotonic() - start
         return {
@@ -205,7 +211,7 @@ class Trainer:
             "tokens_per_s": totals["tokens"] / seconds,
         }
 
-    def _assessed(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], dict[str, float]]:
+    def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], dict[str, float]]:
         """Returns the micro-batches of each mini-batch, with advantages, and metrics that describe the advantages.
 
         A critic's advantages are known on the last stage only.

@@ -17,7 +17,7 @@ LENGTHS = (5, 1, 0, 33, 2, 64, 1, 0)
 
 
 def plain_gae(rewards, values, gamma, lambda_):
-    """arXiv 1506.02438, Equation 16 as it stands: a sum over all later residuals of Equation 10."""
+    """arXiv 1506.02438, Equation 16, literally: a sum over all later residuals of Equation 10."""
     ahead = [*values[1:], 0.0][: len(values)]
     residuals = [r + gamma * after - v for r, v, after in zip(rewards, values, ahead, strict=True)]
     return [sum((gamma * lambda_) ** later * d for later, d in enumerate(residuals[t:])) for t in range(len(values))]
@@ -45,14 +45,14 @@ def test_advantages_of_packed_sequences_are_those_of_the_paper(gamma, lambda_):
 
 @pytest.mark.parametrize("decay", [1.0, 0.9999, 0.9, 0.0])
 def test_32768_tokens_lose_no_digits(decay):
-    """Backwards in Python's exact sums: fsum for γ = λ = 1, where the advantage is R − V."""
+    """Compares with the backward recursion in plain Python and, for γ = λ = 1, with R − V."""
     random = torch.Generator().manual_seed(2)
     values = 100 * torch.randn(32768, generator=random)
     sequences = torch.zeros(32768, dtype=torch.int64)
     rewards = at_the_end(torch.tensor([5.0]).double(), sequences)
     start = time.thread_time()
     found = gae(rewards, values, sequences, decay, 1.0)
-    assert time.thread_time() - start < 1  # a loop over tokens of torch's would take half a minute
+    assert time.thread_time() - start < 1  # a loop over tokens in torch would take half a minute
     if decay == 1:
         assert (found - (5.0 - values.double())).abs().max() < 1e-10
     later, after = 0.0, 0.0
@@ -109,7 +109,7 @@ def test_explained_variance_over_replicas():
 
 
 def rest(values, returns):
-    """What another replica with all but the first 20 adds."""
+    """Returns the sums of another replica, which has all but the first 20."""
     seen = []
     explained_variance(values[20:], returns[20:], lambda own: seen.append(own) or own)
     return seen[0]

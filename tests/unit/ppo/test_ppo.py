@@ -1,4 +1,4 @@
-"""Losses and advantages against the papers' formulas, written out with Python's numbers, one answer at a time."""
+"""Losses and advantages against the papers' formulas, written in plain Python, one answer at a time."""
 
 import math
 import statistics
@@ -29,7 +29,7 @@ CORRECTIONS = {
 
 
 def tokens(seed: int) -> Tokens:
-    """Of four sequences; ratios and weights lie on both sides of every bound."""
+    """Makes the tokens of four sequences, with ratios and weights on both sides of every bound."""
     random = torch.Generator().manual_seed(seed)
     start, first, second = torch.randn(3, sum(LENGTHS), generator=random, dtype=torch.float64)
     sequences = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
@@ -46,7 +46,7 @@ def bounded(ratio: float) -> float:
 
 
 def plain_weights(proximal, behaviour, thresholds):
-    """Of the tokens of one sequence."""
+    """Returns the corrected weights of the tokens of one sequence."""
     ratios = [math.exp(p - b) for p, b in zip(proximal, behaviour, strict=True)]
     geometric, found = math.prod(ratios) ** (1 / len(ratios)), []
     for ratio in ratios:
@@ -60,7 +60,7 @@ def plain_weights(proximal, behaviour, thresholds):
 
 
 def plain_clipped(current, proximal, behaviour, advantage, thresholds):
-    """AReaL, Equation 5; with corrections and two bounds."""
+    """AReaL, Equation 5, with corrections and two bounds."""
     total = 0.0
     for c, p, weight in zip(current, proximal, plain_weights(proximal, behaviour, thresholds), strict=True):
         u = math.exp(c - p)
@@ -130,7 +130,7 @@ def test_naive_ppo_has_weight_1():
 
 
 def test_the_log_linear_proximal_policy_lies_between_the_others_by_version():
-    """Trained is version 7, of whose update one step of four was taken."""
+    """Version 7 is trained, and one of four steps of its update has been taken."""
     current, behaviour = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, -3.0]]).double()
     versions = [7, 6, 4]
     expected = [
@@ -244,7 +244,7 @@ def test_masked_tokens_are_counted(name, whole):
         weights = plain_weights(*columns, CORRECTIONS[name])
         masked += sum(weight == 0 or i == 40 for i, weight in zip(own, weights, strict=True))
     assert found == masked
-    assert (masked > 1) == (name not in ("none", "truncated")), "the example masks what it is to mask"
+    assert (masked > 1) == (name not in ("none", "truncated")), "the example masks what it should"
 
 
 def test_a_weight_that_is_not_a_number_is_not_masked():
@@ -294,7 +294,7 @@ def test_a_quantile_over_replicas_is_that_of_all_values(count):
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
 REWARDS = [5.0, -5, -5, 5, 5, -5, 0, 5, 5, -5, 1, 2]
 TRAINED = [3, 9, 1, 4, 4, 0, 7, 2, 5, 6, 1, 8]
-"""The sixth is masked: its reward counts nowhere."""
+"""The sixth is masked: its reward is ignored."""
 
 
 def plain_advantages(name: str) -> list[float]:
@@ -337,7 +337,10 @@ def test_advantages_are_those_of_the_paper_also_where_replicas_share_groups(name
 
 
 def on_replicas(function, parts):
-    """What it gives on each replica, all of which reduce in step: again and again with one more sum known."""
+    """Returns the result of `function` on each replica, with sums over all of them.
+
+    The replicas run again and again, each time with one more sum known, until none of them needs another.
+    """
     known: list[torch.Tensor] = []
     while True:
         asked, results = [], []

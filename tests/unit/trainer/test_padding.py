@@ -1,6 +1,6 @@
-"""What a micro-batch holds beside its sequences: nothing but what sequence parallelism needs to cut the row evenly.
+"""A micro-batch has no padding except what sequence parallelism needs to cut the row evenly.
 
-Context parallelism would need each sequence to be a multiple of 2·cp; the trainer has none, so no sequence is padded.
+Context parallelism would need the length of each sequence to be a multiple of 2·cp; the trainer has none.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def row_multiple(tp: int) -> int:
-    """As trainer/model.py sets Megatron's config: sequence parallelism goes with tensor parallelism."""
+    """Uses sequence parallelism together with tensor parallelism, as trainer/model.py does."""
     config = SimpleNamespace(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     return pipeline.row_multiple([SimpleNamespace(config=config)])
 
