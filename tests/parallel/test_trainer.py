@@ -33,7 +33,7 @@ CASES = {
         ("qwen3", {"tp": 4}),  # more ranks than KV heads
     ],
 }
-"""Models and layouts that ranks try one after the other: to start them takes longer than to try one."""
+"""Models and layouts that the same ranks try in turn, since starting ranks takes longer than trying one."""
 
 VARIANTS = {
     "run-corrected-tokens": {"correction": {"truncated": 2.0, "icepop": 1.3, "sequence_mask": 1.1, "m2po": 0.03}},
@@ -43,7 +43,7 @@ VARIANTS = {
     "run-critic": {"critic": {"lr": 2e-3, "gamma": 0.99, "lambda": 0.9, "clip": 0.3}},
     "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": {"lr": 1e-3, "warmup": 1}},
 }
-"""Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy; every penalty;
+"""Settings of PPO: all corrections, on tokens and on whole sequences; the interpolated proximal policy; all penalties;
 critics."""
 
 
@@ -55,7 +55,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def folder(tmp_path, models):
-    """Where ranks work: the models, and a run folder."""
+    """The folder that ranks work in, with the models and a run folder."""
     for name, path in models.items():
         (tmp_path / name).symlink_to(path)
     Run(tmp_path / "run").create()
@@ -99,7 +99,7 @@ def test_routes_of_another_model_are_an_error(folder, on_ranks):
 
 
 def test_exports_are_those_of_mbridge(folder, on_ranks):
-    """Of a dense model: mbridge knows no experts outside TransformerEngine's grouped ones."""
+    """The model is dense: the only experts that mbridge knows are TransformerEngine's grouped ones."""
     on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={"tp": 2, "pp": 2})
 
 

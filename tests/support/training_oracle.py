@@ -1,4 +1,4 @@
-"""What training should do, written plainly: Hugging Face models, one sequence at a time, torch's own AdamW."""
+"""The oracle of training, written plainly: Hugging Face models, one sequence at a time, torch's own AdamW."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from areal_megatron.data.trajectory import Trajectory
 
 
 def distributions(model: torch.nn.Module, tokens: np.ndarray, temperature: float) -> Tensor:
-    """Log-probabilities [n − 1, vocabulary] of every token but the first."""
+    """Returns the log-probabilities [n − 1, vocabulary] of every token but the first."""
     logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, :-1]
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
 def response(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the response and entropies of the distributions it is from: [R] each."""
+    """Returns the log-probabilities of the response and the entropies of its distributions: [R] each."""
     tokens = np.concatenate((trajectory.prompt, trajectory.response))
     logprobs = distributions(model, tokens, temperature)[len(trajectory.prompt) - 1 :]
     sampled = logprobs.gather(1, torch.from_numpy(trajectory.response.astype(np.int64))[:, None])[:, 0]
@@ -28,7 +28,7 @@ def response(model: torch.nn.Module, trajectory: Trajectory, temperature: float)
 
 
 def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> Tensor:
-    """[R]"""
+    """Returns the log-probabilities of the response: [R]."""
     return response(model, trajectory, temperature)[0]
 
 
@@ -67,14 +67,14 @@ class Valued(torch.nn.Module):
         self.head.weight.data = 0.3 * torch.randn(1, hidden, generator=random)
 
     def values(self, trajectory: Trajectory) -> Tensor:
-        """Of the states before the trained tokens."""
+        """Returns the values of the states before the trained tokens."""
         tokens = torch.from_numpy(np.concatenate((trajectory.prompt, trajectory.response)).astype(np.int64))[None]
         values = self.head(self.model(tokens).last_hidden_state)[0, :, 0]
         return values[len(trajectory.prompt) - 1 + np.flatnonzero(trajectory.loss_mask)]
 
 
 def gae(rewards: list[float], values: list[float], gamma: float, lambda_: float) -> list[float]:
-    """Schulman et al., arXiv 1506.02438, Equations 10 and 16, backwards through one episode."""
+    """Computes Equations 10 and 16 of Schulman et al., arXiv 1506.02438, backwards through one episode."""
     found, later, value = [], 0.0, 0.0
     for reward, own in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + gamma * value - own + gamma * lambda_ * later
@@ -85,7 +85,7 @@ def gae(rewards: list[float], values: list[float], gamma: float, lambda_: float)
 
 @torch.no_grad()
 def assess(valued: Valued, trajectories: list[Trajectory], config: Config) -> tuple[list[Tensor], ...]:
-    """Values, returns and normalised advantages of the trained tokens of each trajectory."""
+    """Returns values, returns and normalised advantages of the trained tokens of each trajectory."""
     settings, values, returns, raw = config.ppo.critic, [], [], []
     for t in trajectories:
         values.append(valued.values(t))
@@ -101,7 +101,7 @@ def assess(valued: Valued, trajectories: list[Trajectory], config: Config) -> tu
 
 
 def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -> Tensor:
-    """Of a mini-batch: the clipped squared error of Schulman's ppo2, the mean over trained tokens."""
+    """Returns the loss of a mini-batch: Schulman's ppo2, the mean clipped squared error over trained tokens."""
     clip, parts = config.ppo.critic.get("clip"), [torch.zeros(0)]
     for t, old, target in zip(trajectories, before, returns, strict=True):
         now = valued.values(t)
@@ -113,7 +113,7 @@ def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -
 
 
 def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
-    """Of the trained tokens of one sequence, from the logarithms of the uncorrected ones."""
+    """Returns the corrected weights of one sequence's trained tokens, from the logarithms of the uncorrected ones."""
     ratio, weights = lag.exp(), lag.exp()
     if cap := correction.get("truncated"):
         weights = torch.minimum(weights, torch.tensor(cap))
@@ -126,7 +126,7 @@ def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
 
 
 def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor]:
-    """bool [R] of each trajectory: what M2PO keeps of a mini-batch, the largest masked one after another."""
+    """Returns which tokens M2PO keeps, bool [R] of each trajectory, by masking the largest one by one."""
     keep = [torch.ones(len(t.response), dtype=torch.bool) for t in trajectories]
     moments = {
         (i, k): (float(proximals[i][k]) - float(t.logprobs[k])) ** 2
@@ -141,15 +141,17 @@ def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor
 
 
 def interpolated(current: Tensor, trajectory: Trajectory, config: Config, taken: int, version: int) -> Tensor:
-    """log π_prox [R] by AReaL's log-linear formula; version `version` + 1 is reached after as many steps as
-    mini-batches."""
+    """Returns log π_prox [R] by AReaL's log-linear formula.
+
+    `taken` of the update's steps have been taken; after one step for each mini-batch the version is `version` + 1.
+    """
     behaviour, now = torch.from_numpy(trajectory.logprobs.copy()), version + taken / config.ppo.minibatches
     alpha = [(version - v) / (now - v) if taken else 1.0 for v in trajectory.versions.tolist()]
     return behaviour + torch.tensor(alpha) * (current.detach() - behaviour)
 
 
 def kl(current: Tensor, reference: Tensor, penalty: dict[str, float]) -> Tensor:
-    """Schulman's k2 and k3 of each token, as losses."""
+    """Returns Schulman's k2 and k3 of each token, as losses."""
     ratio = (reference - current).exp()
     return penalty.get("kl_k2", 0) * (current - reference) ** 2 / 2 + penalty.get("kl_k3", 0) * (
         ratio - 1 - ratio.log()
@@ -159,9 +161,9 @@ def kl(current: Tensor, reference: Tensor, penalty: dict[str, float]) -> Tensor:
 def ppo_loss(
     model, trajectories, advantages, proximals, references, config: Config, taken: int = 1, version: int = 0
 ) -> Tensor:
-    """Of a mini-batch, as the paper of the algorithm has it, after `taken` steps on a batch of that version.
+    """Returns the loss of a mini-batch as in the algorithm's paper, after `taken` steps on a batch of that version.
 
-    `proximals`, `references`: [R] of each trajectory.
+    `proximals`, `references`: the log-probabilities [R] of each trajectory.
     """
     algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
     sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
@@ -199,7 +201,7 @@ def ppo_loss(
 
 
 def balance_loss(model: torch.nn.Module, trajectories: list[Trajectory], microbatches: list[list[int]]) -> Tensor:
-    """Switch Transformer, Equation 4, of the trained tokens of each micro-batch; their mean over trained tokens."""
+    """Returns the mean over trained tokens of each micro-batch's loss by Switch Transformer, Equation 4."""
     config, total = model.config, torch.zeros(())
     for members in microbatches:
         layers = [[] for _ in range(config.num_hidden_layers)]
@@ -217,7 +219,7 @@ def balance_loss(model: torch.nn.Module, trajectories: list[Trajectory], microba
 
 
 class Adam:
-    """A model, or its parameters, under torch's AdamW."""
+    """A model with torch's AdamW."""
 
     def __init__(self, model: torch.nn.Module, config: Config, lr: float):
         self.model, self.config, settings = model, config, config.optimizer
@@ -235,7 +237,7 @@ class Adam:
 
 
 class Learner(Adam):
-    """A Hugging Face model trained by the book."""
+    """A Hugging Face model that is trained with plain code."""
 
     def __init__(self, model: torch.nn.Module, config: Config):
         super().__init__(model, config, config.optimizer.lr)
@@ -249,8 +251,10 @@ class Learner(Adam):
             critic.step(critic_loss(valued, *chosen, self.config))
 
     def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]], values=None) -> None:
-        """`minibatches`: indices of trajectories; `values`: advantages of the trained tokens of each, if not the
-        algorithm's."""
+        """Makes one PPO update. `minibatches`: the indices of their trajectories.
+
+        `values`: the advantages of each trajectory's trained tokens; the algorithm's by default.
+        """
         config, temperature = self.config, self.config.rollout.temperature
         values = values or advantages(trajectories, config.ppo.algorithm)
         if config.ppo.objective == "naive":

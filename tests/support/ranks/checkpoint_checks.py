@@ -1,4 +1,4 @@
-"""What trainer ranks check about checkpoints; test_checkpoint.py starts them."""
+"""Checks of checkpoints on trainer ranks, which test_checkpoint.py starts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OF_CRITIC = ("value_loss", "value_grad_norm", "explained_variance")
 
 
 def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: dict[str, dict], critic: bool) -> None:
-    """What these ranks have to do in turn: to train without a stop under the layout `saved`, and to go on under others.
+    """Trains without interruption under the layout `saved`, then resumes under the layouts `resumed`.
 
-    resumed: run folder → layout. Starting ranks takes longer than any of it.
+    resumed: run folder → layout. All checks run on the same ranks, since starting them takes longer than any check.
     """
     ppo = PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}, critic=CRITIC if critic else {})
     if saved is not None:
@@ -39,11 +39,11 @@ def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: 
 
 
 def check_straight(folder: Path, rank: int, config: Config) -> None:
-    """Trains UPDATES updates, saving after half of them, and writes down losses and parameters."""
+    """Trains UPDATES updates, saves after half of them, and keeps losses and parameters in a file."""
     with open_trainer(folder, rank, config, "straight") as subject:
         saver = checkpoint.Saver(subject)
         metrics = update(subject, 0, 1, saver)
-        saver.begin(folder / "early")  # the second checkpoint is laid out as the first and holds what came later
+        saver.begin(folder / "early")  # the second checkpoint has the layout of the first and later values
         metrics += update(subject, 1, UPDATES // 2, saver)
         save_as_megatron_does(subject, make_folder(subject, folder / "peer"))
         saver.begin(folder / "checkpoint")
@@ -58,7 +58,7 @@ def check_straight(folder: Path, rank: int, config: Config) -> None:
 
 
 def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None:
-    """One rank cannot write its file: rank 0 says whose it was, and nothing describes the others'."""
+    """If one rank cannot write its file, rank 0 names that rank, and no metadata is written for the others' files."""
     if subject.parallel.is_first:
         (path / "__1_0.distcp").mkdir(parents=True)
     dist.barrier()
@@ -87,7 +87,7 @@ def check_without_critic(subject: Trainer, saved: Path, path: Path) -> None:
 
 
 def same_tensors(found: Path, expected: Path) -> None:
-    """Both hold the same, bit for bit, but for the generators, which megatron-core leaves to its user."""
+    """Both have the same tensors, bit for bit, except the random generators, which megatron-core leaves to its user."""
     with cpu_passes_for_cuda():
         found, expected = (dist_checkpointing.load_plain_tensors(str(path)) for path in (found, expected))
     expected = {name: values for name, values in expected.items() if torch.is_tensor(values)}
@@ -100,7 +100,7 @@ def same_tensors(found: Path, expected: Path) -> None:
 
 
 def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool) -> None:
-    """Goes on from there, under the same or another layout: the second half is what it was."""
+    """Resumes from the checkpoint under the same or another layout: the second half is the same as before."""
     with open_trainer(folder, rank, config, run) as subject:
         checkpoint.load(subject, folder / "checkpoint")
         metrics = update(subject, UPDATES // 2, UPDATES)
@@ -117,7 +117,7 @@ def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool
 
 
 def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | None = None) -> list[dict[str, float]]:
-    """Updates `first` … `last` − 1 on recorded trajectories; what is the same under every layout."""
+    """Makes the updates `first` to `last` − 1; returns the metrics that are the same under every layout."""
     metrics = []
     for version in range(first, last):
         part = split(

@@ -1,4 +1,4 @@
-"""What trainer ranks do for the tests of areal_megatron.convert: they save and load distributed checkpoints."""
+"""Trainer ranks that save and load distributed checkpoints for the tests of areal_megatron.convert."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.tiny_models import load_oracle
 
 
 def state(trainer: Trainer) -> dict:
-    """megatron-core's sharded state of a rank's part of the model, by virtual stage."""
+    """Returns megatron-core's sharded state of a rank's part of the model, by virtual stage."""
     return {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.policy.chunks)}
 
 
 def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) -> None:
-    """Saves a whole checkpoint of what it has loaded from a Hugging Face folder, after an update with learning rate 0.
+    """Loads a Hugging Face folder, makes an update with learning rate 0, and saves a whole checkpoint.
 
-    cases: run folder → model, layout, dtype. With `mbridge` also what mbridge exports, as RUN.safetensors.
+    cases: run folder → model, layout, dtype. With `mbridge`, saves the export of mbridge too, as RUN.safetensors.
     """
     from areal_megatron.trainer import checkpoint
 
@@ -50,7 +50,7 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) 
 
 
 def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
-    """Loads a converted checkpoint into a model of zeros, which then gives the logits of Hugging Face.
+    """Loads a converted checkpoint into a model of zeros, and compares its logits with those of Hugging Face.
 
     cases: run folder → model, layout, checkpoint folder.
     """

@@ -1,4 +1,4 @@
-"""What a trainer rank checks about itself on one CUDA device; test_trainer.py starts it."""
+"""Checks of a trainer rank on one CUDA device, which test_trainer.py starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tiny_models import load_oracle
 
 
 def check_cuda(folder: Path, rank: int) -> None:
-    """bfloat16 on one CUDA device: log-probabilities and the loss are near those of float32 on the CPU."""
+    """Log-probabilities in bfloat16 on one CUDA device are near those in float32 on the CPU, and an update works."""
     config = make_config(folder, "qwen3", {}, dtype="bfloat16")
     reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
     with open_trainer(folder, rank, config) as subject, torch.no_grad():
@@ -33,7 +33,7 @@ def check_cuda(folder: Path, rank: int) -> None:
 
 
 def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
-    """Peak memory of the log-probabilities of 32k tokens over 152k columns, forward and backward; printed."""
+    """Prints the peak memory of the log-probabilities of 32k tokens over 152k columns, forward and backward."""
     tokens, columns, hidden_size = 32768, 151936, 4096
     with open_trainer(folder, rank, make_config(folder, "qwen3", {}, dtype="bfloat16")) as subject:
         make = {"device": subject.device, "dtype": torch.bfloat16, "requires_grad": True}
@@ -55,7 +55,7 @@ def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
 
 
 def check_cuda_attention(folder: Path, rank: int) -> None:
-    """varlen_attn in bfloat16 gives what SDPA gives in float32, forward and backward, with grouped queries."""
+    """varlen_attn in bfloat16 agrees with SDPA in float32, forward and backward, with grouped queries."""
     lengths, heads, groups, size = (70, 1, 300, 33, 33, 8), 8, 2, 64
     packed = Packed(lengths=lengths, device="cuda")
     inputs = [torch.randn(sum(lengths), count, size, device="cuda") for count in (heads, groups, groups)]

@@ -1,4 +1,4 @@
-"""Exports beside those of mbridge, which shares no code with them."""
+"""Comparison of exports with those of mbridge, which shares no code with this project."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from tools.bench.reshard_peers import bridge_of
 
 
 def mbridges_export(config: Config, trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Of a dense model: mbridge knows no experts outside TransformerEngine's grouped ones. Every rank calls it.
+    """Returns mbridge's export of a dense model, with the vocabulary padded as in the trainer. Collective.
 
-    The vocabulary is padded as in the trainer.
+    The only experts that mbridge knows are TransformerEngine's grouped ones.
     """
     bridge = bridge_of(config)
     output = "model.embed_tokens.weight" if trainer.hf_config.get("tie_word_embeddings", False) else "lm_head.weight"

@@ -1,4 +1,4 @@
-"""One trainer rank that exports what the oracle says it holds; started by test_transport_export.py.
+"""A trainer rank that exports the parameters that the oracle gives it; started by test_transport_export.py.
 
 python export_rank.py RANK PORT SETUP
 """

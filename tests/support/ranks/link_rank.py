@@ -1,7 +1,7 @@
-"""One rank of a link as its own process, driven by JSON lines; started by test_transport.py.
+"""A rank of a link as a process of its own, driven by JSON lines; started by test_transport.py.
 
-Trainer ranks hold what the oracle says that Megatron's hold; engine ranks start from zeros in vLLM's shapes.
-Engine 0 has `full` staging, engine 1 `streamed`.
+Trainer ranks have the parameters that the oracle gives Megatron's ranks; engine ranks start from zeros in vLLM's
+shapes. Engine 0 has `full` staging, engine 1 `streamed`.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def trainer(setup) -> None:
         tensors = load_file(Path(folder) / "model.safetensors")
         return megatron_shard(tensors, setup["hf_config"], sizes, setup["rank"])
 
-    # Ranks 0 and 1 have the engines' dtype and send large parameters as they are; the others must cast them.
+    # Ranks 0 and 1 have the engines' dtype and send large parameters uncast; the others must cast them.
     own = torch.bfloat16 if setup["rank"] < 2 else torch.float32
     live = {name: tensor.to(own, copy=True) for name, tensor in shard(setup["folder"]).items()}
     host, port = setup["store"].split(":")
@@ -70,12 +70,12 @@ def trainer(setup) -> None:
                 live[name].copy_(tensor)
             publisher.publish(command["publish"], [tuple(link) for link in command["links"]])
             say(published=command["publish"])
-        elif "overwrite" in command:  # what an optimizer step does as soon as it may
+        elif "overwrite" in command:  # as an optimizer step does as soon as it may
             publisher.wait_until_read()
             for tensor in live.values():
                 tensor.fill_(float("nan"))
             say(overwritten=True)
-        elif "give_up" in command:  # what the trainers' watcher does while the main loop waits
+        elif "give_up" in command:  # as the trainers' watcher does while the main loop waits
             threading.Timer(command["after_s"], publisher.give_up, command["give_up"]).start()
             say(ok=True)
         elif "timeout_s" in command:
@@ -90,7 +90,7 @@ def engine(setup) -> None:
     held = vllm_parameters(tensors, setup["hf_config"], tp=setup["engine_tp"], rank=setup["rank"])
     live = {name: torch.zeros(t.shape, dtype=getattr(torch, setup["dtype"])) for name, t in held.items()}
     sizes = EngineSizes(tp=setup["engine_tp"])
-    streamed = setup["engine"] == 1  # with room for two messages of the dozens
+    streamed = setup["engine"] == 1  # room for two of dozens of messages
     staging = reserve(live)[: 2 * setup["bucket_elements"]] if streamed else reserve(live)
     shard = Shard(live, staging, sizes, setup["rank"], streamed)
     inlet = update = None
@@ -123,7 +123,7 @@ def engine(setup) -> None:
 
 
 def _at_second_message(fault: str) -> None:
-    """From here on this process dies, or stops, when it is about to receive its second message."""
+    """Makes this process die, or stop, when it is about to receive its second message from now on."""
     whole, calls = Link.receive, []
 
     def receive(*args):

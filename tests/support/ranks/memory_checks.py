@@ -1,4 +1,4 @@
-"""Tiny models built as the trainer builds them: trainer ranks write down what they hold, test_memory.py compares."""
+"""Memory of tiny models, built as the trainer builds them: ranks write what they measure, test_memory.py compares."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]:
-    """Bytes of buffers, optimizer states and tensors saved in a forward pass."""
+    """Returns the bytes of buffers, optimizer states and tensors saved in a forward pass."""
     config = Config(
         name="t",
         updates=1,
@@ -42,7 +42,7 @@ def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]
 
 
 def allocated(config: Config, kind: type) -> tuple[torch.nn.Module, dict[str, int]]:
-    """A model of that kind, and the bytes of its buffers and optimizer states."""
+    """Returns a model of that kind, and the bytes of its buffers and optimizer states."""
     chunks = build_model(config, parallel_sizes(config, CPU), CPU, kind)
     buffers = [*chunks[0].buffers, *chunks[0].expert_parallel_buffers]
     optimizer = ModelOptimizer(config.optimizer, chunks, 1)
@@ -58,7 +58,7 @@ def allocated(config: Config, kind: type) -> tuple[torch.nn.Module, dict[str, in
 
 
 def saved(model: torch.nn.Module) -> int:
-    """Storage that the forward pass of one whole sequence keeps for the backward pass, beside the parameters."""
+    """Returns the bytes that the forward pass of one long sequence keeps for the backward pass, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = {}
 
@@ -75,14 +75,14 @@ def saved(model: torch.nn.Module) -> int:
 
 
 def warm_up(pp: int, vpp: int, stage: int, microbatches: int) -> int:
-    """Forward passes before Megatron's schedule takes its first backward pass turn by turn."""
+    """Returns the number of forward passes before Megatron's schedule alternates forward and backward passes."""
     group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
     pipeline = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
     return get_pp_rank_microbatches(microbatches, vpp, pp, p2p_communicator=pipeline)[2]
 
 
 def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
-    """measured.json in `folder`; `models`: a folder of models."""
+    """Writes measured.json into `folder`; `models` is a folder of models."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), tp), rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)

@@ -1,4 +1,4 @@
-"""What trainer ranks check about routing replay, against a Hugging Face model whose routers are told what to choose."""
+"""Checks of routing replay on trainer ranks, against a Hugging Face model whose routers are given the routes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Routed(torch.nn.Module):
 
 
 def with_routes(trajectories: list[Trajectory], layers: int = 4, experts: int = 4, chosen: int = 2) -> list[Trajectory]:
-    """Random experts; of all tokens but the last, of the prompt only, or of none."""
+    """Sets random routes for all tokens but the last, for the prompt only, or for none."""
     random = np.random.default_rng(6)
     for t in trajectories:
         rows = (t.length - 1, len(t.prompt), 0)[(t.uid % 5) // 2]
@@ -58,8 +58,10 @@ def with_routes(trajectories: list[Trajectory], layers: int = 4, experts: int = 
 
 
 def check_replay(folder: Path, rank: int, cases: dict[str, dict]) -> None:
-    """Gradients, and the log-probabilities that an update computes before its first step. cases: run folder →
-    layout."""
+    """Checks gradients, and the log-probabilities that an update computes before its first step.
+
+    cases: run folder → layout.
+    """
     model = load_oracle(folder / "qwen3_moe")
     trajectories, *rest = minibatch()
     with_routes(trajectories)
@@ -67,10 +69,8 @@ def check_replay(folder: Path, rank: int, cases: dict[str, dict]) -> None:
     for run, layout in cases.items():
         config = make_config(folder, "qwen3_moe", layout)
         with open_trainer(folder, rank, config, run) as subject:
-            for forced, content in (
-                (exact, trajectories),
-                (free, minibatch()[0]),
-            ):  # nothing is kept from the routed batch
+            # The second batch has no routes: none may be left from the first.
+            for forced, content in ((exact, trajectories), (free, minibatch()[0])):
                 forced.zero_grad()
                 oracle.ppo_loss(forced, content, *rest, config).backward()
                 batch = MiniBatch(subject, content, *rest)
@@ -81,7 +81,7 @@ def check_replay(folder: Path, rank: int, cases: dict[str, dict]) -> None:
 
 
 def check_update(subject, model: torch.nn.Module) -> None:
-    """The difference to the engine's log-probabilities is that of a model that takes the engine's experts."""
+    """The difference from the engine's log-probabilities is that of a model that uses the engine's experts."""
     trajectories = with_routes(make_trajectories(12, 0, seed=4, group=4))
     with torch.no_grad():
         routed = Routed(model, trajectories, 2)

@@ -1,4 +1,4 @@
-"""What trainer ranks check about themselves; tests start them (conftest.on_ranks)."""
+"""Checks of training on trainer ranks, which tests start (conftest.on_ranks)."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
 
 @contextmanager
 def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
-    """A trainer in the run folder `run`, which the test has made; several ranks need a new one each time."""
+    """Opens a trainer in the run folder `run`, which the test has made; several ranks need a new folder each time."""
     with Trainer(config, Run(folder / run), rank) as trainer:
         yield trainer
 
 
 def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
-    """Everything that must not depend on the parallel layout. cases: run folder → model, layout."""
+    """Checks everything that must not depend on the parallel layout. cases: run folder → model, layout."""
     for run, (model, trainer) in cases.items():
         with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
             if model == "qwen3_balanced":
@@ -92,7 +92,7 @@ def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
 
 
 def check_logits(subject: Trainer, expected: dict) -> None:
-    """Packed rows (many sequences, one sequence) and an unpacked batch give the logits of Hugging Face."""
+    """Packed rows (of many sequences, of one) and an unpacked batch have the logits of Hugging Face."""
     rows, tokens = rows_and_batch()
     batches = [pack(row, [np.arange(0)] * len(row), subject._row_multiple, subject.device) for row in rows]
     size = subject.hf_config["vocab_size"]
@@ -121,7 +121,7 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
 
 
 def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
-    """The gradient of one mini-batch, whatever the packing, is that of the plain formula in float64."""
+    """The gradient of a mini-batch, whatever the packing, is that of the plain formula in float64."""
     batch = MiniBatch(subject, *minibatch())
     for cap in (40, 400):
         batch.forward_backward(cap)
@@ -139,7 +139,7 @@ class MiniBatch:
     references: list[torch.Tensor]
 
     def microbatches(self, cap: int) -> list[list[list[int]]]:
-        """By [replica][micro-batch]; the last is empty, which changes nothing."""
+        """Returns the trajectories by [replica][micro-batch]; the last micro-batch is empty, which changes nothing."""
         plan = partition([t.length for t in self.trajectories], self.subject.config.trainer.dp, 1, cap, seed=cap)
         return [[*minibatch, []] for [minibatch] in plan]
 
@@ -178,8 +178,10 @@ class MiniBatch:
 
 
 def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: dict) -> None:
-    """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of
-    PPO."""
+    """Checks the gradient of a mini-batch far from its proximal policy, and a whole update.
+
+    cases: run folder → settings of PPO.
+    """
     for run, settings in cases.items():
         ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
         config = make_config(folder, "qwen3", layout, ppo=ppo)
@@ -201,7 +203,7 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
 
 
 def set_head(subject: Trainer) -> None:
-    """A critic's head begins as zeros, with which values and all gradients but its own are 0."""
+    """Gives the critic's head random weights: with the zeros that it begins with, all gradients but its own are 0."""
     head = oracle.Valued(load_oracle(Path(subject.config.model.path))).head.weight.data
     for name, values in subject.critic.learner.parameters().items():
         if is_head(name):
@@ -242,8 +244,7 @@ def check_critic_metrics(metrics: dict[str, float], expected: dict[str, torch.Te
 
 
 def check_balance(subject: Trainer, reference: torch.nn.Module) -> None:
-    """The routers' load-balancing loss, of trained tokens only, is part of the gradient where config.json asks for
-    it."""
+    """The gradient includes the routers' load-balancing loss, over trained tokens only, if config.json asks for it."""
     content, exact = minibatch(), reference.double()
     batch = MiniBatch(subject, *content)
     members = [members for replica in batch.microbatches(100) for members in replica]
@@ -294,8 +295,10 @@ def check_sharing(subject: Trainer) -> None:
 
 
 def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
-    """With many small buckets, whose gradients are reduced and whose parameters gathered beside the computation, two
-    replicas train as one process does; a rank has all parameters when an update ends, and not a moment before."""
+    """Two replicas train as one process does if communication overlaps computation, in many small buckets.
+
+    A rank has all parameters when an update ends, and not before.
+    """
     trainer_model.BUCKET_ELEMENTS = 3000
     for run, (model, trainer) in cases.items():
         with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
@@ -315,7 +318,7 @@ def check_overlap(folder: Path, rank: int, cases: dict[str, list]) -> None:
 
 
 def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
-    """A NaN in one trajectory of one replica: that step is skipped on every rank, the other one is taken."""
+    """A NaN in one trajectory of one replica: every rank skips that step, and takes the other one."""
     config = make_config(folder, "qwen3", trainer)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
@@ -323,13 +326,8 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
             trajectories = make_trajectories(12, 0)
             parts = split(trajectories, version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
             for m in bad:
-                [first, *_] = [
-                    i
-                    for microbatch in parts[-1].minibatches[m]
-                    for i in microbatch
-                    if parts[-1].trajectories[i].loss_mask.any()
-                ]
-                spoiled = parts[-1].trajectories[first]
+                members = [parts[-1].trajectories[i] for microbatch in parts[-1].minibatches[m] for i in microbatch]
+                spoiled = next(trajectory for trajectory in members if trajectory.loss_mask.any())
                 spoiled.logprobs = np.full_like(spoiled.logprobs, np.nan)
             called = []
             result = subject.train_batch(parts[subject.parallel.replica], before_step=lambda: called.append(1))  # noqa: B023
@@ -340,7 +338,7 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
 
 
 def check_variants(folder: Path, rank: int) -> None:
-    """One rank: recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 runs."""
+    """Recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 works."""
     weights = {}
     for model, recompute in product(("qwen3", "qwen3_moe"), ("none", "selective", "full")):
         with open_trainer(folder, rank, make_config(folder, model, {"recompute": recompute})) as subject:
@@ -377,7 +375,7 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 
 
 def check_decay(folder: Path, rank: int) -> None:
-    """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
+    """Without a gradient only weight decay changes parameters: matrices, but no bias and no norm."""
     optimizer = Optimizer(lr=0.1, weight_decay=0.5, schedule={"constant": 0.0})
     config = make_config(folder, "qwen2", {}, ppo=PPO(minibatches=2), optimizer=optimizer)
     with open_trainer(folder, rank, config) as subject:

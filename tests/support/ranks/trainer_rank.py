@@ -1,4 +1,4 @@
-"""One trainer rank of a test: a fork of a process that has imported everything already."""
+"""A trainer rank of a test: a fork of a process that has already imported everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def main(check: str, folder: Path, rank: int, arguments: dict, output: Path) -> None:
-    """Calls module:check; whatever it and its libraries print goes to `output`."""
+    """Calls module:check; everything that it and its libraries print goes to `output`."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
