@@ -31,7 +31,7 @@ RECOMPUTE = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 BUCKET_ELEMENTS: int | None = None
-"""The size of the buckets in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's."""
+"""Size of the buckets in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's default."""
 
 
 class Policy(GPTModel):

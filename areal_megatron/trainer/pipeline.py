@@ -37,7 +37,7 @@ def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
 
 
 def row_multiple(chunks: Chunks) -> int:
-    """What the length of a micro-batch must be a multiple of, so that sequence parallelism cuts it evenly."""
+    """Returns the divisor that the length of a micro-batch must have, so that sequence parallelism cuts it evenly."""
     config = chunks[0].config
     return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
