@@ -114,5 +114,5 @@ def _clip(ratio: Tensor, bounds: Bounds) -> Tensor:
 
 
 def _k3(drift: Tensor) -> Tensor:
-    """Returns the sum of Schulman's k3 estimates of KL(a ‖ b), never negative, from samples of a; drift: log b − log a."""
+    """Sums Schulman's k3 estimates of KL(a ‖ b), never negative, from samples of a. drift: log b − log a."""
     return (drift.exp() - 1 - drift).sum()
