@@ -45,8 +45,6 @@ from tests.support.plain_results import (
 )
 from tests.support.tiny_models import load_oracle
 
-trainer_module.LOGITS_ELEMENTS = 50 * 250
-
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {
@@ -70,6 +68,7 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
 @contextmanager
 def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
     """Opens a trainer in the run folder `run`, which the test has made; several ranks need a new folder each time."""
+    trainer_module.LOGITS_ELEMENTS = 50 * 250  # so that a micro-batch takes several chunks
     with Trainer(config, Run(folder / run), rank) as trainer:
         yield trainer
 
