@@ -35,15 +35,14 @@ def check_model(config: Config, weights: bool = True) -> None:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
     trainer_layout.layout(hf, trainer_layout.MegatronSizes.of(config.trainer), rank=0)
     if config.mode == "rl":
-        if config.rollout.experts and not model.dimensions.experts:
-            raise ConfigError(
-                f"rollout.experts: {config.rollout.experts}, but the model of {path} has none; set it to []"
-            )
-        if config.rollout.experts and runs_on_cpu(config):
-            raise ConfigError(
-                "rollout.experts: on CPU vLLM's kernels fail with parallel experts and return no routes to "
-                "replay; set it to []"
-            )
+        for key in ("expert_parallel", "replay_routes"):
+            if getattr(config.rollout, key) and not model.dimensions.experts:
+                raise ConfigError(f"rollout.{key}: the model of {path} has no experts; leave it out")
+            if getattr(config.rollout, key) and runs_on_cpu(config):
+                raise ConfigError(
+                    f"rollout.{key}: on CPU vLLM's kernels fail with parallel experts and return no routes to replay; "
+                    "leave it out"
+                )
         engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf)
     if weights and not list(Path(path).glob("*.safetensors")):

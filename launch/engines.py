@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Run
@@ -67,7 +67,7 @@ def check_running(run: Run) -> None:
 
 def add(run: Run, options: argparse.Namespace) -> int:
     """Starts engines and looks after them. Raises ConfigError where they do not fit."""
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with Here() as here:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from launch import node, start
 from launch.hosts import Here
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     try:
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         config.machine.device = device_of(config)
         gpu_gib = node.gpu_gib() if config.machine.device == "cuda" else 0
         beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib)

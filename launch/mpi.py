@@ -18,7 +18,7 @@ from os import environ
 
 import msgspec
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from launch import start
 from launch.hosts import HostError, Nodes
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     nodes = Nodes(channel := MpiChannel(world, own), lambda process: places[_slot(process)])
     try:
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         start.check_input(config)
         found = nodes.gather([str(rank) for rank in range(world.size)], _GATHER_S)
         if config.machine.device == "auto":

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--nodes {options.nodes} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected at least one "
                 "node and one GPU"
             )
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
         nodes = [
             Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Run
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(requeue()))  # nothing has been started yet
     try:
         job = Job.of(os.environ)
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         if config.machine.device == "auto":
             config.machine.device = "cuda" if any(name.startswith("SLURM_JOB_GPUS") for name in os.environ) else "cpu"
         start.check_input(config)

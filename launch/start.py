@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
@@ -83,7 +83,7 @@ class Beginning:
         """Makes the run folder, or another incarnation in it."""
         if not self.run.folder.exists():
             self.run.create()
-        configuration.save(self.config, self.run.config)
+        config_file.save(self.config, self.run.config)
         begin(self.run, self.checkpoint)
 
 

@@ -165,8 +165,7 @@ def ranks_of(config: Config, pass_rates: Iterable[float | None]) -> list[float]:
 
 
 def _is_easiest_first(config: Config) -> bool:
-    bounds = config.rollout.pass_rate
-    return config.mode == "rl" and bool(bounds) and bounds[0] > bounds[1]
+    return config.mode == "rl" and config.rollout.easiest_first
 
 
 def pass_rate_of(record: Record) -> float | None:
@@ -188,16 +187,20 @@ def _forced_length(record: Record, max_new_tokens: int) -> int | None:
 
 
 def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError where rollout.pass_rate leaves nothing to draw, or nothing to order by."""
-    bounds = sorted(config.rollout.pass_rate)
+    """Raises ConfigError where the pass rates of the rows leave nothing to draw, or nothing to order by."""
+    rollout = config.rollout
     if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
         raise ConfigError(
-            f"rollout.pass_rate: no row of {config.data.train} has a pass_rate to order by; "
+            f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "
             "python -m areal_megatron.evaluate --pass-rates writes them"
         )
     fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
-    if bounds and not any(rate is None or bounds[0] <= rate <= bounds[1] for rate in fitting):
-        raise ConfigError(f"rollout.pass_rate: every prompt of {config.data.train} has one outside of {bounds}")
+    low, high = rollout.min_pass_rate, rollout.max_pass_rate
+    if rollout.filter_groups and not any(rate is None or low <= rate <= high for rate in fitting):
+        raise ConfigError(
+            f"rollout.filter_groups: every prompt of {config.data.train} has a pass_rate outside of "
+            f"min_pass_rate={low:g} to max_pass_rate={high:g}"
+        )
 
 
 def _check_reward(config: Config, prompts: Sequence[Prompt], key: str) -> None:

@@ -34,7 +34,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Cut at rollout.max_new_tokens."""
     routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose, with
-    rollout.experts=[replay]. Of all tokens but the last, which the engine never computed with; else of none."""
+    rollout.replay_routes. Of all tokens but the last, which the engine never computed with; else of none."""
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.user_function import import_function
 
 RewardFunction = Callable[[str, str, str], float | tuple[float, str]]
@@ -20,7 +20,7 @@ _OWN_SHARE = 0.8
 """Of reward.timeout_s, for rewards with a time limit of their own: a worker need not be killed for them."""
 
 
-def load_function(name: str, timeout_s: float = Reward.timeout_s) -> RewardFunction:
+def load_function(name: str, timeout_s: float = RewardConfig.timeout_s) -> RewardFunction:
     """The function that `reward.function` names; the current folder may hold it. Raises ConfigError.
 
     `code` is refused where this machine cannot isolate programs.

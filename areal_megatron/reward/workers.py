@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def default_count() -> int:
 class RewardWorkers:
     """Processes that score. Callers wait for a free one, so no more is queued than there are callers."""
 
-    def __init__(self, config: Reward, model: str | Path = "", count: int = 0):
+    def __init__(self, config: RewardConfig, model: str | Path = "", count: int = 0):
         """`model`: the folder whose tokenizer decodes answers that are given as token ids; `count`: processes, 0:
         `default_count`."""
         self._config, self._model, self._count = config, str(model), count or default_count()

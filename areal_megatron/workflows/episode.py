@@ -128,7 +128,7 @@ class Episode:
         if self.failure:
             raise self.failure
         if self._asked >= self.turns:
-            raise EpisodeOver(f"rollout.workflow allows {self.turns} turns", "turns_exceeded")
+            raise EpisodeOver(f"rollout.turns allows {self.turns} turns", "turns_exceeded")
         left = self._checked_room(context)
         turn, self._asked = self._asked, self._asked + 1
         limit = min(left, max_tokens or left)
@@ -168,7 +168,8 @@ class Episode:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """What takes its time here has a time limit of its own; everything else is held to machine.timeout_s."""
+        """What takes its time here has a time limit of its own; everything else is held to
+        rollout.workflow_timeout_s."""
         self._busy += 1
         try:
             yield

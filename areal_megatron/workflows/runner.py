@@ -100,12 +100,12 @@ class EpisodeRunner:
 
     async def _follow(self, episode: Episode) -> float | None:
         """What the workflow returns. Raises what it raises, and TimeoutError if it neither asks nor ends."""
-        limit = self._config.machine.timeout_s
+        limit = self._config.rollout.workflow_timeout_s
         task = asyncio.ensure_future(_without_exit(self._workflow.run(episode)))
         try:
             while not (await asyncio.wait({task}, timeout=max(limit - episode.idle_s, limit / 10)))[0]:
                 if episode.idle_s > limit:
-                    raise TimeoutError(f"it neither asked nor ended within machine.timeout_s={limit:g} s")
+                    raise TimeoutError(f"it neither asked nor ended within rollout.workflow_timeout_s={limit:g} s")
         finally:
             task.cancel()
         if task.cancelled():

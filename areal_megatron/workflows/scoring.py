@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
 from areal_megatron.reward.worker import Answer, Scored
@@ -25,13 +25,13 @@ class Score:
 class Scorer:
     """Scores the answers of one prompt at a time; many callers may wait for it."""
 
-    def __init__(self, config: Reward, workers: RewardWorkers, max_new_tokens: int):
+    def __init__(self, config: RewardConfig, workers: RewardWorkers, max_new_tokens: int):
         """The workers know the model's tokenizer."""
         self._config, self._workers, self._max_new_tokens = config, workers, max_new_tokens
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """reward = (1 − score) · wrong + score · right of reward.range, with the function's score; 1 and above is
-        correct.
+        """reward = (1 − score) · wrong + score · right of reward.wrong and reward.right, with the function's score; 1
+        and above is correct.
 
         With reward.truncated=overlong half the range times `overlong` is added, unless the length is forced.
         """
@@ -62,7 +62,7 @@ class Scorer:
 
     def reward(self, score: float, tokens: int, truncated: bool, free: bool = True) -> Score:
         """Of a trajectory with so many response tokens; `free`: its length is not forced."""
-        wrong, right = self._config.range
+        wrong, right = self._config.wrong, self._config.right
         penalty = overlong(tokens, self._max_new_tokens) if self._config.truncated == "overlong" and free else 0.0
         return Score(
             reward=(1 - score) * wrong + score * right + penalty * (right - wrong) / 2,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_megatron.config import Rollout
+from areal_megatron.config import RolloutConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
 
@@ -25,7 +25,7 @@ class Sampling:
     """How answers are sampled, and on which engine."""
 
     client: EngineClient
-    rollout: Rollout
+    rollout: RolloutConfig
     stop_tokens: list[int]
     cache_salt: str | None
     may_interrupt: Callable[[], bool] = lambda: False
@@ -105,7 +105,7 @@ async def _ask_once(sampling: Sampling, question: Question, n: int, attempt: int
         request_id=request_id,
         cache_salt=sampling.cache_salt,
         seed=question.seed,
-        routes_from=question.routed if "replay" in sampling.rollout.experts else None,
+        routes_from=question.routed if sampling.rollout.replay_routes else None,
     )
     ends = ("stop", "length", *([INTERRUPTED] if sampling.may_interrupt() else []))
     for completion in completions:

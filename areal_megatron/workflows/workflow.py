@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areal_megatron.config import Config, ConfigError, Rollout
+from areal_megatron.config import Config, ConfigError, RolloutConfig
 from areal_megatron.user_function import import_function
 
 if TYPE_CHECKING:
@@ -31,16 +31,10 @@ class Workflow:
     """Answers of an episode at most."""
 
 
-def load_workflow(rollout: Rollout) -> Workflow | None:
+def load_workflow(rollout: RolloutConfig) -> Workflow | None:
     """What rollout.workflow names; None for `single_turn`. Raises ConfigError."""
-    if len(rollout.workflow) != 1:
-        raise ConfigError(
-            f"{KEY}: expected one with its turns at most, such as {{multi_turn: 3}}, is {rollout.workflow}"
-        )
-    ((name, turns),) = rollout.workflow.items()
+    name = rollout.workflow
     if name == SINGLE_TURN:
-        if turns != 1:
-            raise ConfigError(f"{KEY}: {name} has one turn, not {turns}; multi_turn has several")
         return None
     if name not in WORKFLOWS and not all(name.partition(":")):
         near = difflib.get_close_matches(name, WORKFLOWS, 1)
@@ -51,18 +45,18 @@ def load_workflow(rollout: Rollout) -> Workflow | None:
     function = import_function(f"{__package__}.{name}:run" if name in WORKFLOWS else name, KEY)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"{KEY}: {name} is no `async def` function of an episode")
-    return Workflow(function, turns)
+    return Workflow(function, rollout.turns)
 
 
 def check_workflow(config: Config) -> None:
     """Raises ConfigError for a workflow that could not run: the launcher asks before anything starts."""
     if load_workflow(config.rollout) is None:
         return
-    if "tool_use" in config.rollout.workflow:
+    if config.rollout.workflow == "tool_use":
         from areal_megatron.reward.sandbox import check_isolation
 
         check_isolation(KEY)
-    if not config.rollout.workflow.keys().isdisjoint(WORKFLOWS):
+    if config.rollout.workflow in WORKFLOWS:
         from areal_megatron.data.tokenizer import Tokenizer
 
         messages = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_megatron.config import Config, ConfigError, Trainer
+from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import longest_answer, machine_bytes
 from launch.memory.activations import microbatch_tokens
 from launch.memory.engine import engine_memory, kv_tokens
@@ -78,7 +78,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
     return f"{problem}: no tp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
 
 
-def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
+def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Other sizes on as many GPUs, those that cost the least speed first."""
     t, longest = config.trainer, longest_answer(config) if config.mode != "sft" else 1
     if microbatch_tokens(config) > longest:

@@ -115,7 +115,7 @@ def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> tuple[int, st
 
 def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> tuple[int, str]:
     """Its parameters, gradients and optimizer states, as the policy's; the activations of the two take turns."""
-    if config.mode == "sft" or not config.ppo.critic:
+    if config.mode == "sft" or not config.ppo.has_critic:
         return 0, ""
     own, element = held(hf_config, sizes, stage, critic=True), ITEMSIZE[config.model.dtype]
     size = (element + 4) * own.all + _optimizer(config, sizes, own)[0]
@@ -157,7 +157,7 @@ def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     parameters and two moments (`fully_reshardable`), each once whatever the number of ranks; of a critic too."""
     model = architecture(hf_config)
     elements = sum(map(prod, model.canonical.values()))
-    if config.mode != "sft" and config.ppo.critic:
+    if config.mode != "sft" and config.ppo.has_critic:
         head = 0 if model.tied else model.dimensions.vocabulary * model.dimensions.hidden
         elements += elements - head + model.dimensions.hidden
     return (ITEMSIZE[config.model.dtype] + MAIN + MOMENTS) * elements

@@ -13,7 +13,8 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
-from areal_megatron.config import Rollout, load
+from areal_megatron.config import RolloutConfig
+from areal_megatron.config_file import load
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
@@ -155,7 +156,7 @@ def test_answers_of_forced_length_have_it(run):
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=300)
 
     def sampled(client):
-        sampling = Sampling(client, Rollout(max_new_tokens=5), [1, 4, 8], cache_salt="v0")
+        sampling = Sampling(client, RolloutConfig(max_new_tokens=5), [1, 4, 8], cache_salt="v0")
         return single_turn.sample(sampling, prompt, 4, "forced", seed=1)
 
     assert [len(completion.tokens) for completion in ask(run, sampled)] == [300] * 4
@@ -198,7 +199,7 @@ def test_an_aborted_request_returns_what_it_has(run):
 def test_answers_that_were_broken_off_go_on(run, reference):
     """As one distribution, to the length that was asked for; what was whole already stays as it is."""
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=1000)
-    rollout = Rollout(temperature=TEMPERATURE)
+    rollout = RolloutConfig(temperature=TEMPERATURE)
 
     async def sampled(client):
         sampling = Sampling(client, rollout, [], cache_salt=None, may_interrupt=lambda: True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from areal_megatron.config import Config, Data, Model, Reward, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from areal_megatron.data import tokenizer as product
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
@@ -125,12 +125,12 @@ class World:
             name="x",
             updates=1,
             batch_size=batch_size,
-            model=Model(path=str(folder)),
-            data=Data(train="x"),
-            rollout=Rollout(group_size=2, max_new_tokens=longest),
-            reward=Reward(truncated=rule),
+            model=ModelConfig(path=str(folder)),
+            data=DataConfig(train="x"),
+            rollout=RolloutConfig(group_size=2, max_new_tokens=longest),
+            reward=RewardConfig(truncated=rule),
         )
-        self.config.machine.timeout_s = timeout_s
+        self.config.rollout.workflow_timeout_s = timeout_s
         self.config.data.max_prompt_tokens = 400
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)

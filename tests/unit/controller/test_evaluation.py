@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, Data, Model, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.data.prompts import Prompt
@@ -45,9 +45,9 @@ def evaluate(tmp_path, monkeypatch):
             name="x",
             updates=3,
             batch_size=4,
-            model=Model(path="x"),
-            data=Data(train="x", eval="x"),
-            rollout=Rollout(group_size=2, max_running=2),
+            model=ModelConfig(path="x"),
+            data=DataConfig(train="x", eval="x"),
+            rollout=RolloutConfig(group_size=2, max_running=2),
         )
         timeline = Timeline(tmp_path / "timeline", "controller")
         engines = [Engine(number, Client(f"engine-{number}", count), timeline) for number, count in enumerate(answers)]

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.state import ControllerState
 from areal_megatron.controller.state import read as read_state
@@ -187,9 +187,9 @@ def config(folder, **data):
     return Config(
         name="x",
         updates=1,
-        model=Model(path=str(folder)),
-        data=Data(**{key: str(value) if key != "max_prompt_tokens" else value for key, value in data.items()}),
-        rollout=Rollout(max_new_tokens=8),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(**{key: str(value) if key != "max_prompt_tokens" else value for key, value in data.items()}),
+        rollout=RolloutConfig(max_new_tokens=8),
     )
 
 
@@ -268,7 +268,9 @@ def test_a_mixture_goes_on_exactly_where_it_was(after):
 
 def test_prompts_are_drawn_easiest_first_and_a_resumed_run_goes_on_exactly():
     rates = [None, 0.5, 0.9, 0.1, 0.5, None, 1.0, 0.5]
-    ordered = Config(name="x", updates=1, model=Model("m"), data=Data("d"), rollout=Rollout(pass_rate=[1, 0]))
+    ordered = Config(
+        name="x", updates=1, model=ModelConfig("m"), data=DataConfig("d"), rollout=RolloutConfig(easiest_first=True)
+    )
     ranks = ranks_of(ordered, rates)
     whole = Cursor(8, seed=3, ranks=ranks)
     drawn = [whole.next() for _ in range(24)]
@@ -286,7 +288,7 @@ def test_prompts_are_drawn_easiest_first_and_a_resumed_run_goes_on_exactly():
     mixed = Cursor(8, 3, shares=[(4, 4), (4, 2)], ranks=ranks)
     order = [mixed.next()[1] for _ in range(6)]
     assert [ranks[position] for position in order] == sorted(ranks[position] for position in order)
-    ordered.rollout.pass_rate = [0, 1]
+    ordered.rollout.easiest_first = False
     assert ranks_of(ordered, rates) == [] and Cursor(8, 3).order == 0 != whole.order
     assert whole.order != Cursor(8, 3, ranks=ranks[::-1]).order
 
@@ -331,7 +333,9 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
     )
     write_state(saved, tmp_path / "state")
     assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
-    with pytest.raises(ConfigError, match=r"rollout.pass_rate: the checkpoint was made with prompts in another order"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.easiest_first: the checkpoint was made with prompts in another order"
+    ):
         read_state(tmp_path / "state", 40, 3, MIXTURE, order=7)
     for other in ([], [(10, 5), (30, 5)]):
         with pytest.raises(ConfigError, match=r"data.train: the checkpoint was made with other weights"):

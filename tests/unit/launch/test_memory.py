@@ -12,7 +12,19 @@ import torch
 import transformers
 import yaml
 
-from areal_megatron.config import PPO, Config, ConfigError, Data, Machine, Model, Reshard, Rollout, Trainer
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    CriticConfig,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    PenaltyConfig,
+    PPOConfig,
+    ReshardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from areal_megatron.engine import kv_cache
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.reshard import engine_layout
@@ -54,11 +66,11 @@ def config(trainer=None, rollout=None, dtype="bfloat16", device="cuda", **rest):
     return Config(
         name="x",
         updates=1,
-        model=Model("m", dtype),
-        data=Data("t"),
-        machine=Machine(device=device),
-        trainer=Trainer(**{"recompute": "full", **(trainer or {})}),
-        rollout=Rollout(**(rollout or {})),
+        model=ModelConfig("m", dtype),
+        data=DataConfig("t"),
+        machine=MachineConfig(device=device),
+        trainer=TrainerConfig(**{"recompute": "full", **(trainer or {})}),
+        rollout=RolloutConfig(**(rollout or {})),
         **rest,
     )
 
@@ -99,8 +111,8 @@ def test_parts_in_bytes_of_a_parameter(built, name):
 
 def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
     plain, asked = (
-        stage_memory(config({"tp": 2}, ppo=PPO(penalty={name: 0.1})), DENSE, 0, on_cuda=True)
-        for name in ("entropy", "kl_k2")
+        stage_memory(config({"tp": 2}, ppo=PPOConfig(penalty=penalty)), DENSE, 0, on_cuda=True)
+        for penalty in (PenaltyConfig(entropy=0.1), PenaltyConfig(kl=0.1))
     )
     assert not plain.of("reference") and asked.of("reference") == asked.of("parameters")
     assert asked.total - plain.total == asked.of("parameters")
@@ -109,7 +121,7 @@ def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
 @pytest.mark.parametrize("name", HF)
 def test_a_critic_is_another_model_but_for_the_output_layer(built, name):
     parameters = sum(n for key, n in built[name].items() if "lm_head" not in key) + HF[name]["hidden_size"]
-    plain, asked = (config({"dp": 4}, ppo=PPO(critic=critic)) for critic in ({}, {"lr": 1e-5}))
+    plain, asked = (config({"dp": 4}, ppo=PPOConfig(critic=CriticConfig(lr=lr))) for lr in (0, 1e-5))
     without, found = (stage_memory(each, HF[name], 0, on_cuda=True) for each in (plain, asked))
     assert not without.of("critic") and found.of("critic") == pytest.approx((2 + 4 + 12 / 4) * parameters, rel=1e-3)
     assert found.total - without.total == found.of("critic")
@@ -129,7 +141,7 @@ def test_experts_are_divided_over_their_own_replicas(built):
 @pytest.mark.parametrize(("name", "tp", "streamed"), [*product(HF, (1, 4, 8), (False, True))])
 def test_engine_weights_and_staging(built, name, tp, streamed):
     staging = "streamed" if streamed else "full"
-    asked = config(rollout={"tp": tp}, reshard=Reshard(staging=staging))
+    asked = config(rollout={"tp": tp}, reshard=ReshardConfig(staging=staging))
     plan = engine_memory(asked, HF[name], 0, on_cuda=True)
     layout = engine_layout.layout(HF[name], EngineSizes(tp=tp), 0)
     parameters = {

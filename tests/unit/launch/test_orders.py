@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.engine.server import NodePart, headless_command, server_command, server_environment
 from areal_megatron.run import Run
 from launch import plan
@@ -14,7 +14,9 @@ from launch.pools import Node, allocate
 
 
 def config(device, tp):
-    made = Config(name="x", updates=1, model=Model(path="m"), data=Data(train="t"), rollout=Rollout(tp=tp))
+    made = Config(
+        name="x", updates=1, model=ModelConfig(path="m"), data=DataConfig(train="t"), rollout=RolloutConfig(tp=tp)
+    )
     made.machine.device = device
     return made
 
@@ -46,7 +48,7 @@ def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
 def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path):
     asked = config("cuda", 2)
     before = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
-    asked.rollout.experts = ["replay"]
+    asked.rollout.replay_routes = True
     command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
     assert [part for part in command if part not in before[0]] == ["--enable-return-routed-experts"]
     assert environment == before[1] | {"VLLM_USE_V2_MODEL_RUNNER": "1"}

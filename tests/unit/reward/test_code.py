@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.reward.code import last_program, parse_tests, same_output, score
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
@@ -24,7 +24,7 @@ def scored(answers: list[tuple[str, str]], timeout_s: float = 60) -> tuple[list[
     """Scores, counted failures and seconds."""
 
     async def scores():
-        pool = RewardWorkers(Reward(function="code", timeout_s=timeout_s))
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=timeout_s))
         await pool.start()
         began = time.monotonic()
         try:

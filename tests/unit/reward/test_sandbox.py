@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.sandbox import Limits, SandboxError, check_isolation, run
 from areal_megatron.reward.worker import Answer
@@ -259,7 +259,7 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
     good = Answer("", "```python\nprint(int(input()) ** 2)\n```", tests)
 
     async def scores():
-        pool = RewardWorkers(Reward(function="code", timeout_s=1.5), count=2)
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=1.5), count=2)
         await pool.start()
         try:
             before = {worker._process.pid for worker in pool._workers}
@@ -297,8 +297,8 @@ def test_a_sandbox_that_cannot_start_is_no_outcome(monkeypatch):
 TRY = {
     "check": "from areal_megatron.reward.sandbox import check_isolation\ncheck_isolation()",
     "load": "from areal_megatron.reward.function import load_function\nload_function('code')",
-    "workers": "import asyncio\nfrom areal_megatron.config import Reward\nfrom areal_megatron.reward.workers import "
-    "RewardWorkers\nasyncio.run(RewardWorkers(Reward(function='code')).start())",
+    "workers": "import asyncio\nfrom areal_megatron.config import RewardConfig\nfrom areal_megatron.reward.workers import "
+    "RewardWorkers\nasyncio.run(RewardWorkers(RewardConfig(function='code')).start())",
 }
 
 

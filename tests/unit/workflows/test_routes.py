@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from areal_megatron.config import Rollout
+from areal_megatron.config import RolloutConfig
 from areal_megatron.controller.generation import _trajectory
 from areal_megatron.controller.schedule import Group
 from areal_megatron.data.prompts import Prompt
@@ -104,7 +104,7 @@ class Routed:
 
 @pytest.mark.parametrize("begun", [0, 1, 3])
 def test_answers_that_go_on_keep_those_they_had(begun):
-    rollout = Rollout(group_size=1, max_new_tokens=9, experts=["replay"])
+    rollout = RolloutConfig(group_size=1, max_new_tokens=9, replay_routes=True)
     client, prompt = Routed(begun), Prompt(id=0, text="", answer="", tokens=[1, 2, 3], response_tokens=None)
     sampling = Sampling(client, rollout, [0], None, lambda: True)
 
@@ -121,7 +121,7 @@ def test_answers_that_go_on_keep_those_they_had(begun):
 
 def test_tokens_of_several_turns_keep_those_of_the_turn_that_first_saw_them(tmp_path):
     world = World(tmp_path, multi_turn.run, lambda _, number: ["no", "right"][number])
-    world.config.rollout.experts = ["replay"]
+    world.config.rollout.replay_routes = True
     plain, calls = world.client.generate, []
 
     async def generate(prompt, *, routes_from, **options):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_megatron.config import ConfigError, Rollout
+from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.controller.batches import describe
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.generation import Generation
@@ -56,7 +56,7 @@ def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
     ).all()
     assert context.versions.tolist() == [0] * (3 + len(told)) + [1] * 6
     assert world.judge.asked == ["ab", "right"]
-    low, high = world.config.reward.range
+    low, high = world.config.reward.wrong, world.config.reward.right
     assert score.reward == pytest.approx(low + (high - low) * multi_turn.DISCOUNT)
     assert score.correct and score.trained and not score.truncated
     assert context.tokens.dtype == context.versions.dtype == np.int32 and context.logprobs.dtype == np.float32
@@ -65,11 +65,11 @@ def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
 def test_tries_end_with_the_first_right_answer_and_with_the_last_turn(tmp_path):
     right = World(tmp_path, multi_turn.run, in_turn("right"))
     (ended,) = run(right)
-    assert len(right.client.calls) == 1 and ended.score.reward == right.config.reward.range[1]
+    assert len(right.client.calls) == 1 and ended.score.reward == right.config.reward.right
     wrong = World(tmp_path, multi_turn.run, in_turn("wrong"))
     (ended,) = run(wrong)
     assert len(wrong.client.calls) == ended.context.answers == 3
-    assert ended.score.reward == wrong.config.reward.range[0] and not ended.score.truncated
+    assert ended.score.reward == wrong.config.reward.wrong and not ended.score.truncated
     assert wrong.tokenizer.decode(ended.context.tokens.tolist()).count(multi_turn.FEEDBACK) == 2
 
 
@@ -185,7 +185,7 @@ async def nothing(episode):
         (not_a_number, "returned nan, expected a finite number"),
         (a_text, "returned '1', expected a finite number"),
         (cancels, "it cancelled itself"),
-        (hangs, "it neither asked nor ended within machine.timeout_s=0.2 s"),
+        (hangs, "it neither asked nor ended within rollout.workflow_timeout_s=0.2 s"),
         (says_first, "there is no answer yet"),
         (nothing, "it ended without an answer of the model"),
     ],
@@ -264,21 +264,18 @@ def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
     ("name", "problem"),
     [
         (
-            {"multi_trun": 3},
+            "multi_trun",
             "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, or package.module:function; "
             "did you mean 'multi_turn'?",
         ),
-        ({"single_turn": 2}, "single_turn has one turn, not 2"),
-        ({"multi_turn": 2, "tool_use": 2}, "expected one with its turns at most"),
-        ({}, "expected one with its turns at most"),
-        ({"nowhere:run": 2}, "cannot import nowhere: ModuleNotFoundError"),
-        ({"json:nothing": 2}, "json has no function nothing"),
-        ({"json:dumps": 2}, "json:dumps is no `async def` function of an episode"),
+        ("nowhere:run", "cannot import nowhere: ModuleNotFoundError"),
+        ("json:nothing", "json has no function nothing"),
+        ("json:dumps", "json:dumps is no `async def` function of an episode"),
     ],
 )
 def test_workflows_that_cannot_be_loaded_are_named(name, problem):
     with pytest.raises(ConfigError, match=r"^rollout\.workflow: ") as error:
-        load_workflow(Rollout(workflow=name))
+        load_workflow(RolloutConfig(workflow=name))
     assert problem in str(error.value)
 
 
@@ -292,11 +289,11 @@ def test_workflows_that_cannot_be_loaded_are_named(name, problem):
 )
 def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, template, problem):
     world = World(tmp_path, multi_turn.run, lambda *_: "wrong", template=template)
-    world.config.rollout.workflow = {"multi_turn": 2}
+    world.config.rollout.workflow = "multi_turn"
     with pytest.raises(ConfigError, match="several turns need a template that takes them") as error:
         check_workflow(world.config)
     assert problem in str(error.value)
-    world.config.rollout.workflow = {"single_turn": 1}
+    world.config.rollout.workflow = "single_turn"
     check_workflow(world.config)
     (ended,) = run(world)  # should it fail at a later message only: counted
     assert world.episodes.failures == 1 and ended.context.answers == 1

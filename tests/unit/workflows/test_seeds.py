@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from areal_megatron.config import Config, Data, Model, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.generation import Generation
@@ -51,9 +51,9 @@ def setting(tmp_path, client):
         updates=3,
         batch_size=4,
         seed=11,
-        model=Model(path="x"),
-        data=Data(train="x"),
-        rollout=Rollout(group_size=2, max_running=64, max_staleness=2),
+        model=ModelConfig(path="x"),
+        data=DataConfig(train="x"),
+        rollout=RolloutConfig(group_size=2, max_running=64, max_staleness=2),
     )
     timeline = Timeline(tmp_path / "timeline", "controller")
     return config, [Engine(0, client, timeline)], timeline
@@ -186,7 +186,7 @@ def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
             raise EngineError("broken")
         return []
 
-    sampling = Sampling(SimpleNamespace(name="engine-0", generate=broken), Rollout(), [], cache_salt=None)
+    sampling = Sampling(SimpleNamespace(name="engine-0", generate=broken), RolloutConfig(), [], cache_salt=None)
     assert asyncio.run(single_turn.sample(sampling, PROMPTS[0], 2, "x", seed=5)) == []
     assert seeds == [5, 5, 5]
 
