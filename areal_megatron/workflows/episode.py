@@ -3,11 +3,12 @@ between."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from areal_megatron.config import Config
 from areal_megatron.data.formats import Chat
@@ -18,9 +19,6 @@ from areal_megatron.reward.worker import Scored
 from areal_megatron.workflows.sampling import INTERRUPTED, Question, Sampling, ask, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.transcript import Transcript
-
-if TYPE_CHECKING:
-    from areal_megatron.workflows.openai_endpoint import Api, OpenAIEndpoint
 
 
 class EpisodeOver(Exception):
@@ -36,13 +34,28 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True)
+class Api:
+    """Where an agent finds the model, for any OpenAI client."""
+
+    url: str
+    key: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that runs an agent: this process's own, with OPENAI_BASE_URL and OPENAI_API_KEY."""
+        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+
+
+@dataclass(frozen=True)
 class Setting:
     """What all episodes of a run share."""
 
     config: Config
     tokenizer: Tokenizer
     scorer: Scorer
-    proxy: OpenAIEndpoint
+    serve: Callable[[Episode], AbstractAsyncContextManager[Api]]
+    """Serves the model to an agent for one episode."""
     turns: int
 
 
@@ -111,7 +124,7 @@ class Episode:
     def openai(self) -> AbstractAsyncContextManager[Api]:
         """`async with episode.openai() as api:` serves the model to an agent at api.url for api.key:
         workflows/openai_endpoint.py."""
-        return self._setting.proxy.serve(self, self._setting.tokenizer)
+        return self._setting.serve(self)
 
     def room(self, context: Transcript) -> int:
         """Tokens that are left."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +23,7 @@ from aiohttp import web
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.workflows.episode import Episode, EpisodeOver, Interrupted
+from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
 from areal_megatron.workflows.openai_messages import BadCall, Call, CallTree, Known, Message, answer_of, plain
 from areal_megatron.workflows.transcript import Transcript
 
@@ -32,20 +31,6 @@ log = logging.getLogger(__name__)
 MODEL = "policy"
 _BODY_BYTES = 16 << 20
 _decode = msgspec.json.Decoder(Call).decode
-
-
-@dataclass(frozen=True)
-class Api:
-    """Where an agent finds the model, for any OpenAI client."""
-
-    url: str
-    key: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of a process that runs an agent: this process's own, with OPENAI_BASE_URL and OPENAI_API_KEY."""
-        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
-        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
 
 
 @dataclass(eq=False)
@@ -59,7 +44,8 @@ class _Session:
 class OpenAIEndpoint:
     """Listens from the first `serve` to `close`, on a port that the system chooses."""
 
-    def __init__(self):
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
@@ -67,10 +53,10 @@ class OpenAIEndpoint:
         """Calls without a valid key, and those that were malformed."""
 
     @asynccontextmanager
-    async def serve(self, episode: Episode, tokenizer: Tokenizer) -> AsyncIterator[Api]:
+    async def serve(self, episode: Episode) -> AsyncIterator[Api]:
         """Calls that are not answered at the end are dropped."""
         url, key = await self._url(), secrets.token_urlsafe(24)
-        session = self._sessions[key] = _Session(episode, tokenizer)
+        session = self._sessions[key] = _Session(episode, self._tokenizer)
         try:
             yield Api(url, key)
         finally:

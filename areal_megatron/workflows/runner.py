@@ -41,8 +41,8 @@ class EpisodeRunner:
 
     def __init__(self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer):
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
-        self._proxy = OpenAIEndpoint()
-        self._setting = Setting(config, tokenizer, scorer, self._proxy, workflow.turns)
+        self._proxy = OpenAIEndpoint(tokenizer)
+        self._setting = Setting(config, tokenizer, scorer, self._proxy.serve, workflow.turns)
         self.failures = 0
         """Episodes whose workflow raised, fell silent or returned no finite number."""
         self.untrained_answers = 0

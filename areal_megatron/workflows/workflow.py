@@ -11,13 +11,9 @@ import difflib
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from areal_megatron.config import Config, ConfigError, Rollout
 from areal_megatron.user_function import import_function
-
-if TYPE_CHECKING:
-    from areal_megatron.workflows.episode import Episode
 
 KEY = "rollout.workflow"
 SINGLE_TURN = "single_turn"
@@ -26,7 +22,8 @@ WORKFLOWS = (SINGLE_TURN, "multi_turn", "tool_use")
 
 @dataclass(frozen=True)
 class Workflow:
-    run: Callable[[Episode], Awaitable[float | None]]
+    run: Callable[..., Awaitable[float | None]]
+    """An async function of an Episode; no import of that here, so that the launcher stays light."""
     turns: int
     """Answers of an episode at most."""
 
