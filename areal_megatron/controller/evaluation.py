@@ -14,7 +14,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec as Place
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
 from areal_megatron.workflows.sampling import Sampling, cache_salt, sampling_seed
 from areal_megatron.workflows.scoring import Scorer

@@ -22,7 +22,7 @@ from areal_megatron.engine.client import Completion, EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import RunError
 from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec as Place
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
 from areal_megatron.workflows.sampling import INTERRUPTED, Sampling, cache_salt, sampling_seed
 from areal_megatron.workflows.scoring import Scorer

@@ -1,4 +1,4 @@
-"""One prompt, n independent answers."""
+"""The single-turn workflow: one prompt, n independent answers."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import numpy as np
 
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
-from areal_megatron.workflows.sampling import INTERRUPTED, Question, Sampling, ask
+from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate
 
 
 async def sample(
     sampling: Sampling, prompt: Prompt, n: int, request_id: str, seed: int, interrupted: Sequence[Completion] = ()
 ) -> list[Completion]:
-    """n answers, from whatever versions the engine holds meanwhile; those that are `interrupted` go on.
+    """Returns n answers, sampled from whatever versions the engine holds in the meantime.
 
-    Completed, unless requests are being aborted. A failed request is repeated from its beginning; raises EngineError
-    when it has failed _ATTEMPTS times.
+    `interrupted`: the n answers as they were when they were interrupted. They are resumed, each with a request of its
+    own; those that were complete are returned as they are. Retries and errors are those of `generate`.
     """
     if not interrupted:
-        return await ask(sampling, _question(sampling, prompt, request_id, seed), n)
-    going_on = (
-        _resume(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(interrupted)
-    )
-    return await asyncio.gather(*going_on)
+        return await generate(sampling, _request(sampling, prompt, request_id, seed), n)
+    resumed = (_resume(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(interrupted))
+    return await asyncio.gather(*resumed)
 
 
-def _question(
-    sampling: Sampling, prompt: Prompt, request_id: str, seed: int, interrupted: Sequence[int] = (), routed: int = 0
-) -> Question:
+def _request(
+    sampling: Sampling, prompt: Prompt, request_id: str, seed: int, answered: Sequence[int] = (), routes_from: int = 0
+) -> GenerationRequest:
     forced = prompt.response_tokens
-    left = max(1, (forced or sampling.rollout.max_new_tokens) - len(interrupted))
-    return Question([*prompt.tokens, *interrupted], left, not forced, request_id, seed, routed)
+    return GenerationRequest(
+        tokens=[*prompt.tokens, *answered],
+        max_tokens=max(1, (forced or sampling.rollout.max_new_tokens) - len(answered)),
+        stop_tokens=[] if forced else sampling.stop_tokens,
+        request_id=request_id,
+        seed=seed,
+        routes_from=routes_from,
+    )
 
 
 async def _resume(
@@ -42,8 +46,8 @@ async def _resume(
     if interrupted.finish_reason != INTERRUPTED:
         return interrupted
     tokens = interrupted.tokens.tolist()
-    routed = len(prompt.tokens) + len(tokens) - 1 if len(interrupted.routes) else 0
-    (more,) = await ask(sampling, _question(sampling, prompt, request_id, seed, tokens, routed))
+    routes_from = len(prompt.tokens) + len(tokens) - 1 if len(interrupted.routes) else 0
+    (more,) = await generate(sampling, _request(sampling, prompt, request_id, seed, tokens, routes_from))
     joined = {
         name: np.concatenate((getattr(interrupted, name), getattr(more, name)))
         for name in ("tokens", "logprobs", "versions", "routes")

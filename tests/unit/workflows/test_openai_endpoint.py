@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from areal_megatron.workflows.openai_messages import BadCall, answer_of, plain
+from areal_megatron.workflows.openai_messages import BadCall, normalized, parsed_answer
 from tests.support.chat_world import END, TEMPLATE, World, spelled
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -306,7 +306,7 @@ def test_turns_and_tokens_that_are_used_up_are_told_to_the_agent(tmp_path):
 
     ended, _ = run(tmp_path, agent, lambda *_: "right", turns=2)
     assert ended.context.answers == 2 and ended.score.reward == 5
-    ended, _ = run(tmp_path, agent, lambda *_: "right", longest=60)
+    ended, _ = run(tmp_path, agent, lambda *_: "right", max_new_tokens=60)
     assert ended.score.truncated and ended.score.reward == -5 and len(ended.tokens) <= 60
     assert codes == [(400, "turns_exceeded"), (400, "context_length_exceeded")]
 
@@ -317,7 +317,7 @@ def test_a_first_call_longer_than_the_prompt_takes_of_what_is_left(tmp_path):
         status, reply = await post(api, messages=[user("x" * 800)])
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
 
-    ended, _ = run(tmp_path, agent, lambda *_: "x…", longest=400, rule="scored")
+    ended, _ = run(tmp_path, agent, lambda *_: "x…", max_new_tokens=400, truncated="scored")
     assert len(ended.context.prompt) > 400 and len(ended.context.prompt) + len(ended.tokens) == 800
     assert ended.score.truncated
 
@@ -351,12 +351,12 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
     ],
 )
 def test_what_is_no_tool_call_stays_text(text):
-    assert answer_of(text, True) == {"role": "assistant", "content": text}
+    assert parsed_answer(text, True) == {"role": "assistant", "content": text}
 
 
 def test_without_tools_nothing_is_a_tool_call():
-    assert answer_of(CALL, False)["content"] == CALL
-    assert answer_of(CALL, True) == {
+    assert parsed_answer(CALL, False)["content"] == CALL
+    assert parsed_answer(CALL, True) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
@@ -374,6 +374,6 @@ def test_messages_are_compared_without_what_sdks_add():
             {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}
         ],
     }
-    assert plain(sent) == answer_of(CALL, True)
+    assert normalized(sent) == parsed_answer(CALL, True)
     with pytest.raises(BadCall):
-        plain({"role": None})
+        normalized({"role": None})

@@ -78,7 +78,12 @@ def test_tries_end_with_the_first_right_answer_and_with_the_last_turn(tmp_path):
 )
 def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
     world = World(
-        tmp_path, multi_turn.run, in_turn("no", "x…"), rule=rule, longest=150, reward=lambda _, r, __: float(r != "no")
+        tmp_path,
+        multi_turn.run,
+        in_turn("no", "x…"),
+        truncated=rule,
+        max_new_tokens=150,
+        reward=lambda _, r, __: float(r != "no"),
     )
     (ended,) = run(world)
     assert len(ended.tokens) == 150 and ended.score.truncated and ended.score.trained == trained
@@ -90,7 +95,7 @@ def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
 def test_feedback_that_leaves_no_token_for_an_answer_is_left_out(tmp_path, left):
     text = f"\n<|im_start|>user\n{multi_turn.FEEDBACK}<|im_end|>\n<|im_start|>assistant\n"
     feedback = len(make_tokenizer(tmp_path)._tokenizer.encode(text).ids)
-    world = World(tmp_path, multi_turn.run, in_turn("no"), longest=3 + feedback + left, turns=2)
+    world = World(tmp_path, multi_turn.run, in_turn("no"), max_new_tokens=3 + feedback + left, turns=2)
     (ended,) = run(world)
     assert ended.context.answers == 1 + left
     assert len(ended.tokens) == (3 + feedback + left if left else 3)
@@ -234,7 +239,7 @@ def test_episodes_that_are_broken_off_begin_again(tmp_path):
     def answer(prompt, number):
         if number == 0:
             return "wrong"
-        world.breaking_off = True
+        world.interrupting = True
         return Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
 
     world.client.answer = answer
@@ -255,7 +260,7 @@ def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
 
     (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=4))
     assert ended.context.answers == 4 and ended.score.correct
-    (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=100, longest=20))
+    (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=100, max_new_tokens=20))
     assert len(ended.tokens) == 20 and ended.score.truncated
     assert codes == ["turns_exceeded", "context_length_exceeded"]
 
