@@ -1,5 +1,4 @@
-"""Workflows on an engine whose answers are written down: which tokens a trajectory has, and what becomes of
-failures."""
+"""Workflows on a scripted engine: which tokens a trajectory has, and what becomes of failures."""
 
 import asyncio
 import contextlib
@@ -31,12 +30,12 @@ def in_turn(*answers):
     return lambda _, number: answers[min(number, len(answers) - 1)]
 
 
-def run(world, **place):
-    return asyncio.run(world.sample(**place))
+def run(world, **spec):
+    return asyncio.run(world.sample(**spec))
 
 
 def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
-    """`ab` is sampled as two tokens, which the tokenizer would write as one."""
+    """`ab` is sampled as two tokens, where the tokenizer would have one."""
 
     def reward(prompt, response, answer):
         return (1.0, "") if response == answer else (0.25, f"not {response}")
@@ -92,7 +91,7 @@ def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_feedback_that_leaves_no_token_for_an_answer_is_left_out(tmp_path, left):
+def test_feedback_that_leaves_no_token_for_an_answer_is_dropped(tmp_path, left):
     text = f"\n<|im_start|>user\n{multi_turn.FEEDBACK}<|im_end|>\n<|im_start|>assistant\n"
     feedback = len(make_tokenizer(tmp_path)._tokenizer.encode(text).ids)
     world = World(tmp_path, multi_turn.run, in_turn("no"), max_new_tokens=3 + feedback + left, turns=2)
@@ -122,7 +121,7 @@ def test_seeds_of_the_first_answers_are_those_of_a_single_turn(tmp_path):
     assert len(first) == len(second) == 3
 
 
-def test_programs_are_run_and_their_output_is_told(tmp_path, isolation):
+def test_programs_are_run_and_their_output_is_the_next_message(tmp_path, isolation):
     def answer(prompt, number):
         return "```python\nprint(6 * 7)\n```" if number == 0 else "```python\n1 / 0\n```" if number == 1 else "42"
 
@@ -135,7 +134,7 @@ def test_programs_are_run_and_their_output_is_told(tmp_path, isolation):
     assert sampled == [token for number in range(3) for token in [*spelled(answer(None, number)), END]]
 
 
-def test_what_a_program_shows(isolation):
+def test_the_output_of_a_program(isolation):
     show = lambda program: tool_use.described(asyncio.run(tool_use.run_program(program)))  # noqa: E731
     assert show("print('x' * 10**6)") == "x" * 2000
     assert show("import sys; print(1); sys.exit('no')") == "1\nno"
@@ -195,7 +194,7 @@ async def nothing(episode):
         (nothing, "it ended without an answer of the model"),
     ],
 )
-def test_what_a_workflow_does_wrong_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
+def test_a_workflow_that_fails_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
     world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2 if workflow is hangs else 60.0)
     ended = run(world, n=2)
     assert [one.score.reward for one in ended] == [-5, -5] and not any(one.score.correct for one in ended)
@@ -217,7 +216,7 @@ def test_workflows_that_never_get_an_answer_end_the_run_with_the_reason(tmp_path
         run(world, n=3)
 
 
-def test_an_engine_that_fails_is_not_the_workflows_to_hide(tmp_path, monkeypatch):
+def test_a_workflow_cannot_hide_an_engine_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "_RETRY_S", 0)
 
     async def hides(episode):
@@ -232,8 +231,8 @@ def test_an_engine_that_fails_is_not_the_workflows_to_hide(tmp_path, monkeypatch
     assert world.episodes.failures == 0
 
 
-def test_episodes_that_are_broken_off_begin_again(tmp_path):
-    """One has its request aborted, another is at its second turn."""
+def test_episodes_that_are_interrupted_begin_again(tmp_path):
+    """One is interrupted by the abort of its request, the other before its second turn."""
     world = World(tmp_path, multi_turn.run, None)
 
     def answer(prompt, number):
@@ -247,7 +246,7 @@ def test_episodes_that_are_broken_off_begin_again(tmp_path):
     assert world.episodes.failures == 0
 
 
-def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
+def test_an_episode_is_limited_in_turns_and_tokens(tmp_path):
     codes = []
 
     async def greedy(episode):
@@ -303,7 +302,7 @@ def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, templ
     assert problem in str(error.value)
     world.config.rollout.workflow = {"single_turn": 1}
     check_workflow(world.config)
-    (ended,) = run(world)  # should it fail at a later message only: counted
+    (ended,) = run(world)  # a template that fails at a later message only is a failure of the workflow
     assert world.episodes.failures == 1 and ended.context.answers == 1
 
 
@@ -352,7 +351,7 @@ def generation_of(world, tmp_path, client):
     return schedule, subject
 
 
-def test_groups_that_are_broken_off_are_admitted_again_and_those_of_a_single_turn_too(tmp_path):
+def test_groups_that_are_interrupted_are_admitted_again_and_those_of_a_single_turn_too(tmp_path):
     world = World(tmp_path, multi_turn.run, lambda *_: "wrong", turns=2)
 
     async def stopped():
