@@ -11,8 +11,8 @@ DISCOUNT = 0.9
 
 
 async def run(episode: Episode) -> float:
-    """Samples until an answer is right or no turn is left. Returns the score of the last answer; the episode's discount
-    is set."""
+    """Samples until an answer is right or no turn is left. Returns the score of the last answer, and lowers the episode's
+    discount with each further try."""
     for turn in range(1, episode.turns + 1):
         await episode.sample()
         scored = await episode.score()

@@ -1,4 +1,4 @@
-"""Runs the config's workflow: the episodes of a group, each independent of what the workflow does in the others."""
+"""Runs the config's workflow: the episodes of a group, each isolated from what the workflow does in the others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EpisodeRunner:
         self._failures_without_answer, self._answered = 0, False
 
     def account(self) -> dict[str, int]:
-        """Returns the counters of this runner, by the names of their metrics."""
+        """Returns what was counted since the controller started, by the names of the metrics."""
         return {
             "workflow_failures": self.failures,
             "untrained_answers": self.untrained_answers,
