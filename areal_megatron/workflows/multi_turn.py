@@ -11,8 +11,10 @@ DISCOUNT = 0.9
 
 
 async def run(episode: Episode) -> float:
-    """Samples until an answer is right or no turn is left. Returns the score of the last answer, and lowers the episode's
-    discount with each further try."""
+    """Samples until an answer is right or no turn is left. Returns the score of the last answer.
+
+    Each further try lowers the episode's discount.
+    """
     for turn in range(1, episode.turns + 1):
         await episode.sample()
         scored = await episode.score()
