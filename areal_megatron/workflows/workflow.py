@@ -1,8 +1,8 @@
-"""How a prompt becomes trajectories; `rollout.workflow` names one: docs/workflows.md.
+"""Workflows: how a prompt becomes trajectories. `rollout.workflow` names one (docs/workflows.md).
 
-`single_turn` asks for a whole group at once. Every other workflow is an async function of an Episode
-(workflows/episode.py), which samples one trajectory, and returns its score, or None where the reward function is to
-score the last answer. Another one of this folder is a module with such a function `run` and its name in WORKFLOWS.
+`single_turn` samples a whole group with one request. Every other workflow is an async function of an Episode
+(workflows/episode.py), which samples one trajectory and returns its score, or None to have the reward function score
+the last answer. To add one to this folder, write a module with such a function `run`, and its name in WORKFLOWS.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ import difflib
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from areal_megatron.config import Config, ConfigError, RolloutConfig
 from areal_megatron.user_function import import_function
-
-if TYPE_CHECKING:
-    from areal_megatron.workflows.episode import Episode
 
 KEY = "rollout.workflow"
 SINGLE_TURN = "single_turn"
@@ -26,14 +22,21 @@ WORKFLOWS = (SINGLE_TURN, "multi_turn", "tool_use")
 
 @dataclass(frozen=True)
 class Workflow:
-    run: Callable[[Episode], Awaitable[float | None]]
+    """A workflow that runs episodes."""
+
+    run: Callable[..., Awaitable[float | None]]
+    """Called with an Episode, whose class is not imported here: the launcher would import aiohttp with it."""
     turns: int
-    """Answers of an episode at most."""
+    """The number of answers that an episode may sample."""
 
 
-def load_workflow(rollout: RolloutConfig) -> Workflow | None:
-    """What rollout.workflow names; None for `single_turn`. Raises ConfigError."""
-    name = rollout.workflow
+def load_workflow(rollout: Rollout) -> Workflow | None:
+    """Returns the workflow that rollout.workflow names; None for `single_turn`. Raises ConfigError."""
+    if len(rollout.workflow) != 1:
+        raise ConfigError(
+            f"{KEY}: expected one with its turns at most, such as {{multi_turn: 3}}, is {rollout.workflow}"
+        )
+    ((name, turns),) = rollout.workflow.items()
     if name == SINGLE_TURN:
         return None
     if name not in WORKFLOWS and not all(name.partition(":")):
@@ -49,7 +52,7 @@ def load_workflow(rollout: RolloutConfig) -> Workflow | None:
 
 
 def check_workflow(config: Config) -> None:
-    """Raises ConfigError for a workflow that could not run: the launcher asks before anything starts."""
+    """Raises ConfigError for a workflow that could not run; the launcher calls it before it starts anything."""
     if load_workflow(config.rollout) is None:
         return
     if config.rollout.workflow == "tool_use":

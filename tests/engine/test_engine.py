@@ -19,10 +19,10 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
 from tests.support.chat_world import Judge
 from tests.support.engines import ask, lengthened, make_run, started_engine
@@ -263,7 +263,7 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
     async def sampled(client):
         try:
             sampling = Sampling(client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
-            return await episodes.sample(sampling, Place(prompt, 0, "group-0", 2**60, "train"), 3)
+            return await episodes.sample(sampling, EpisodeSpec(prompt, 0, "group-0", 2**60, "train"), 3)
         finally:
             await episodes.close()
 
