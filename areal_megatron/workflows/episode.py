@@ -159,7 +159,7 @@ class Episode:
         if self.failure:
             raise self.failure
         if self._turns_taken >= self.turns:
-            raise EpisodeOver(f"rollout.workflow allows {self.turns} turns", "turns_exceeded")
+            raise EpisodeOver(f"rollout.turns allows {self.turns} turns", "turns_exceeded")
         left = self._some_tokens_left(context)
         turn, self._turns_taken = self._turns_taken, self._turns_taken + 1
         limit, forced = min(left, max_tokens or left), self.prompt.response_tokens
@@ -202,7 +202,7 @@ class Episode:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Suspends the limit of machine.timeout_s, for work that has a time limit of its own."""
+        """Suspends the limit of rollout.workflow_timeout_s, for work that has a time limit of its own."""
         self._busy += 1
         try:
             yield

@@ -110,7 +110,7 @@ class EpisodeRunner:
 
     async def _score_of(self, episode: Episode) -> float | None:
         """Returns what the workflow returns. Raises what it raises, and TimeoutError if it is idle for too long."""
-        limit = self._config.machine.timeout_s
+        limit = self._config.rollout.workflow_timeout_s
         task = asyncio.ensure_future(_without_exit(self._workflow.run(episode)))
         try:
             while not (await asyncio.wait({task}, timeout=max(limit - episode.idle_s, limit / 10)))[0]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from areal_megatron.config import Rollout
+from areal_megatron.config import RolloutConfig
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Sampling:
     """How answers are sampled, and on which engine."""
 
     client: EngineClient
-    rollout: Rollout
+    rollout: RolloutConfig
     stop_tokens: list[int]
     cache_salt: str | None
     may_interrupt: Callable[[], bool] = lambda: False
@@ -75,7 +75,7 @@ async def _generate_once(sampling: Sampling, request: GenerationRequest, n: int,
         request_id=request_id,
         cache_salt=sampling.cache_salt,
         seed=request.seed,
-        routes_from=request.routes_from if "replay" in sampling.rollout.experts else None,
+        routes_from=request.routes_from if sampling.rollout.replay_routes else None,
     )
     ends = ("stop", "length", *([INTERRUPTED] if sampling.may_interrupt() else []))
     for completion in completions:
@@ -95,7 +95,7 @@ def sampling_seed(seed: int, purpose: Literal["train", "eval"], *key: int) -> in
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
-def cache_salt(rollout: Rollout, version: int) -> str | None:
+def cache_salt(rollout: RolloutConfig, version: int) -> str | None:
     """Returns the salt of an engine's prefix cache under this version.
 
     If the KV cache is kept over updates, only requests of one version share prefix blocks. `recompute` drops the

@@ -64,7 +64,7 @@ class Scorer:
         A score of 1 or more is correct. With reward.truncated=overlong half the range times `overlong` is added.
         `tokens`: their number in the response; `forced`: whether the prompt forces it, and no response is overlong.
         """
-        wrong, right = self._config.range
+        wrong, right = self._config.wrong, self._config.right
         penalty = overlong(tokens, self._max_new_tokens) if self._config.truncated == "overlong" and not forced else 0.0
         return Score(
             reward=(1 - score) * wrong + score * right + penalty * (right - wrong) / 2,

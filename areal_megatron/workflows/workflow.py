@@ -30,13 +30,9 @@ class Workflow:
     """The number of answers that an episode may sample."""
 
 
-def load_workflow(rollout: Rollout) -> Workflow | None:
+def load_workflow(rollout: RolloutConfig) -> Workflow | None:
     """Returns the workflow that rollout.workflow names; None for `single_turn`. Raises ConfigError."""
-    if len(rollout.workflow) != 1:
-        raise ConfigError(
-            f"{KEY}: expected one with its turns at most, such as {{multi_turn: 3}}, is {rollout.workflow}"
-        )
-    ((name, turns),) = rollout.workflow.items()
+    name = rollout.workflow
     if name == SINGLE_TURN:
         return None
     if name not in WORKFLOWS and not all(name.partition(":")):

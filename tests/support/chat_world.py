@@ -128,10 +128,10 @@ class World:
             name="x",
             updates=1,
             batch_size=batch_size,
-            model=Model(path=str(folder)),
-            data=Data(train="x"),
-            rollout=Rollout(group_size=2, max_new_tokens=max_new_tokens),
-            reward=Reward(truncated=truncated),
+            model=ModelConfig(path=str(folder)),
+            data=DataConfig(train="x"),
+            rollout=RolloutConfig(group_size=2, max_new_tokens=max_new_tokens),
+            reward=RewardConfig(truncated=truncated),
         )
         self.config.rollout.workflow_timeout_s = timeout_s
         self.config.data.max_prompt_tokens = 400

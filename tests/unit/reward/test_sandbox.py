@@ -297,8 +297,9 @@ def test_a_sandbox_that_cannot_start_is_no_outcome(monkeypatch):
 TRY = {
     "check": "from areal_megatron.reward.sandbox import check_isolation\ncheck_isolation()",
     "load": "from areal_megatron.reward.function import load_function\nload_function('code')",
-    "workers": "import asyncio\nfrom areal_megatron.config import RewardConfig\nfrom areal_megatron.reward.workers import "
-    "RewardWorkers\nasyncio.run(RewardWorkers(RewardConfig(function='code')).start())",
+    "workers": "import asyncio\nfrom areal_megatron.config import RewardConfig\n"
+    "from areal_megatron.reward.workers import RewardWorkers\n"
+    "asyncio.run(RewardWorkers(RewardConfig(function='code')).start())",
 }
 
 

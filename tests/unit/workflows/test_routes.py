@@ -105,7 +105,7 @@ class Routed:
 
 @pytest.mark.parametrize("begun", [0, 1, 3])
 def test_answers_that_are_resumed_keep_the_routes_they_had(begun):
-    rollout = Rollout(group_size=1, max_new_tokens=9, experts=["replay"])
+    rollout = RolloutConfig(group_size=1, max_new_tokens=9, replay_routes=True)
     client, prompt = Routed(begun), Prompt(id=0, text="", answer="", tokens=[1, 2, 3], response_tokens=None)
     sampling = Sampling(client, rollout, [0], None, lambda: True)
 
