@@ -91,7 +91,8 @@ def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
 
 def test_a_template_with_generation_tags_has_the_tokens_that_transformers_gives(folder):
     with_template(folder, MASKED_TEMPLATE)
-    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), TEXTS, strict=True)]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, TEXTS, strict=True)]
     tokenizer, expected = Tokenizer(folder), reference(folder)
     whole = expected.apply_chat_template(messages, add_generation_prompt=True).input_ids
     assert tokenizer.conversation(messages) == whole
