@@ -147,10 +147,9 @@ def repair(sizes: np.ndarray, start: np.ndarray, cap: int, count: int) -> np.nda
     the total excess most. Where no exchange reduces it, the best one moves the excess to another bin.
     """
     n, loads = len(sizes), _loads(sizes, start, count)
+    # one offer of 0 in each bin, to give to the bin without taking from it
     offers = np.concatenate((sizes, np.zeros(count, dtype=np.int64)))
-    bins = np.concatenate(
-        (start, np.arange(count))
-    )  # the zeros at the end: one for each bin, to give to it without taking
+    bins = np.concatenate((start, np.arange(count)))
     left = least = excess(sizes, start, cap, count)
     stuck = np.zeros(count, dtype=bool)
     for _ in range(EXCHANGES):
