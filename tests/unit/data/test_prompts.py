@@ -30,7 +30,7 @@ MASKED_TEMPLATE = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-"""A template that marks what a loss mask keeps, with transformers' own tag."""
+"""A template that marks the tokens to train with transformers' tag."""
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_the_cursor_visits_every_prompt_once_an_epoch_in_a_new_order():
 
 
 def test_the_order_of_prompts_stays_what_it_was():
-    """Checkpoints hold a place in it."""
+    """A checkpoint stores a position in this order."""
     assert [position for _, position in (cursor.next() for cursor in [Cursor(6, seed=3)] for _ in range(12))] == [
         2,
         5,
