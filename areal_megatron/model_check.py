@@ -1,6 +1,6 @@
-"""Whether the model of a config can be trained by the layout of that config, from its config.json alone.
+"""Checks from a model's config.json whether a run can train it with the parallel sizes of its config.
 
-The launcher asks before anything starts; imports neither torch nor megatron.
+The launcher does so before anything starts; imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from areal_megatron.models.architecture import Dimensions, architecture, read_co
 from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the sequence."""
+"""The types of rotary embeddings whose frequencies do not depend on the sequence."""
 
 
 def check_model(config: Config, weights: bool = True) -> None:
-    """Raises ConfigError, naming the key and the numbers, if the model cannot be trained or does not fit.
+    """Raises ConfigError, which names the key and the numbers, if the model cannot be trained or split as configured.
 
-    `weights`: whether its folder must hold them; all other checks need config.json alone.
+    `weights` says whether the folder must hold the weights; all other checks need config.json alone.
     """
     path = config.model.path
     if not Path(path).is_dir():
@@ -76,7 +76,7 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
 def _check_length(config: Config, hf: dict[str, Any]) -> None:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     limit, (rope_type, rope) = hf.get("max_position_embeddings", longest), _rope(hf)
-    if rope_type == "yarn":  # which a user may add to a checkpoint without changing anything else, as Qwen3's card says
+    if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
         limit = max(limit, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", limit)))
     if longest > limit:
         raise ConfigError(
@@ -86,6 +86,6 @@ def _check_length(config: Config, hf: dict[str, Any]) -> None:
 
 
 def _rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Type and parameters of the rotary embeddings, under the names of transformers 5 or older ones."""
+    """Returns the type and parameters of the rotary embeddings, under the names of transformers 5 or older."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     return rope.get("rope_type", rope.get("type", "default")), rope

@@ -29,7 +29,7 @@ from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speed_by_company
+from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
 from areal_megatron.run import Run
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
@@ -224,7 +224,7 @@ def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
     publishes = [span for span in trainers if span.name == "publish"]
     rows = []
     for name in ("train", "proximal"):
-        speeds = speed_by_company([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
+        speeds = speeds_with_and_without([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
         cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{100 * speeds[0] / speeds[1]:.0f}%"] if speeds else "–––"
         rows.append((name, *cells))
     return rows

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
+from areal_megatron.reward.overlong import overlong
 from areal_megatron.reward.worker import Answer, Scored
 from areal_megatron.reward.workers import RewardWorkers
 
@@ -72,10 +73,3 @@ class Scorer:
             truncated=truncated,
             trained=not truncated or self._config.truncated != "masked",
         )
-
-
-def overlong(tokens: int, longest: int) -> float:
-    """0 up to 4/5 of the longest answer, and from there linearly to −1 (DAPO, arXiv 2503.14476, Equation 13, where
-    answers have up to 20,480 tokens and L_cache is 4,096 of them)."""
-    cache = longest / 5
-    return -min(max(tokens - (longest - cache), 0.0) / cache, 1.0)

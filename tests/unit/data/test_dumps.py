@@ -1,4 +1,4 @@
-"""Dumped batches: whole or not there, in their order, and gone with the line of the run that is given up."""
+"""Dumps of batches: written whole or not at all, in order, and removed with the work that a resume discards."""
 
 import asyncio
 import logging

@@ -20,6 +20,18 @@ TEMPLATE = (
     "{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}{{ {'é': 1} | tojson }}{{ eos_token }}"
 )
 
+MASKED_TEMPLATE = """\
+{%- for m in messages %}
+    {%- if m['role'] == 'assistant' %}
+<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}
+
+    {%- else %}
+<|user|>{{ m['content'] }}<|end|>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""A template that marks the tokens to train with transformers' tag."""
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -51,9 +63,9 @@ def reference(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def with_template(folder):
+def with_template(folder, template=TEMPLATE):
     tokenizer = reference(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 
 
@@ -75,6 +87,24 @@ def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     expected = reference(folder).apply_chat_template(chats, add_generation_prompt=True).input_ids
     assert Tokenizer(folder).prompts(TEXTS) == expected
+
+
+def test_a_template_with_generation_tags_has_the_tokens_that_transformers_gives(folder):
+    with_template(folder, MASKED_TEMPLATE)
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, TEXTS, strict=True)]
+    tokenizer, expected = Tokenizer(folder), reference(folder)
+    whole = expected.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    assert tokenizer.conversation(messages) == whole
+    before = expected.apply_chat_template(messages[:1], add_generation_prompt=True).input_ids
+    answer = expected(TEXTS[1], add_special_tokens=False).input_ids
+    assert [*before, *answer, *tokenizer.continuation(messages, answer=1)] == whole
+
+
+def test_a_template_that_does_not_parse_is_refused(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match="the chat template cannot be read: Unexpected end of template"):
+        Tokenizer(folder)
 
 
 def test_messages_have_the_tokens_that_transformers_gives(folder, tmp_path):
@@ -126,6 +156,7 @@ def test_end_tokens_of_tokenizer_and_generation_config_both_stop(folder):
 
 
 def test_reading_prompts_imports_no_torch(folder):
+    with_template(folder)
     code = "import sys, areal_megatron.data.prompts as p; p.Tokenizer(sys.argv[1]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
 
@@ -224,7 +255,7 @@ def test_the_cursor_visits_every_prompt_once_an_epoch_in_a_new_order():
 
 
 def test_the_order_of_prompts_stays_what_it_was():
-    """Checkpoints hold a place in it."""
+    """A checkpoint stores a position in this order."""
     assert [position for _, position in (cursor.next() for cursor in [Cursor(6, seed=3)] for _ in range(12))] == [
         2,
         5,

@@ -15,7 +15,7 @@ from areal_megatron.reward.workers import RewardWorkers
 
 
 class Service(BaseHTTPRequestHandler):
-    """What the answer says is what it replies with."""
+    """A service that replies with what the answer says."""
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
