@@ -200,8 +200,9 @@ def _forced_length(record: Record, max_new_tokens: int) -> int | None:
 
 
 def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError if rollout.pass_rate excludes every prompt, or asks for an order that no row defines."""
-    bounds = sorted(config.rollout.pass_rate)
+    """Raises ConfigError if rollout.filter_groups excludes every prompt, or rollout.easiest_first has nothing to order
+    by."""
+    rollout = config.rollout
     if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
         raise ConfigError(
             f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "

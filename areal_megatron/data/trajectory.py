@@ -37,7 +37,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Whether the answer was cut at rollout.max_new_tokens."""
     routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose for every token but the
-    last, which the engine never computed with. Empty without rollout.experts=[replay]."""
+    last, which the engine never computed with. Empty without rollout.replay_routes."""
 
     @property
     def length(self) -> int:

@@ -23,7 +23,7 @@ _OWN_SHARE = 0.8
 """The share of reward.timeout_s that rewards with a time limit of their own get, so that no worker is killed."""
 
 
-def load_function(name: str, timeout_s: float = Reward.timeout_s) -> RewardFunction:
+def load_function(name: str, timeout_s: float = RewardConfig.timeout_s) -> RewardFunction:
     """Returns the function that `reward.function` names; its module may be in the current folder.
 
     Raises ConfigError if there is no such function, and for `code` if this machine cannot isolate programs.

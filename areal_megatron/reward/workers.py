@@ -35,7 +35,7 @@ class RewardWorkers:
         await workers.close()
     """
 
-    def __init__(self, config: Reward, model: str | Path = "", count: int = 0):
+    def __init__(self, config: RewardConfig, model: str | Path = "", count: int = 0):
         """`model` is the folder whose tokenizer decodes answers that are given as token ids; `count` is the number of
         processes, 0 for `default_count`."""
         self._config, self._model, self._count = config, str(model), count or default_count()

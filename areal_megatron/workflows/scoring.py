@@ -60,7 +60,7 @@ class Scorer:
         return scored
 
     def reward(self, score: float, tokens: int, truncated: bool, forced: bool) -> Score:
-        """Returns the reward of a trajectory: (1 − score) · wrong + score · right, with [wrong, right] = reward.range.
+        """Returns the reward of a trajectory: (1 − score) · reward.wrong + score · reward.right.
 
         A score of 1 or more is correct. With reward.truncated=overlong half the range times `overlong` is added.
         `tokens`: their number in the response; `forced`: whether the prompt forces it, and no response is overlong.
