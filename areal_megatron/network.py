@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Collection
 
 import psutil
 
@@ -34,6 +35,17 @@ def address(host: str) -> str:
             f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "
             f"{', '.join(sorted(interfaces))}"
         ) from None
+
+
+def check_network(host: str, machines: Collection[str]) -> None:
+    """Raises ConfigError where this node has no such address, or processes of several machines would all have it."""
+    own = ipaddress.ip_address(address(host))
+    if len(machines) > 1 and (own.is_loopback or host[:1].isdigit()):
+        kind = "a loopback address" if own.is_loopback else "the address of one machine"
+        raise ConfigError(
+            f"machine.host: {host} is {kind} and the job has {len(machines)} nodes: name the "
+            "cluster's network interface, e.g. machine.host=ib0"
+        )
 
 
 def _routed() -> str:

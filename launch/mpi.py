@@ -20,9 +20,9 @@ import msgspec
 
 from areal_megatron import config as configuration
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import check_network
 from launch import start
 from launch.hosts import HostError, Nodes
-from launch.network import check_network
 from launch.node import POLL_S, Supervisor, hello
 from launch.orders import EndAll, Event, NodeHello, Order
 from launch.pools import Node, Process
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = nodes.gather([str(rank) for rank in range(world.size)], _GATHER_S)
         if config.machine.device == "auto":
             config.machine.device = "cuda" if found[0].gpus else "cpu"
-        check_network(config, found)
+        check_network(config.machine.host, {hello.machine for hello in found})
         machines, places = slots(found, config)
         beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found))
         if beginning.run.folder.exists() and not config.resume:

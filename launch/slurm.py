@@ -25,10 +25,10 @@ import msgspec
 from areal_megatron import config as configuration
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import check_network
 from areal_megatron.run import Run
 from launch import start
 from launch.hosts import HostError, Nodes
-from launch.network import check_network
 from launch.orders import Event, Leave, NodeHello, Order, Present
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     nodes = Nodes(srun(job))
     try:
         found = nodes.gather(job.names, options.gather_s)
-        check_network(config, found)
+        check_network(config.machine.host, {hello.machine for hello in found})
         everyone = [describe(hello, config) for hello in found]
         trainers = [node for node, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
         engines = [node for node, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
