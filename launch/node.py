@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from launch import stranded
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
 from launch.processes import Children
 
@@ -30,6 +29,10 @@ ALIVE_S = 5.0
 """Between two signs of life."""
 _SILENCE_S = 60.0
 """After which the launcher is taken for lost; it says every ten seconds that it lives (slurm.py)."""
+_LOOK_S = 5.0
+_LONGEST_S = 1800.0
+"""Slurm finds a lost node after its SlurmdTimeout, usually 300 s."""
+_CLIENT_TIMEOUT_S = 60.0
 
 
 class Supervisor:
@@ -115,7 +118,7 @@ def main() -> int:
     with Supervisor(name) as supervisor:
         dismissed = follow(supervisor, _orders())
     if not dismissed and "SLURM_JOB_ID" in os.environ:
-        stranded.queue_again()
+        queue_again()
     return 0
 
 
@@ -166,6 +169,39 @@ def _say(event: Event) -> None:
     with suppress(BrokenPipeError):  # the launcher is gone, which the orders tell
         sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def queue_again(longest_s: float = _LONGEST_S, look_s: float = _LOOK_S) -> None:
+    """Returns when this job does not run any more, perhaps because it is queued again: its batch host was taken out.
+
+    With --no-kill Slurm takes a lost node out of the job and lets the others go on, also where that node was the
+    launcher's: nothing would run on the job's nodes until its time is over. The supervisors of the others queue it
+    again.
+    """
+    job, deadline = os.environ["SLURM_JOB_ID"], time.monotonic() + longest_s
+    while time.monotonic() < deadline:
+        state, _, rest = _client("squeue", "--noheader", f"--jobs={job}", "--format=%T %B %N").partition(" ")
+        host, _, nodes = rest.partition(" ")
+        if state and state != "RUNNING":
+            return
+        if nodes and host not in _client("scontrol", "show", "hostnames", nodes).split():
+            with suppress(OSError):  # srun, which would pass it on, was on that node
+                print(
+                    f"node {host}, which the launcher was on, is lost: the job is queued again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            _client("scontrol", "requeue", job)  # until it is seen not to run: a busy slurmctld refuses
+        time.sleep(look_s)
+
+
+def _client(*command: str) -> str:
+    """What it prints; nothing where it fails, as while the job's end is being written down."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

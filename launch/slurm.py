@@ -4,7 +4,7 @@ The scripts in slurm/ call it on the first node of the job. It starts one superv
 into pools, and watches the run. In a heterogeneous job group 0 is the trainers' and group 1 the engines'. USR1, which
 `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, has the run save a checkpoint and the job
 queued again; so is it, without a checkpoint, when a node is lost, by the supervisors where it was this one
-(stranded.py). With resume=auto it goes on where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 130:
+(node.py). With resume=auto it goes on where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 130:
 cancelled. Imports neither torch nor vllm.
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import slurm, stranded
+from launch import node, slurm
 
 BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
@@ -50,11 +50,11 @@ def test_supervisors_that_are_left_alone_go_on_until_the_job_is_queued_again(pro
         scontrol='if [ "$1" = show ]; then echo "$3" | sed "s/node.0-1./node0\\nnode1/"; exit; fi\n'
         f'[ $ASKED -ge 4 ] || {{ echo "{BUSY}" >&2; exit 1; }}',
     )
-    stranded.queue_again(longest_s=30, look_s=0.01)
+    node.queue_again(longest_s=30, look_s=0.01)
     assert programs.requeued() == 3
 
 
 def test_supervisors_of_a_job_that_is_over_leave(programs):
     programs(squeue='echo "COMPLETING node0 node[0-1]"', scontrol="exit 1")
-    stranded.queue_again(longest_s=30, look_s=0.01)
+    node.queue_again(longest_s=30, look_s=0.01)
     assert programs.requeued() == 0
