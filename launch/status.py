@@ -64,18 +64,14 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
         last = updates[-1]
         yield (
             f"last update {_ago(now - last['time'])} ago: {last['effective_tokens_per_s']:,.0f} trained tokens/s, "
-            f"accuracy "
-            f"{100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
+            f"accuracy {100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
         )
     if saved := checkpoint_folder.complete(run):
         yield f"last checkpoint {saved[-1].name}, {_ago(now - saved[-1].stat().st_mtime)} ago"
     else:
         yield "no checkpoint yet"
-    yield (
-        f"started {start.incarnation + 1} times, {record.restarts_left} restarts are left"
-        if start.incarnation
-        else (f"started once, {record.restarts_left} restarts are left")
-    )
+    times = f"{start.incarnation + 1} times" if start.incarnation else "once"
+    yield f"started {times}, {record.restarts_left} restarts are left"
     yield f"logs: {run.log('PROCESS')}; launcher on {record.launcher}"
 
 
@@ -111,18 +107,16 @@ def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
 def _state(process: ProcessRecord, outcome: str) -> str:
     if process.code is None:
         return "ended with the run" if outcome else "running"
-    return (
-        "ended"
-        if process.code == 0
-        else f"killed by signal {-process.code}"
-        if process.code < 0
-        else (f"failed, exit code {process.code}")
-    )
+    if process.code < 0:
+        return f"killed by signal {-process.code}"
+    return f"failed, exit code {process.code}" if process.code else "ended"
 
 
 def _ago(seconds: float) -> str:
     seconds = max(0, round(seconds))
-    return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
 
 
 if __name__ == "__main__":
