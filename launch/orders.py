@@ -30,7 +30,7 @@ _MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 
 class StartOrder(msgspec.Struct, tag=True):
-    """To one supervisor: start a process of the run."""
+    """Makes a supervisor start a process of the run."""
 
     supervisor: str
     name: str
@@ -43,26 +43,25 @@ class StartOrder(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """To one supervisor: end a process, which gets little time to end by itself, and its descendants; answered with
-    Ended."""
+    """Makes a supervisor end a process, which gets little time to end by itself, and its descendants. Answer: Ended."""
 
     supervisor: str
     name: str
 
 
 class EndAll(msgspec.Struct, tag=True):
-    """To every supervisor: end your processes; answered with Ended for each, then with Cleared."""
+    """Makes every supervisor end its processes. Answers: Ended for each of them, then Cleared."""
 
     keep: list[str] = []
     """Names of the processes that stay alive."""
 
 
 class Present(msgspec.Struct, tag=True):
-    """To every supervisor, now and then: the launcher is alive."""
+    """Tells every supervisor, now and then, that the launcher is alive."""
 
 
 class Leave(msgspec.Struct, tag=True):
-    """To every supervisor: end your processes and yourself."""
+    """Makes every supervisor end its processes and itself."""
 
 
 class NodeHello(msgspec.Struct, tag=True):
@@ -134,9 +133,8 @@ def start_order(
 
 def carry_out(order: StartOrder, children: Children) -> Child:
     """Starts the process as one of `children`. Raises OSError if there is no such program or no folder for its log."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)
-    } | order.settings
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
+    environment = own | order.settings
     cores: set[int] = set()
     if order.cores:
         here = sorted(os.sched_getaffinity(0))

@@ -54,7 +54,7 @@ def _check_parts(config: Config, placement: Placement) -> None:
         if config.machine.device == "cpu" and len(engine.slots) > len(engine.parts) > 1:
             here = len(engine.slots) // len(engine.parts)
             raise ConfigError(
-                f"rollout.tp: an engine of {len(engine.slots)} lies on {len(engine.parts)} nodes with {here} "
+                f"rollout.tp: an engine of {len(engine.slots)} spans {len(engine.parts)} nodes with {here} "
                 "cores each: on CPU vLLM wants one rank on each, set machine.slots=1"
             )
 

@@ -46,7 +46,7 @@ class Recorder:
         self._written, self._codes = 0.0, {}
 
     def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
-        """Writes a record if an exit code changed, the last record is RECORD_S old or the run is over. Call it often."""
+        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended. Call it often."""
         codes = {name: process.exit_code for name, process in processes.items()}
         if not outcome and codes == self._codes and time.monotonic() - self._written < RECORD_S:
             return

@@ -1,7 +1,7 @@
-"""How a run is, from anywhere that sees its folder: `python -m launch.status RUN [--all]`.
+"""Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all]`.
 
-Prints how far it is, its processes with node, version and throughput, the last checkpoint, the restarts, and where the
-logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
+Prints how far the run is, its processes with node, version and throughput, the last checkpoint, the restarts, and where
+the logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
 run. Imports neither torch nor vllm.
 """
 
@@ -23,7 +23,7 @@ from areal_megatron.run import Run
 from launch.records import GONE_S, LaunchRecord, ProcessRecord, read_record
 
 _LISTED = 32
-"""Processes up to which each has a line; beyond that neighbours of one pool and state share one."""
+"""The most processes that have a line each; if there are more, neighbours of one pool and state share a line."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def state_of(record: LaunchRecord, now: float) -> str:
-    """`running`, `lost`, where the launcher has fallen silent, or how the run ended."""
+    """Returns how the run ended, or else `running`, or `lost` if the launcher has fallen silent."""
     return record.outcome or ("running" if now - record.time < GONE_S else "lost")
 
 
@@ -99,7 +99,7 @@ def table(run: Run, record: LaunchRecord, every: bool) -> Table:
 
 
 def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
-    """Runs of neighbours of one pool that are in the same state."""
+    """Groups neighbours of one pool that are in the same state."""
     for _, members in groupby(processes, key=lambda p: (p.name.partition("-")[0], p.code)):
         yield list(members)
 

@@ -34,17 +34,17 @@ class Layer:
 
     @property
     def saved(self) -> float:
-        """What the layer's forward pass saves without recomputation."""
+        """Bytes that the layer's forward pass saves without recomputation."""
         return (2 * self._norm + self._attention + self._mlp) / self.sizes.tp + self._rotation
 
     @property
     def input(self) -> float:
-        """What recompute=full keeps of the layer."""
+        """Bytes that recompute=full keeps of the layer."""
         return self.element * self.model.dimensions.hidden / self.sizes.tp
 
     @property
     def final_norm(self) -> float:
-        """What the norm after the last layer saves; its output is counted with the log-probabilities."""
+        """Bytes that the norm after the last layer saves; its output is counted with the log-probabilities."""
         hidden = self.model.dimensions.hidden
         return ((self.element if self.fused_norms else 8) * hidden + 4) / self.sizes.tp
 

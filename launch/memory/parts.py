@@ -28,7 +28,7 @@ class RankMemory:
     """The memory of the fullest rank of a pool."""
 
     holder: str
-    """Which rank that is, for messages and the table."""
+    """The rank, for messages and the table."""
     parts: tuple[MemoryPart, ...]
 
     @property

@@ -104,7 +104,7 @@ def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> MemoryPart:
     states = "two moments" if not main else "main parameters and two moments"
     size = (main + MOMENTS) * (-(-own.dense // config.trainer.dp) + -(-own.experts // _expert_replicas(sizes)))
     experts = f", of experts over {_expert_replicas(sizes)}" if own.experts else ""
-    return MemoryPart("optimizer", size, f"float32 {states}, divided over trainer.dp={config.trainer.dp}{experts}")
+    return MemoryPart("optimizer", size, f"float32 {states}, sharded over trainer.dp={config.trainer.dp}{experts}")
 
 
 def _step(config: Config, sizes: MegatronSizes, own: Held) -> int:
