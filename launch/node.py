@@ -173,7 +173,8 @@ def _say(event: Event) -> None:
 
 
 def requeue_stranded_job(longest_s: float = _STRANDED_LONGEST_S, look_s: float = _STRANDED_LOOK_S) -> None:
-    """Requeues this Slurm job if the launcher's node was taken out of it; returns when the job no longer runs.
+    """Requeues this Slurm job if the launcher's node was taken out of it. Returns when the job no longer runs,
+    or after longest_s.
 
     With --no-kill Slurm takes a lost node out of the job and keeps the others, even if the lost one was the
     launcher's: those would then idle until the job's time is over. Therefore their supervisors requeue it.
