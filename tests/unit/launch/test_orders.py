@@ -1,4 +1,4 @@
-"""How the parts of an engine that lies on several nodes are started."""
+"""How the parts of an engine on several nodes are started."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ def config(device, tp):
 
 
 def values(command):
-    """Of its options."""
+    """Returns the options of a command by name."""
     return {name: value for name, value in itertools.pairwise(command) if name.startswith("--")}
 
 
@@ -61,11 +61,8 @@ def test_parts_agree_on_all_but_their_number(tmp_path):
     assert {name for name in head if name in other and head[name] != other[name]} == {"--node-rank"}
     assert (head["--node-rank"], other["--node-rank"]) == ("0", "1")
     assert (other["--nnodes"], other["--master-addr"], other["--master-port"]) == ("2", "10.0.0.1", "9000")
-    assert (
-        head["--host"] == "10.0.0.1"
-        and not {"--host", "--port", "--middleware"} & other.keys()
-        and "--headless" in other
-    )
+    assert head["--host"] == "10.0.0.1"
+    assert "--headless" in other and not {"--host", "--port", "--middleware"} & other.keys()
     assert json.loads(other["--weight-transfer-config"])["backend"] == "areal"
     assert values(headless_command(asked, NodePart(1, 2, "fd00::1:9000")))["--master-addr"] == "fd00::1"
 
@@ -80,6 +77,6 @@ def test_what_vllm_cannot_do_on_cpu_is_refused():
     """It takes a machine without GPUs for one rank."""
     asked, nodes = config("cpu", 4), [Node("a", (0, 1)), Node("b", (0, 1)), Node("c", (0, 1))]
     with pytest.raises(
-        ConfigError, match=r"rollout.tp: an engine of 4 lies on 2 nodes with 2 cores each: .* machine.slots=1"
+        ConfigError, match=r"rollout.tp: an engine of 4 spans 2 nodes with 2 cores each: .* machine.slots=1"
     ):
         plan.plan(asked, nodes, weights=False)

@@ -26,7 +26,7 @@ def slots(count):
 
 
 def cluster(*sizes, name="n", cpus=0):
-    """Nodes of so many slots each."""
+    """Returns a node for each size, which is its number of slots."""
     return [Node(f"{name}{number:02}", tuple(range(size)), cpus) for number, size in enumerate(sizes)]
 
 

@@ -27,9 +27,9 @@ GPU_GIB = 80
 
 class Published(NamedTuple):
     nodes: int = 0
-    """0: of another GPU, or not published."""
+    """0 if not published, or for another GPU."""
     updates: int = 0
-    """0: not published."""
+    """0 if not published."""
     prompts: int = 512
     answers: int = 16
     prompt_tokens: int = 1024
@@ -45,7 +45,7 @@ class Published(NamedTuple):
     temperature: float = 1.0
     staleness: int = 8
     engines: str = ""
-    """Engines × tp, where the layout is published, and tp × pp × dp of the trainer."""
+    """Engines × tp, then tp × pp × dp of the trainer; empty if the layout is not published."""
 
 
 BOBA2 = Published(prompts=128, prompt_tokens=2048, microbatch_tokens=30720, minibatches=1, staleness=16)
@@ -87,7 +87,7 @@ PARAMETERS = {
 
 
 def load(run):
-    """The run's config, its model replaced by the config.json of the same name."""
+    """Returns the run's config with configs/models/ in place of the folder of its model."""
     path = ROOT / "configs" / f"{run}.yaml"
     name = Path(config_file.load(path).model.path).name
     return config_file.load(path, [f"model.path={MODELS / name}"])
@@ -162,7 +162,7 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
 
 @pytest.mark.parametrize("run", PUBLISHED)
 def test_an_engine_has_keys_and_values_for_all_that_it_may_run(run):
-    """8,000 tokens for each of rollout.max_running answers, a multiple of the group."""
+    """At least 8,000 tokens for each of rollout.max_running answers, whose number is a multiple of the group's."""
     config, found = planned(run)
     tokens = kv_tokens(config, read_config(config.model.path), found.memory.engine.of("KV cache"), True)
     assert tokens >= 8000 * config.rollout.max_running
