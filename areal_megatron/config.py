@@ -48,7 +48,7 @@ class Model:
 class Data:
     train: str = MISSING
     """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of
-    another format (docs/evaluation.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
+    another format (docs/data.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
     `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
     """The same of held-out prompts, all of which an evaluation takes, without shares; empty: no evaluation."""

@@ -4,7 +4,7 @@
                                       [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1] [--out FOLDER]
                                       [--pass-rates FILE.jsonl]
 
-MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/evaluation.md). Starts one vLLM engine,
+MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/data.md). Starts one vLLM engine,
 asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. Killed and
 started again with the same OUT it goes on where it was. Exit code 0: done, 1: the engine failed, 2: wrong input, 130:
 interrupted.

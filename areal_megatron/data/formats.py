@@ -1,6 +1,6 @@
 """What a row of a data set asks, what the right answer is, and which reward tells. Pure functions, one a format.
 
-The first format of FORMATS whose mark the row has reads it; docs/evaluation.md shows a row of each.
+The first format of FORMATS whose mark the row has reads it; docs/data.md shows a row of each.
 """
 
 from __future__ import annotations
