@@ -283,7 +283,7 @@ class Cluster:
             time.sleep(0.02)
 
     def _await(self, condition: Callable[[], T], timeout_s: float, problem: str, job: str = "") -> T:
-        """Returns the first true value of condition(). Tries again if a client program fails: slurmctld was too busy."""
+        """Returns the first true value of condition(). Tries again when a client program fails: slurmctld is busy."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with suppress(ClusterError):
