@@ -1,9 +1,9 @@
-"""A run as one HTML page: what it learned, how stale, how busy the pools were, what a weight update cost.
+"""Writes an HTML page about a run: what it learned, its staleness, utilisation, and the cost of weight updates.
 
     python -m areal_megatron.report runs/NAME [--out FILE.html]
 
-The page holds its figures itself and needs no network. Beside it goes timeline.json, every process on one
-clock, for ui.perfetto.dev or chrome://tracing. Works while a run goes on and for one that died.
+The page contains its figures and needs no network. timeline.json in the run folder has every process on one clock, for
+ui.perfetto.dev or chrome://tracing. Works for finished, running and failed runs.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from areal_megatron import config as configuration
-from areal_megatron.config import Config
+from areal_megatron import config_file
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speed_by_company
+from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
 from areal_megatron.run import Run
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
 UTILISATION_BINS = 60
 FEW_POINTS = 15
-"""A line of fewer points shows them."""
+"""The points of a line with fewer than this are marked."""
 WAITS = ("wait", "publish", "pause")
-"""Spans whose name starts so do not count as work of their pool."""
+"""Spans whose name starts with one of these do not count as work of their pool."""
 
 STYLE = Path(__file__).with_name("report.css").read_text()
 
 
 @dataclass
 class RunData:
-    """All that a report shows."""
+    """The data that a report shows."""
 
     run: Run
     config: Config
     status: dict[str, Any]
     steps: list[dict[str, Any]]
-    """Lines of kind `update` or `sft`."""
+    """The lines of kind `update` or `sft` of metrics.jsonl."""
     evaluations: list[dict[str, Any]]
     spans: list[Span]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(versions, values) of the steps that have a value for `key`."""
+        """Returns (versions, values) of the steps that have a value for `key`."""
         points = [(step["version"], step[key]) for step in self.steps if step.get(key) is not None]
         return [version for version, _ in points], [value for _, value in points]
 
@@ -64,7 +64,7 @@ class RunData:
 
 
 def load(run: Run) -> RunData:
-    """Raises configuration.ConfigError if the folder is no run, ValueError if a line of its files is broken."""
+    """Reads the run's files. Raises ConfigError if the folder is no run, ValueError if a line of them is malformed."""
     config = configuration.load(run.config)
     records = read_metrics(run)
     return RunData(
@@ -195,14 +195,14 @@ def _rl_sections(data: RunData) -> list[str]:
                 _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
             ],
         ),
-        *([_critic(data)] if data.config.ppo.critic else []),
+        *([_critic(data)] if data.config.ppo.has_critic else []),
     ]
 
 
 def _critic(data: RunData) -> str:
     return _section(
         "Critic",
-        "Values of before each update, against the returns that it trains them towards.",
+        "Values before each update, and the returns towards which it trains them.",
         [
             _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
             _lines(
@@ -219,12 +219,12 @@ def _critic(data: RunData) -> str:
 
 
 def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
-    """Per kind of the trainer's work: tokens/s of a rank in steps during which weights are sent, and in the others."""
+    """Returns a row for each kind of step: a rank's tokens/s while weights are sent, in other steps, and the ratio."""
     trainers = [span for span in data.spans if span.process.startswith("trainer-")]
     publishes = [span for span in trainers if span.name == "publish"]
     rows = []
     for name in ("train", "proximal"):
-        speeds = speed_by_company([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
+        speeds = speeds_with_and_without([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
         cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{100 * speeds[0] / speeds[1]:.0f}%"] if speeds else "–––"
         rows.append((name, *cells))
     return rows
@@ -310,7 +310,7 @@ def _lines(
     log: bool = False,
     scale: float = 1.0,
 ) -> str:
-    """One figure, a line a key over versions. `zero`: the axis starts at 0."""
+    """Draws one figure with a line for each key over versions. `zero`: the axis starts at 0."""
     figure, axes = _axes(title, unit)
     for key, color in colors.items():
         versions, values = data.series(key)
@@ -500,7 +500,7 @@ def main() -> int:
     out = options.out or options.run / "report.html"
     try:
         write_report(Run(options.run), out)
-    except (configuration.ConfigError, ValueError) as e:
+    except (ConfigError, ValueError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print(out)

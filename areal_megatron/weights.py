@@ -23,7 +23,7 @@ class Weights:
 
     def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
         self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
-        self._store = run.endpoint(STORE, config.machine.timeout_s)
+        self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         host, _, port = self._store.rpartition(":")
         self._publisher = Publisher(
             parameters=trainer.parameters,

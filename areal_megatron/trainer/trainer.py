@@ -91,7 +91,7 @@ class Trainer:
         self._reference, self.critic = None, None
         if config.mode != "sft" and config.ppo.has_reference:  # copied before a checkpoint brings other weights
             self._reference = Reference(parameter for _, parameter in named_parameters(chunks))
-        if config.mode != "sft" and config.ppo.critic:
+        if config.mode != "sft" and config.ppo.has_critic:
             self.critic = Critic(config, self.sizes, self.parallel, self.timeline)
         self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
         vocabulary = Vocabulary(
@@ -271,7 +271,7 @@ class Trainer:
                 sampled.proximal = sampled.behaviour
         if settings.objective != "decoupled":
             return
-        threshold = settings.correction.get(SECOND_MOMENT)
+        threshold = settings.correction.thresholds.get(SECOND_MOMENT)
         asked = [e for minibatch in minibatches[0 if threshold else 1 :] for e in minibatch]
         for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
             sampled.proximal = logprobs
