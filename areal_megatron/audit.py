@@ -48,7 +48,7 @@ class Batch:
 
 def audit(run: Run) -> list[str]:
     """Returns the faults of the run, a line each. Raises ConfigError if there is no such run."""
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     batches, faults = surviving(run, config)
     faults += check_versions(run.starts(), batches)
     faults += check_trajectories(config, batches)

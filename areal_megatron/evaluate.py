@@ -175,12 +175,12 @@ def config_of(options: argparse.Namespace) -> Config:
         name="engine",
         updates=1,
         seed=options.seed,
-        model=Model(path=str(Path(options.model).absolute()), dtype=dtype),
-        data=Data(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
-        machine=Machine(device=options.device),
-        rollout=Rollout(tp=options.tp, max_new_tokens=options.max_new_tokens),
-        reshard=Reshard(staging="streamed"),  # no updates: no memory for a second copy of the weights
-        reward=Reward(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
+        model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype),
+        data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
+        machine=MachineConfig(device=options.device),
+        rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens),
+        reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
+        reward=RewardConfig(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
     )
 
 
@@ -244,8 +244,8 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 
 @asynccontextmanager
 async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
-    """Connects to the engine. Raises EngineError or RunError if it does not serve within machine.timeout_s."""
-    deadline = time.monotonic() + config.machine.timeout_s
+    """Connects to the engine. Raises EngineError or RunError if it does not serve within machine.peer_timeout_s."""
+    deadline = time.monotonic() + config.machine.peer_timeout_s
     while not run.announced(_ENGINE) and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     engine = connect(config, run, 0)
@@ -295,11 +295,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
     )
-    parser.add_argument("--temperature", type=float, default=Rollout().temperature, help="0: greedy; default 1")
-    parser.add_argument("--max-new-tokens", type=int, default=Rollout().max_new_tokens, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=RolloutConfig().temperature, help="0: greedy; default 1")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=RolloutConfig().max_new_tokens, help="default: %(default)s"
+    )
     parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
     parser.add_argument("--workers", type=int, default=default_count(), help="reward processes; default: %(default)s")
-    parser.add_argument("--reward-timeout-s", type=float, default=Reward().timeout_s, help="default: %(default)s")
+    parser.add_argument("--reward-timeout-s", type=float, default=RewardConfig().timeout_s, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="seed of samples and of the order of choices; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")

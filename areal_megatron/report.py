@@ -65,7 +65,7 @@ class RunData:
 
 def load(run: Run) -> RunData:
     """Reads the run's files. Raises ConfigError if the folder is no run, ValueError if a line of them is malformed."""
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     records = read_metrics(run)
     return RunData(
         run,

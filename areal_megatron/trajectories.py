@@ -222,7 +222,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
 
 def config_of(place: Path) -> Config:
     """Returns the config of the run that wrote the trajectories. Raises ConfigError."""
-    return configuration.load(Run(place if place.is_dir() else place.absolute().parent.parent).config)
+    return config_file.load(Run(place if place.is_dir() else place.absolute().parent.parent).config)
 
 
 def main(arguments: list[str] | None = None) -> int:

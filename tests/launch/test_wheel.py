@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_megatron import config as configuration
-from areal_megatron.config import Config, Data, Model
+from areal_megatron import config_file
+from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,8 @@ def run(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     begun = Run(folder / "run")
     begun.create()
-    model, data = Model(path=str(world / "model")), Data(train=str(world / "train.jsonl"))
-    configuration.save(Config(name="run", runs_dir=str(folder), updates=2, model=model, data=data), begun.config)
+    model, data = ModelConfig(path=str(world / "model")), DataConfig(train=str(world / "train.jsonl"))
+    config_file.save(Config(name="run", runs_dir=str(folder), updates=2, model=model, data=data), begun.config)
     begun.begin()
     return begun
 

@@ -1,4 +1,5 @@
-"""Names and docstrings: one class a name, docstrings that begin with their noun or verb, a layout that nobody forces."""
+"""Names and docstrings: one class a name, docstrings that begin with their noun or verb, a layout that nobody
+forces."""
 
 import ast
 import re
