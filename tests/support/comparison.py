@@ -1,4 +1,4 @@
-"""What trainer ranks hold together, and how it compares with a Hugging Face model."""
+"""Comparison of what trainer ranks hold together with a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gather_sequence(hidden: Tensor, config: Config) -> Tensor:
 
 
 def whole_gradients(learner: Learner) -> dict[str, Tensor]:
-    """Gradients of this rank's parameters, the shards of all data-parallel ranks put together."""
+    """Returns the gradients of this rank's parameters, from the shards of all data-parallel ranks."""
     groups = {
         "buffers": parallel_state.get_data_parallel_group(),
         "expert_parallel_buffers": parallel_state.get_expert_data_parallel_group(),
@@ -49,8 +49,10 @@ def whole_gradients(learner: Learner) -> dict[str, Tensor]:
 def pieces(
     trainer: Trainer, held: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, ours, theirs) for each part of a canonical tensor that this rank holds; a critic's have a head of their
-    own."""
+    """Yields (name, ours, theirs) for each part of a canonical tensor that this rank holds.
+
+    The tensors of a critic include its head.
+    """
     whole = layout(trainer.hf_config, trainer.sizes, trainer.parallel.rank)
     if "head.weight" in expected:
         whole = without_head(whole)
@@ -61,13 +63,13 @@ def pieces(
 
 
 def assert_parameters(trainer: Trainer, expected: Mapping[str, Tensor], atol: float, learner: str = "policy") -> None:
-    """expected: by the names of a Hugging Face model in memory."""
+    """Compares with `expected`, whose names are those of a Hugging Face model in memory."""
     for name, ours, theirs in pieces(trainer, trainer.learners[learner].parameters(), canonical(expected)):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_gradient(trainer: Trainer, gradients: Mapping[str, Tensor], learner: str = "policy") -> None:
-    """Every part within 1e-6 of the norm of the whole gradient; the norm is the one that gradients are clipped by."""
+    """Every part is within 1e-6 of the norm of the whole gradient, which is also the norm for clipping."""
     subject = trainer.learners[learner]
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     assert (error := abs(subject.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"

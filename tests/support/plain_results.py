@@ -1,4 +1,4 @@
-"""What plain code makes of a tiny model, computed once for all layouts and ranks: most of their time went there."""
+"""Results of plain code on a tiny model, computed once for all layouts and ranks, since they take most of the time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support import training_oracle as oracle
 from tests.support.tiny_models import load_oracle
 
 TOKENS = 100
-"""Ids below it are tokens of every tiny model."""
+"""All ids below are tokens of every tiny model."""
 ROWS = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
-"""Lengths of the sequences of each packed row."""
+"""The lengths of the sequences of each packed row."""
 UPDATES = SFT_STEPS = 2
 
 
 def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -> list[Trajectory]:
-    """Random answers of very different lengths; some tokens and one whole answer are masked."""
+    """Makes random answers of very different lengths; some tokens and one whole answer are masked."""
     random = np.random.default_rng(seed)
     trajectories = []
     for uid in range(count):
@@ -51,17 +51,20 @@ def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -
 
 
 def plain_results(subject: Trainer) -> dict[str, Any]:
-    """Of the subject's model under its config."""
+    """Returns the results of the subject's model under its config."""
     return _once(subject, "plain_results", _compute)
 
 
 def plain_update(subject: Trainer) -> dict[str, Any]:
-    """Gradient of `minibatch` and parameters after one update on `update_data`. Two runs of one name share it."""
+    """Returns the gradient of `minibatch` and the parameters after one update on `update_data`.
+
+    Runs of the same name share the results.
+    """
     return _once(subject, subject.run.folder.name, _compute_update)
 
 
 def _once(subject: Trainer, name: str, compute: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0 of whoever comes first computes and keeps it beside the model."""
+    """Rank 0 of the first run that asks computes the result, and keeps it beside the model."""
     path = Path(subject.config.model.path) / f"{name}.pt"
     if subject.parallel.is_first and not path.exists():
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -72,7 +75,7 @@ def _once(subject: Trainer, name: str, compute: Callable[[Config], dict[str, Any
 
 
 def rows_and_batch() -> tuple[list[list[np.ndarray]], torch.Tensor]:
-    """Sequences by packed row, and an unpacked batch [3, 24]."""
+    """Returns the sequences of each packed row, and an unpacked batch [3, 24]."""
     random = np.random.default_rng(1)
     rows = [[random.integers(0, TOKENS, n, dtype=np.int32) for n in lengths] for lengths in ROWS]
     return rows, torch.from_numpy(random.integers(0, TOKENS, (3, 24)))
@@ -86,7 +89,7 @@ def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor], list[torch.Tensor]]:
-    """Trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
+    """Returns the trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
     proximals, references = (
         [
@@ -99,7 +102,7 @@ def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], li
 
 
 def critic_minibatch() -> tuple[list[Trajectory], list[torch.Tensor], list[torch.Tensor]]:
-    """Trajectories of a mini-batch, values before the batch and returns of their trained tokens."""
+    """Returns the trajectories of a mini-batch, with values before the batch and returns of their trained tokens."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(5)
     before, returns = (
         [torch.from_numpy(random.normal(0, 2, int(t.loss_mask.sum())).astype(np.float32)) for t in trajectories]
@@ -121,7 +124,7 @@ def _compute(config: Config) -> dict[str, Any]:
 
 
 def update_data() -> tuple[list[Trajectory], list[list[int]]]:
-    """Groups of trajectories, and which make up each of the two mini-batches that `split` makes with seed 0."""
+    """Returns groups of trajectories, and the members of the two mini-batches that `split` makes with seed 0."""
     halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
     return make_trajectories(12, 0, seed=4, group=4), [half.tolist() for half in halves]
 
@@ -139,7 +142,7 @@ def _compute_update(config: Config) -> dict[str, Any]:
 
 
 def _compute_critic(learner: oracle.Learner, valued: oracle.Valued, config: Config) -> tuple[dict[str, Any], list]:
-    """Of the critic what _compute_update has of the policy, and advantages by trajectory."""
+    """Returns for the critic what _compute_update does for the policy, and the advantages of each trajectory."""
     exact = copy.deepcopy(valued).double()
     oracle.critic_loss(exact, *critic_minibatch(), config).backward()
     values, returns, advantages = oracle.assess(valued, update_data()[0], config)
@@ -155,7 +158,7 @@ def _compute_critic(learner: oracle.Learner, valued: oracle.Valued, config: Conf
 
 @torch.no_grad()
 def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Config) -> dict[str, torch.Tensor]:
-    """Log-probabilities and entropy of the trained tokens."""
+    """Returns log-probabilities and entropies of the trained tokens."""
     pairs = [
         [values[t.loss_mask == 1] for values in oracle.response(model, t, config.rollout.temperature)]
         for t in trajectories
@@ -165,7 +168,7 @@ def _response(model: torch.nn.Module, trajectories: list[Trajectory], config: Co
 
 
 def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:
-    """Trajectories of an update, and which make up each of its two mini-batches."""
+    """Returns the trajectories of an update, and the members of its two mini-batches."""
     trajectories = make_trajectories(12, version, seed=10 + version)
     order = np.random.default_rng(version).permutation(12)
     return trajectories, [set(half.tolist()) for half in np.array_split(order, 2)]
@@ -176,8 +179,11 @@ def sft_examples(step: int) -> list[tuple[np.ndarray, int]]:
 
 
 def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
-    """UPDATES updates, then SFT_STEPS supervised steps; of each update the differences to the engine's
-    log-probabilities of tokens that the trained version sampled."""
+    """Makes UPDATES updates, then SFT_STEPS supervised steps.
+
+    Returns the final parameters, the supervised losses, and for each update the largest, the mean and the 99th
+    percentile difference from the engine's log-probabilities, over tokens that the trained version sampled.
+    """
     learner, differences = oracle.Learner(model, config), []
     for version in range(UPDATES):
         trajectories, halves = training_data(version)
