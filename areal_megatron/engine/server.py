@@ -4,7 +4,7 @@
 
 The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES. It announces
 `engine-E` before vLLM has loaded: whoever talks to it waits for /health. Every route asks for the run's
-secret (engine/guard.py), so any OpenAI client works that sends it as its API key; the policy is served
+secret (engine/middleware.py), so any OpenAI client works that sends it as its API key; the policy is served
 as the model `policy`.
 
 Of an engine that lies on several nodes every node runs a part, by vLLM's own executor for that: the first part
@@ -54,8 +54,8 @@ def server_command(config: Config, host: str, port: int, part: NodePart = NodePa
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
-    command += ["--middleware", "areal_megatron.engine.commit.CommitRoute"]
-    command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
+    command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
+    command += ["--middleware", "areal_megatron.engine.middleware.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     return command + _engine_arguments(config) + part.arguments
 

@@ -6,7 +6,7 @@ One update of one engine:
 |---|---|---|
 | /init_weight_transfer_engine | init_body(…) | once per generation: joins the link in the background, returns at once |
 | /start_weight_update | {} | receives the next version of this generation into staging, in the background |
-| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/commit.py) |
+| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/middleware) |
 
 A link numbers its updates: the n-th /start_weight_update of a generation receives the n-th `publish` that
 names this generation on the trainer's side. After a failed or abandoned update post ABORT_BODY to
