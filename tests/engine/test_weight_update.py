@@ -18,6 +18,7 @@ from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -78,17 +79,15 @@ class Server:
         self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
         self.live = [self._shard(0, rank) for rank in range(sizes.ranks)]
+        planner = Planner(self.hf_config, sizes, engine)
         self.publishers = [
             Publisher(
                 parameters=lambda rank=rank: self.live[rank],
-                hf_config=self.hf_config,
-                sizes=sizes,
+                planner=planner,
                 rank=rank,
-                engine=engine,
                 engines=1,
                 dtype="float32",
-                store_host="127.0.0.1",
-                store_port=self.store.port,
+                store=f"127.0.0.1:{self.store.port}",
                 timeout_s=20,
                 on_delivered=self._delivered,
                 timeline=timeline,

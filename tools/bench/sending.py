@@ -27,6 +27,7 @@ from areal_megatron.files import new_folder, write_json
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -170,17 +171,13 @@ def measure(folder: Path, repetitions: int, seconds: float) -> list[dict[str, fl
 
 
 def _publisher(trainer, store: str, told) -> Publisher:
-    host, _, port = store.rpartition(":")
     return Publisher(
         parameters=trainer.parameters,
-        hf_config=trainer.hf_config,
-        sizes=trainer.sizes,
+        planner=Planner(trainer.hf_config, trainer.sizes, EngineSizes()),
         rank=0,
-        engine=EngineSizes(),
         engines=1,
         dtype="float32",
-        store_host=host,
-        store_port=int(port),
+        store=store,
         timeout_s=TIMEOUT_S,
         on_delivered=told,
         timeline=trainer.timeline,
