@@ -1,12 +1,12 @@
 """What an engine adds to vLLM's server: the guard that asks for the run's secret, and POST /commit.
 
-The guard: vLLM's --api-key leaves the routes of pause, weight transfer and collective_rpc open. TokenGuard sits
-outside everything and knows no exception. The secret comes by file, named in AREAL_SECRET_FILE; a caller sends it as
-`Authorization: Bearer SECRET`, which any OpenAI client does with its API key.
+vLLM's own --api-key leaves the routes of pause, weight transfer and collective_rpc open. TokenGuard is the outermost
+middleware and makes no exception. It reads the secret from the file that AREAL_SECRET_FILE names; a caller sends it as
+`Authorization: Bearer SECRET`, as any OpenAI client does with its API key.
 
-The commit: an engine's staged weights become live under one short pause. The same by vLLM's routes is three requests,
-of which /pause sleeps for 20 ms when the engine stands still already (vLLM 0.32, async_llm.py); all of that is time in
-which nothing is generated.
+POST /commit makes an engine's staged weights live under one short pause. By vLLM's own routes that would take three
+requests, of which /pause sleeps for 20 ms even if the engine is paused already (vLLM 0.32, async_llm.py), and nothing
+is generated in all that time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATH = "/commit"
 
 
 class TokenGuard:
-    """ASGI middleware: 401 for every HTTP request, and close 1008 for every WebSocket, without the secret."""
+    """ASGI middleware that answers every request without the secret: HTTP with 401, a WebSocket with close 1008."""
 
     def __init__(self, app):
         self._app = app
@@ -56,7 +56,7 @@ class TokenGuard:
 
 
 class CommitRoute:
-    """ASGI middleware, inside the guard: answers POST /commit, and leaves everything else to vLLM."""
+    """ASGI middleware that answers POST /commit and leaves everything else to vLLM."""
 
     def __init__(self, app):
         self._app = app
@@ -70,17 +70,17 @@ class CommitRoute:
 
 
 async def _commit(request: Request) -> Response:
-    """Body: {"version": str, "clear_cache": bool}. Answer: {"seconds": how long the engine stood still}.
+    """Commits what is staged. Body: {"version": str, "clear_cache": bool}; answer: {"seconds": length of the pause}.
 
-    Status 500 if there is nothing whole to commit; then the engine stays paused.
+    Answers with status 500 if no complete update is staged; then the engine stays paused.
     """
     body, engine = await request.json(), request.app.state.engine_client
     try:
         await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=body["clear_cache"])
-        standing = time.monotonic()
+        paused = time.monotonic()
         await engine.finish_weight_update(body["version"])
         await engine.resume_generation()
     except Exception as e:
         log.exception("the commit of version %s failed", body["version"])
         return JSONResponse({"error": str(e)}, status_code=500)
-    return JSONResponse({"seconds": time.monotonic() - standing})
+    return JSONResponse({"seconds": time.monotonic() - paused})
