@@ -22,7 +22,7 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Returns the bytes of a token's keys and values on one rank, in all layers; a rank has at least one KV head."""
+    """Returns the bytes of a token's keys and values on one rank. With tp above kv_heads the heads are replicated."""
     d = architecture(hf_config).dimensions
     heads = max(d.kv_heads // config.rollout.tp, 1)
     return 2 * d.layers * heads * d.head_dim * _ITEMSIZE[config.model.dtype]

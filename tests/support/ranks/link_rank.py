@@ -21,6 +21,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, LinkError
@@ -95,12 +96,18 @@ def engine(setup) -> None:
         command = json.loads(line)
         try:
             if "join" in command:
-                session = {
-                    key: setup[key]
-                    for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine", "bucket_elements")
-                }
-                session["engine_sizes"] = asdict(sizes)
-                inlet = Inlet(shard, **session | {"generation": command["join"]}, log=lambda text: None)
+                info = LinkInfo(
+                    engine=setup["engine"],
+                    generation=command["join"],
+                    store=setup["store"],
+                    hf_config=setup["hf_config"],
+                    sizes=setup["sizes"],
+                    engine_sizes=asdict(sizes),
+                    dtype=setup["dtype"],
+                    timeout_s=setup["timeout_s"],
+                    bucket_elements=setup["bucket_elements"],
+                )
+                inlet = Inlet(shard, info, log=lambda text: None)
             elif "start" in command:
                 if command["start"]:
                     _at_second_message(command["start"])
