@@ -173,8 +173,9 @@ def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Nee
 def assign(wanted: Sequence[Need], sources: int, engine: int) -> list[Transfer]:
     """Returns a transfer for each need; every rank chooses the same sources.
 
-    The largest need goes first, to the least loaded of its holders. Needs with few holders go before all others, which
-    can make up for their imbalance. `engine` decides ties, so that several engines do not all load the same source.
+    Needs are taken one by one and given to their least loaded holder: those with the fewest holders first, since the
+    others can make up for their imbalance, and among those the largest first. `engine` decides ties, so that several
+    engines do not all load the same source.
     """
     load = [0] * sources
     chosen = [0] * len(wanted)
