@@ -191,9 +191,9 @@ class Reception:
         inlet, n = self._inlet, self._number
         link.say(f"ready/{n}/{inlet.shard.rank}", inlet.digest)
         senders = sorted({bucket.source for bucket in inlet.buckets})
-        # A posted gloo receive ends only with its message or its timeout: post none before its sender is there.
-        begun = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
-        link.wait(begun, self._deadline, update=n, stop=self._stop)
+        # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
+        sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
+        link.wait(sending, self._deadline, update=n, stop=self._stop)
         with link.stream():
             arriving: deque[tuple[Message, Copies]] = deque()
             for bucket, place, copies in zip(inlet.buckets, inlet.places, inlet.copies, strict=True):

@@ -33,7 +33,7 @@ SERVERS = {
     "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2),
     "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1),
 }
-"""The last number: parts of the engine, each as on a node of its own."""
+"""Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -142,7 +142,8 @@ class Server:
         return 4 * (sum(t.numel() for _, t in tensors) + (self.engine.tp - 1) * on_every_rank)
 
     async def assert_holds(self, client, version):
-        """Every parameter of every rank but the experts, which vLLM packs, bit for bit, by its own checksums."""
+        """Asserts, by vLLM's own checksums, that every parameter of every rank has the bytes of `version`, but for the
+        experts, which vLLM packs."""
         expected = expected_checksums(self.tensors[version % 2], self.hf_config, tp=self.engine.tp)
         assert await held_checksums(client) == expected
 
@@ -169,7 +170,7 @@ def references(server):
 
 @torch.no_grad()
 def recomputed(models, tokens, switches):
-    """Log-probabilities of the tokens, each under the model of its version and nothing of the others."""
+    """Returns the log-probability of each token under the model of its version, which computes all of the context."""
     edges = [0, *switches, len(tokens)]
     parts = []
     for model, start, stop in zip(models, edges, edges[1:], strict=False):
@@ -180,7 +181,8 @@ def recomputed(models, tokens, switches):
 
 @torch.no_grad()
 def with_stale_cache(models, tokens, switches):
-    """Log-probabilities of the tokens, each version going on from the keys and values that the ones before left."""
+    """Returns the log-probability of each token under the model of its version, with the keys and values of the context
+    as earlier versions computed them."""
     ids = torch.tensor([PROMPT + tokens])
     seen, cache, logits = 0, None, []
     for model, switch in zip(models, [*switches, None], strict=True):
@@ -196,7 +198,10 @@ def _chosen(logits, tokens):
 
 
 async def stream_through(server, versions, *, clear_cache):
-    """One answer during which the engine goes through `versions`; the token at which each of the later ones begins."""
+    """Samples one answer while the engine is updated to each of `versions`.
+
+    Returns the completion, and the index of the first token of each later version.
+    """
     client = server.client()
     await client.wait_until_healthy(240)
     if server.generation == 0:

@@ -1,4 +1,4 @@
-"""What a publisher refuses before it sends."""
+"""The parameters that a publisher refuses before it sends anything."""
 
 import pytest
 import torch
