@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
@@ -48,7 +48,7 @@ class Batch:
 
 def audit(run: Run) -> list[str]:
     """What is wrong with the run; [] if nothing is. Raises ConfigError if there is no such run."""
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     batches, faults = surviving(run, config)
     faults += check_versions(run.starts(), batches)
     faults += check_trajectories(config, batches)
@@ -212,9 +212,9 @@ def main() -> int:
         return 2
     for fault in faults:
         print(fault)
-    batches, _ = surviving(run, configuration.load(run.config))
+    batches, _ = surviving(run, config_file.load(run.config))
     checkpoint, _ = checkpoint_folder.newest(run)
-    kinds, config = Counter(), configuration.load(run.config)
+    kinds, config = Counter(), config_file.load(run.config)
     if checkpoint and config.mode == "rl":
         ids, cursor = drawing(config)
         saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)

@@ -141,7 +141,7 @@ class Checkpoints:
         if not self._export:
             return
         try:
-            failed = self._export.wait(self._trainer.config.machine.timeout_s)
+            failed = self._export.wait(self._trainer.config.machine.peer_timeout_s)
         except subprocess.TimeoutExpired:
             self._export.kill()
             failed = True

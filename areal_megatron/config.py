@@ -1,202 +1,281 @@
-"""The whole configuration of a run, as typed dataclasses.
+"""The whole configuration of a run, as typed dataclasses: every key, its default, its range and what it means.
 
-A user writes a YAML file with the few keys that differ from the defaults and may override any of them
-on the command line (`key=value`). `load` merges the three, checks every value and returns a `Config`;
-`ConfigError` says which key or line is wrong and what to do. Imports neither torch nor vllm: a login
-node reads a config in a fraction of a second.
+A user writes a YAML file with the few keys that differ from the defaults and may override any of them on the command
+line (`key=value`): config_file.py loads both. Imports neither torch nor vllm: a login node reads a config in a fraction
+of a second.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
-import os
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from areal_megatron.ppo import settings
+from omegaconf import MISSING
 
 
 class ConfigError(ValueError):
     """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
 
 
-def choice(default: str, *others: str):
-    return field(default=default, metadata={"choices": (default, *others)})
-
-
-def numbers(default: dict[str, float], *names: str, zero: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Of a field with numbers above 0 by any of these names; those of `zero` may be 0."""
-    return {"default_factory": default.copy, "metadata": {"choices": names, "zero": zero}}
+def key(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field with its default and the values that it may have."""
+    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    return field(default=default, metadata={"limits": limits, "choices": choices})
 
 
 @dataclass
-class Model:
+class ModelConfig:
     path: str = MISSING
     """Hugging Face directory (config.json, *.safetensors, tokenizer) of the model to start from."""
-    dtype: str = choice("bfloat16", "float32")
-    """Parameters of trainers and engines; optimizer states and gradients are float32."""
+    dtype: str = key("bfloat16", choices=("bfloat16", "float32"))
+    """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32."""
 
 
 @dataclass
-class Data:
+class DataConfig:
     train: str = MISSING
-    """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of
-    another format (docs/evaluation.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
-    `a.jsonl:0.7,b.parquet:0.3`."""
+    """JSONL or Parquet file, or a folder of them. A row has `prompt` and `answer` (RL) or `prompt` and `response`
+    (SFT), or another known format (docs/data.md). Several sources: `a.jsonl,b.parquet`; with each one's share of the
+    prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
-    """The same of held-out prompts, all of which an evaluation takes, without shares; empty: no evaluation."""
-    max_prompt_tokens: int = 1024
+    """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
+    evaluation."""
+    max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
 
 
 @dataclass
-class Machine:
-    slots: int = 0
+class MachineConfig:
+    slots: int = key(0, at_least=0)
     """GPUs (or CPU cores) that the pools share; 0: all that this machine has."""
-    device: str = choice("auto", "cpu", "cuda")
+    device: str = key("auto", choices=("auto", "cpu", "cuda"))
     host: str = "127.0.0.1"
-    """Address on which controller, engines and rendezvous listen; or the network interface, such as ib0, whose address
-    that is on each node; or auto: the interface with the default route."""
-    timeout_s: float = 600.0
-    """Longest wait for a peer before the run ends with an error that names it."""
+    """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0, whose address is
+    looked up on each node; or `auto`: the interface of the default route."""
+    peer_timeout_s: float = key(600.0, above=0)
+    """Longest wait for another process of the run to answer, join or make progress; then the run ends with an error
+    that names it."""
 
 
 @dataclass
-class Trainer:
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    """Ranks that share the experts of a model with experts; divides tp · dp / etp."""
-    etp: int = 0
-    """Tensor parallelism of the experts; 0: as tp."""
-    vpp: int = 1
-    """Virtual pipeline stages of a rank: smaller bubbles, more messages."""
-    recompute: str = choice("none", "selective", "full")
-    """Activations recomputed in the backward pass."""
-    microbatch_tokens: int = 32768
-    """Token cap of a packed micro-batch; a longer trajectory gets a micro-batch of its own."""
+class TrainerConfig:
+    tp: int = key(1, at_least=1)
+    """Tensor-parallel size."""
+    pp: int = key(1, at_least=1)
+    """Pipeline stages."""
+    dp: int = key(1, at_least=1)
+    """Data-parallel replicas."""
+    ep: int = key(1, at_least=1)
+    """Expert-parallel size: ranks that share the experts of a model with experts; divides tp · dp / etp."""
+    etp: int = key(0, at_least=0)
+    """Tensor-parallel size of the experts; 0: as tp."""
+    vpp: int = key(1, at_least=1)
+    """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
+    recompute: str = key("none", choices=("none", "selective", "full"))
+    """Activations that are recomputed in the backward pass."""
+    microbatch_tokens: int = key(32768, at_least=1)
+    """Most tokens of a packed micro-batch; a longer trajectory gets a micro-batch of its own."""
 
     @property
     def microbatch_multiple(self) -> int:
-        """Virtual stages take micro-batches in groups of as many as there are stages."""
+        """Micro-batches come in multiples of this: virtual stages take as many at a time as there are stages."""
         return self.pp if self.vpp > 1 else 1
 
 
-SHAPES = ("constant", "cosine", "linear")
+@dataclass
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = key(2e-5, at_least=0)
+    schedule: str = key("constant", choices=("constant", "cosine", "linear"))
+    """Learning rate after the warm-up; cosine and linear end at 0."""
+    warmup: float = key(0.001, at_least=0, below=1)
+    """Share of all steps over which the learning rate rises from 0."""
+    weight_decay: float = key(0.05, at_least=0)
+    beta1: float = key(0.9, at_least=0, below=1)
+    beta2: float = key(0.95, at_least=0, below=1)
+    eps: float = key(1e-5, above=0)
+    clip_grad: float = key(1.0, at_least=0)
+    """Largest norm of the gradient; 0: not clipped."""
 
 
 @dataclass
-class Optimizer:
-    lr: float = 2e-5
-    schedule: dict[str, float] = field(**numbers({"constant": 0.001}, *SHAPES, zero=SHAPES))
-    """Shape of the learning rate after warm-up, and the share of all steps that warm up: one entry; cosine and linear
-    end at 0."""
-    weight_decay: float = 0.05
-    adam: list[float] = field(default_factory=lambda: [0.9, 0.95, 1e-5])
-    """β1, β2 and ε."""
-    clip_grad: float = 1.0
+class CorrectionConfig:
+    """What is done about importance weights w = π_prox/π_behav far from 1; 0 switches a correction off. All that are on
+    are applied (docs/algorithms.md)."""
+
+    truncate: float = key(5.0, at_least=0)
+    """w is capped at this."""
+    icepop: float = key(0.0, at_least=0)
+    """Tokens with w outside of [1/icepop, icepop] are masked."""
+    sequence_mask: float = key(0.0, at_least=0)
+    """Trajectories whose geometric mean of w is outside of [1/sequence_mask, sequence_mask] are masked."""
+    m2po: float = key(0.0, at_least=0)
+    """Tokens with the largest (log w)² of a mini-batch are masked until the mean of the others is at most this."""
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """Name → threshold of each correction that is on."""
+        return {name: threshold for name, threshold in asdict(self).items() if threshold}
 
 
 @dataclass
-class PPO:
-    objective: str = choice("decoupled", "naive", "loglinear")
+class PenaltyConfig:
+    """What is added to the policy loss of every trained token (docs/algorithms.md)."""
+
+    entropy: float = key(0.0, at_least=0)
+    """Coefficient of the entropy bonus."""
+    kl: float = key(0.0, at_least=0)
+    """Coefficient of the KL divergence from the weights of model.path, which the trainers then keep a copy of."""
+    kl_form: str = key("k2", choices=("k1", "k2", "k3"))
+    """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Name (`entropy`, `kl_k1`, `kl_k2`, `kl_k3`) → coefficient of each penalty that is on."""
+        named = {"entropy": self.entropy, f"kl_{self.kl_form}": self.kl}
+        return {name: coefficient for name, coefficient in named.items() if coefficient}
+
+
+@dataclass
+class CriticConfig:
+    """A value model with an optimizer of its own (docs/algorithms.md)."""
+
+    lr: float = key(0.0, at_least=0)
+    """The critic's learning rate; 0: no critic."""
+    gamma: float = key(1.0, above=0, at_most=1)
+    """Discount of rewards, γ."""
+    gae_lambda: float = key(1.0, at_least=0, at_most=1)
+    """λ of generalised advantage estimation."""
+    clip: float = key(0.0, at_least=0)
+    """A value gains nothing from moving by more than this in one update; 0: not clipped."""
+    warmup: int = key(0, at_least=0)
+    """First updates of the run, in which the critic alone is trained."""
+
+
+@dataclass
+class PPOConfig:
+    objective: str = key("decoupled", choices=("decoupled", "naive", "loglinear"))
     """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is
     interpolated between the behaviour and the current one by their versions, which saves a forward pass."""
-    minibatches: int = 4
+    minibatches: int = key(4, at_least=1)
     """Optimizer steps per batch."""
-    algorithm: str = choice("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
-    """Advantage, loss and mean, see ppo/algorithm.py; in `ppo` and `ppo_sequence` a token or a trajectory counts once
-    in the batch mean and deviation of rewards."""
-    clip: list[float] = field(default_factory=lambda: [0.2, 0.2])
-    """The ratio is clipped to 1 − the first and 1 + the second."""
-    correction: dict[str, float] = field(**numbers({"truncated": 5.0}, "truncated", "icepop", "sequence_mask", "m2po"))
-    """Thresholds of what is done about weights π_prox/π_behav far from 1, all that are named together; what is written
-    replaces the default. See docs/algorithms.md."""
-    penalty: dict[str, float] = field(**numbers({}, "entropy", "kl_k1", "kl_k2", "kl_k3"))
-    """Coefficients of what is added to the loss, see docs/algorithms.md; `kl_…`: to the weights of model.path."""
-    critic: dict[str, float] = field(
-        **numbers({}, "lr", "gamma", "lambda", "clip", "warmup", zero=("lambda", "warmup"))
+    algorithm: str = key(
+        "ppo",
+        choices=("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo"),
     )
-    """Settings of a value model, see docs/algorithms.md; without `lr` there is none."""
+    """Advantage, loss and mean, see ppo/algorithm.py. In the batch mean and deviation of rewards `ppo` counts each
+    token once and `ppo_sequence` each trajectory."""
+    clip_low: float = key(0.2, above=0, at_most=1)
+    """The ratio π_θ/π_prox is clipped at 1 − clip_low from below."""
+    clip_high: float = key(0.2, above=0)
+    """… and at 1 + clip_high from above."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
     @property
     def has_reference(self) -> bool:
-        return any(name.startswith("kl_") for name in self.penalty)
+        return self.penalty.kl > 0
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic.lr > 0
 
 
 @dataclass
-class Rollout:
-    engines: int = 1
-    tp: int = 1
-    experts: list[str] = field(default_factory=list, metadata={"choices": ("parallel", "replay")})
-    """Of a model with experts, with engines on GPUs: `parallel`: an engine's ranks hold whole experts instead of a part
-    of each; `replay`: tokens are trained through the experts that their engine chose (docs/algorithms.md)."""
-    group_size: int = 16
+class RolloutConfig:
+    engines: int = key(1, at_least=1)
+    tp: int = key(1, at_least=1)
+    """Tensor-parallel size of an engine."""
+    expert_parallel: bool = False
+    """The ranks of an engine hold whole experts instead of a part of each; for models with experts, on GPUs."""
+    replay_routes: bool = False
+    """Tokens are trained through the experts that their engine chose (docs/algorithms.md); for models with experts,
+    with engines on GPUs."""
+    group_size: int = key(16, at_least=1)
     """Answers sampled per prompt (n)."""
-    max_staleness: int = 8
+    max_staleness: int = key(8, at_least=0)
     """η: no trajectory is trained more than this many versions after its admission."""
-    temperature: float = 1.0
-    max_new_tokens: int = 27648
-    max_running: int = 256
-    """Requests that one engine decodes at the same time."""
-    kv_policy: str = choice("recompute", "keep")
-    """Running requests after a weight update: re-prefilled under the new weights, or on with their KV."""
-    pass_rate: list[float] = field(default_factory=list)
-    """Lowest and highest share of correct answers: groups outside, and those whose answers all have the same reward,
-    are filtered, and prompts known to lie outside are not drawn. `[0, 1]` is DAPO's dynamic sampling; the higher one
-    first, as in `[0.9, 0.1]`: each epoch draws the easiest prompts first. Empty: everything is drawn and trained."""
+    temperature: float = key(1.0, above=0)
+    max_new_tokens: int = key(27648, at_least=1)
+    max_running: int = key(256, at_least=1)
+    """Most requests that one engine decodes at the same time."""
+    kv_policy: str = key("recompute", choices=("recompute", "keep"))
+    """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
+    kept."""
+    filter_groups: bool = False
+    """Leave groups out of training whose answers all have the same reward, or whose share of correct answers is outside
+    of min_pass_rate to max_pass_rate; do not draw prompts that are known to be outside (DAPO's dynamic sampling)."""
+    min_pass_rate: float = key(0.0, at_least=0, at_most=1)
+    max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    easiest_first: bool = False
+    """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
     dump: bool = False
     """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
-    workflow: dict[str, int] = field(default_factory=lambda: {"single_turn": 1})
-    """How a prompt becomes a trajectory, and its turns at most: `multi_turn`, `tool_use`, or the import path
-    `package.module:function` of yours. docs/workflows.md has them all."""
+    workflow: str = "single_turn"
+    """How a prompt becomes a trajectory: `single_turn`, `multi_turn`, `tool_use`, or the import path
+    `package.module:function` of yours (docs/workflows.md)."""
+    turns: int = key(1, at_least=1)
+    """Most answers of the model in one trajectory."""
+    workflow_timeout_s: float = key(600.0, above=0)
+    """Longest time that a workflow may neither ask the model nor end."""
 
 
 @dataclass
-class Reshard:
-    staging: str = choice("full", "streamed")
-    """Where new weights land in an engine: a second copy of its shard while it generates, or, where that does
-    not fit, room for one layer while it is paused."""
+class ReshardConfig:
+    staging: str = key("full", choices=("full", "streamed"))
+    """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
+    not fit, into room for one layer, while it is paused."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
-    timeout_s: float = 120.0
-    """Longest time for one version to reach an engine; a slower one stays at its old version, and the next
-    optimizer step waits no longer than this."""
+    timeout_s: float = key(120.0, above=0)
+    """Longest time for one version to reach an engine. A slower engine keeps its old version, and the next optimizer
+    step waits no longer than this."""
 
 
 @dataclass
-class Checkpoint:
-    every: int = 0
-    """Updates between checkpoints, of which the last is saved too; 0: none."""
-    keep: int = 2
-    """The newest ones that stay; older ones are removed once a newer one is complete."""
-    keep_every: int = 0
-    """Those of a version that is a multiple of it stay for good; 0: none."""
-    hf_every: int = 0
+class CheckpointConfig:
+    every: int = key(0, at_least=0)
+    """Updates between checkpoints; the last update is saved too. 0: no checkpoints."""
+    keep: int = key(2, at_least=1)
+    """How many of the newest stay; older ones are removed once a newer one is complete."""
+    keep_every: int = key(0, at_least=0)
+    """Checkpoints of versions that are a multiple of this stay for good; 0: none."""
+    hf_every: int = key(0, at_least=0)
     """Versions between exports of checkpoints to Hugging Face format, a multiple of `every`; 0: none."""
+    timeout_s: float = key(3600.0, above=0)
+    """Longest time for writing one; then the run ends with an error."""
 
 
 @dataclass
-class Reward:
+class RewardConfig:
     function: str = "math"
     """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path
-    `package.module:function` of `f(prompt, response, answer) -> float`. docs/rewards.md has them all."""
-    timeout_s: float = 10.0
-    """A reward that takes longer counts as a wrong answer and is counted."""
-    range: list[float] = field(default_factory=lambda: [-5.0, 5.0])
-    """Rewards of a wrong and of a right answer; scores between 0 and 1 lie in between."""
-    truncated: str = choice("incorrect", "masked", "scored", "overlong")
-    """An answer cut at max_new_tokens: counts as a wrong one, is not trained, or is scored as it stands; `overlong`:
-    that too, and every answer, cut or not, loses up to half the range of rewards within the last fifth before
-    max_new_tokens."""
+    `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
+    timeout_s: float = key(10.0, above=0)
+    """An answer whose reward takes longer is counted as wrong, and as a failure."""
+    wrong: float = key(-5.0)
+    """Reward of a wrong answer (score 0)."""
+    right: float = key(5.0)
+    """Reward of a right answer (score 1)."""
+    truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
+    """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
+    `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
+    before max_new_tokens."""
 
 
 @dataclass
@@ -205,26 +284,26 @@ class Config:
     """Run folder: runs_dir/name."""
     runs_dir: str = "runs"
     resume: str = ""
-    """`auto`: from the newest complete checkpoint of the run if it exists; or the path of a checkpoint."""
-    mode: str = choice("rl", "sft", "replay")
+    """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
+    mode: str = key("rl", choices=("rl", "sft", "replay"))
     """`replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
     seed: int = 1
-    updates: int = MISSING
+    updates: int = key(MISSING, at_least=1)
     """PPO updates (rl) or optimizer steps (sft)."""
-    batch_size: int = 512
+    batch_size: int = key(512, at_least=1)
     """Trajectories of a PPO update (B), or examples of an SFT step."""
-    eval_every: int = 0
+    eval_every: int = key(0, at_least=0)
     """Updates between evaluations; 0: only before the first and after the last."""
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    machine: Machine = field(default_factory=Machine)
-    trainer: Trainer = field(default_factory=Trainer)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    ppo: PPO = field(default_factory=PPO)
-    rollout: Rollout = field(default_factory=Rollout)
-    reshard: Reshard = field(default_factory=Reshard)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    reward: Reward = field(default_factory=Reward)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
     @property
     def trainer_ranks(self) -> int:
@@ -239,132 +318,70 @@ class Config:
         return Path(self.runs_dir) / self.name
 
 
-def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Defaults, then the YAML file, then `key=value` overrides; checked.
-
-    Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), a
-    value of the wrong type or out of range, and keys that contradict each other.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text()
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
-    try:
-        tree = yaml.compose(text)
-        user = OmegaConf.create(yaml.safe_load(text) or {})
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', e)}") from None
-    if not OmegaConf.is_dict(user):
-        raise ConfigError(f"{path}: expected `key: value` lines")
-
-    places = {key: f"{path}:{line}" for key, line in _lines(tree).items()}
-    command_line = OmegaConf.create()
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"override {text!r}: expected key=value, e.g. optimizer.lr=1e-5")
-        places[".".join(key.split(".")[:2])] = f"override {text!r}"
-        try:
-            OmegaConf.update(command_line, key, yaml.safe_load(value))
-        except yaml.YAMLError:
-            raise ConfigError(f"override {text!r}: the value is not YAML") from None
-
-    config = OmegaConf.structured(Config)
-    for source in (user, command_line):
-        for key, value in _leaves(source):
-            where = places.get(key, str(path))
-            _check_known(key, where)
-            try:
-                OmegaConf.update(config, key, value, merge=False)
-            except OmegaConfBaseException as e:
-                raise ConfigError(f"{where}: {key}: {str(e).splitlines()[0]}") from None
-    missing = OmegaConf.missing_keys(config)
-    if missing:
-        raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
-    config = OmegaConf.to_object(config)
-    check(config, lambda key: f"{places[key]}: {key}" if key in places else f"{path}: {key}")
-    return config
+CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
+"""Algorithms whose baseline may be a critic; that of the others is the group."""
 
 
-def save(config: Config, path: Path) -> None:
-    """The resolved config as YAML; `load` reads it back to an equal Config."""
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    os.replace(temporary, path)
+def config_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
+    """(dotted key, field, value) of every key of a Config, in the order of this file; sections come before their
+    keys."""
+    for f in fields(node):
+        value = getattr(node, f.name)
+        yield prefix + f.name, f, value
+        if is_dataclass(value):
+            yield from config_fields(value, f"{prefix}{f.name}.")
 
 
-def check(config: Config, where=lambda key: key) -> None:
+def describe(f: Field) -> str:
+    """The values that a field may have, e.g. "a whole number, at least 1"."""
+    if choices := f.metadata.get("choices"):
+        return f"one of {', '.join(choices)}"
+    kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[f.type]
+    limits = f.metadata.get("limits", {})
+    return ", ".join([kind, *([" and ".join(f"{name} {limit:g}" for name, limit in limits.items())] if limits else [])])
+
+
+def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None:
     """Raises ConfigError for the first value that cannot work; `where(key)` says how to name a key."""
 
     def require(condition: bool, key: str, problem: str) -> None:
         if not condition:
             raise ConfigError(f"{where(key)}: {problem}")
 
-    for key, dataclass_field, value in _fields(config):
-        choices = dataclass_field.metadata.get("choices", ())
-        for chosen in (value if isinstance(value, dict | list) else [value]) if choices else []:
-            near = difflib.get_close_matches(str(chosen), choices, 1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            require(chosen in choices, key, f"{chosen!r} is none of {', '.join(choices)}{hint}")
-        for name, number in value.items() if isinstance(value, dict) else ():
-            zero = name in dataclass_field.metadata.get("zero", ())
-            require(
-                0 <= number < math.inf and (number > 0 or zero),
-                key,
-                f"{name} must be a number {'from 0 on' if zero else 'above 0'}, is {number}",
-            )
+    for name, f, value in config_fields(config):
+        if not _is_allowed(f, value):
+            raise ConfigError(f"{where(name)}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
+    _check_run(config, require)
+    _check_ppo(config, require)
+    if config.mode != "sft":
+        _check_batch(config, require)
 
-    positive = [
-        "updates",
-        "batch_size",
-        "data.max_prompt_tokens",
-        "machine.timeout_s",
-        "trainer.tp",
-        "trainer.pp",
-        "trainer.dp",
-        "trainer.ep",
-        "trainer.vpp",
-        "trainer.microbatch_tokens",
-        "ppo.minibatches",
-        "rollout.engines",
-        "rollout.tp",
-        "rollout.group_size",
-        "rollout.temperature",
-        "rollout.max_new_tokens",
-        "rollout.max_running",
-        "reward.timeout_s",
-        "reshard.timeout_s",
-        "checkpoint.keep",
-    ]
-    values = {key: value for key, _, value in _fields(config)}
-    for key in positive:
-        require(values[key] > 0, key, f"must be above 0, is {values[key]}")
-    for key in (
-        "machine.slots",
-        "optimizer.lr",
-        "optimizer.weight_decay",
-        "rollout.max_staleness",
-        "eval_every",
-        "trainer.etp",
-        "checkpoint.every",
-        "checkpoint.keep_every",
-        "checkpoint.hf_every",
-        "optimizer.clip_grad",
-    ):
-        require(values[key] >= 0, key, f"must be 0 or more, is {values[key]}")
-    for key, length in (("optimizer.adam", 3), ("reward.range", 2), ("ppo.clip", 2)):
-        require(len(values[key]) == length, key, f"must be {length} numbers, is {values[key]}")
-    settings.check(config, require)
-    shape = config.optimizer.schedule
-    require(
-        len(shape) == 1 and max(shape.values()) < 1,
-        "optimizer.schedule",
-        "must be one of "
-        f"{', '.join(SHAPES)} with the share of the steps that warm up, below 1: {{constant: 0.001}}, is {shape}",
+
+def _is_allowed(f: Field, value: Any) -> bool:
+    holds = {
+        "at least": lambda limit: value >= limit,
+        "above": lambda limit: value > limit,
+        "at most": lambda limit: value <= limit,
+        "below": lambda limit: value < limit,
+    }
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    choices = f.metadata.get("choices")
+    return (not choices or value in choices) and all(
+        holds[name](limit) for name, limit in f.metadata.get("limits", {}).items()
     )
+
+
+def _hint(f: Field, value: Any) -> str:
+    near = difflib.get_close_matches(str(value), f.metadata.get("choices", ()), 1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+Require = Callable[[bool, str, str], None]
+"""(whether it holds, key, problem): raises ConfigError if it does not."""
+
+
+def _check_run(config: Config, require: Require) -> None:
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
     require(
@@ -372,80 +389,93 @@ def check(config: Config, where=lambda key: key) -> None:
         "checkpoint.hf_every",
         f"must be a multiple of checkpoint.every={every}: checkpoints are what is exported",
     )
-    if config.mode == "sft":
-        require(
-            not every and not config.resume,
-            "checkpoint.every" if every else "resume",
-            "supervised runs are short and save no checkpoints",
-        )
-    bounds = config.rollout.pass_rate
     require(
-        len(bounds) in (0, 2) and all(0 <= bound <= 1 for bound in bounds),
-        "rollout.pass_rate",
-        f"must be two numbers from 0 to 1, or [], is {bounds}",
+        config.mode != "sft" or (not every and not config.resume),
+        "checkpoint.every" if every else "resume",
+        "supervised runs are short and save no checkpoints",
     )
-    if config.mode != "sft":
-        n = config.rollout.group_size
+    require(
+        config.reward.wrong < config.reward.right,
+        "reward.wrong",
+        f"must be below reward.right={config.reward.right:g}, is {config.reward.wrong:g}",
+    )
+
+
+def _check_ppo(config: Config, require: Require) -> None:
+    ppo = config.ppo
+    for name in ("icepop", "sequence_mask"):
+        bound = getattr(ppo.correction, name)
         require(
-            config.batch_size % n == 0, "batch_size", f"{config.batch_size} is no multiple of rollout.group_size={n}"
+            bound == 0 or bound > 1,
+            f"ppo.correction.{name}",
+            f"must be 0 (off) or above 1, the b of [1/b, b], is {bound:g}",
+        )
+    for name in ("icepop", "sequence_mask", "m2po"):
+        require(
+            ppo.objective != "naive" or not getattr(ppo.correction, name),
+            f"ppo.correction.{name}",
+            "would change nothing: with ppo.objective=naive every weight is 1",
+        )
+    require(
+        ppo.objective != "loglinear" or not ppo.correction.m2po,
+        "ppo.correction.m2po",
+        "has to know the proximal policy before the loss: it needs ppo.objective=decoupled",
+    )
+    if ppo.has_critic:
+        require(config.mode != "sft", "ppo.critic.lr", "supervised runs have no critic")
+        require(
+            ppo.algorithm in CRITIC_ALGORITHMS,
+            "ppo.critic.lr",
+            f"ppo.algorithm={ppo.algorithm} has the other answers of the group as its baseline; with a critic set it "
+            f"to {' or '.join(CRITIC_ALGORITHMS)}",
         )
         require(
-            config.batch_size % config.ppo.minibatches == 0,
-            "ppo.minibatches",
-            f"{config.ppo.minibatches} does not divide batch_size={config.batch_size}",
+            ppo.critic.warmup < config.updates,
+            "ppo.critic.warmup",
+            f"{ppo.critic.warmup} leaves the policy none of updates={config.updates}",
         )
+    else:
+        for f in fields(CriticConfig):
+            require(
+                getattr(ppo.critic, f.name) == f.default,
+                f"ppo.critic.{f.name}",
+                "without ppo.critic.lr, the critic's learning rate, there is no critic: set it, e.g. to 1e-5",
+            )
+
+
+def _check_batch(config: Config, require: Require) -> None:
+    rollout, minibatches, n = config.rollout, config.ppo.minibatches, config.rollout.group_size
+    require(config.batch_size % n == 0, "batch_size", f"{config.batch_size} is no multiple of rollout.group_size={n}")
+    require(
+        config.batch_size % minibatches == 0,
+        "ppo.minibatches",
+        f"{minibatches} does not divide batch_size={config.batch_size}",
+    )
+    require(
+        config.batch_size // minibatches >= config.trainer.dp,
+        "ppo.minibatches",
+        f"a mini-batch of {config.batch_size // minibatches} trajectories cannot be split over "
+        f"trainer.dp={config.trainer.dp}",
+    )
+    require(rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
+    require(
+        rollout.min_pass_rate <= rollout.max_pass_rate,
+        "rollout.min_pass_rate",
+        f"must be at most rollout.max_pass_rate={rollout.max_pass_rate:g}, is {rollout.min_pass_rate:g}",
+    )
+    for name, unbounded in (("min_pass_rate", 0), ("max_pass_rate", 1)):
         require(
-            config.batch_size // config.ppo.minibatches >= config.trainer.dp,
-            "ppo.minibatches",
-            f"a mini-batch of {config.batch_size // config.ppo.minibatches} trajectories cannot be split over "
-            f"trainer.dp={config.trainer.dp}",
+            rollout.filter_groups or getattr(rollout, name) == unbounded,
+            f"rollout.{name}",
+            "filters nothing without rollout.filter_groups=true",
         )
-        require(config.rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
-
-
-def known_keys() -> list[str]:
-    """Every valid dotted key, in the order of this file."""
-    return [key for key, _, _ in _fields(Config())]
-
-
-def _fields(node: Any, prefix: str = ""):
-    for f in fields(node):
-        value = getattr(node, f.name)
-        if is_dataclass(value):
-            yield from _fields(value, f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name, f, value
-
-
-def _leaves(node, prefix: str = ""):
-    for key in node:
-        value = node[key]
-        if OmegaConf.is_dict(value) and f"{prefix}{key}" in _SECTIONS:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _lines(tree, prefix: str = "") -> dict[str, int]:
-    """Dotted key → line number, from the composed YAML document."""
-    lines: dict[str, int] = {}
-    for key, value in tree.value if isinstance(tree, yaml.MappingNode) else []:
-        name = f"{prefix}{key.value}"
-        lines[name] = key.start_mark.line + 1
-        lines |= _lines(value, f"{name}.")
-    return lines
-
-
-def _check_known(key: str, where: str) -> None:
-    keys = known_keys()
-    if key in keys:
-        return
-    if key in _SECTIONS:
-        raise ConfigError(f"{where}: {key} is a section; write its keys below it")
-    same_leaf = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]
-    near = difflib.get_close_matches(key, [*keys, *_SECTIONS], 1)
-    hint = (same_leaf or near or [None])[0]
-    raise ConfigError(f"{where}: unknown key {key!r}" + (f", did you mean {hint!r}?" if hint else ""))
-
-
-_SECTIONS = {f.name for f in fields(Config) if f.default_factory is not dataclasses.MISSING}
+    require(
+        rollout.workflow != "single_turn" or rollout.turns == 1,
+        "rollout.turns",
+        f"single_turn has one turn, not {rollout.turns}; rollout.workflow=multi_turn has several",
+    )
+    require(
+        rollout.workflow not in ("multi_turn", "tool_use") or rollout.turns > 1,
+        "rollout.turns",
+        f"{rollout.workflow} needs at least 2",
+    )

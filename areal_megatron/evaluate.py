@@ -27,8 +27,17 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron import config as configuration
-from areal_megatron.config import Config, ConfigError, Data, Machine, Model, Reshard, Reward, Rollout
+from areal_megatron import config_file
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    ReshardConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from areal_megatron.controller.controller import first_cause
 from areal_megatron.controller.engine import Engine, connect
 from areal_megatron.data.files import records
@@ -44,9 +53,8 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.run import Run, RunError
 from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import Sampling
 from launch.engines import slots
 from launch.hosts import Here
 from launch.local import device_of
@@ -71,7 +79,9 @@ class OfflineEvaluation:
         self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
         check_model(self.config)
         self.n, self.temperature, self.workers = options.n, options.temperature, options.workers
-        self.rewards = {prompt.id: options.reward or prompt.reward or Reward().function for prompt in self.prompts}
+        self.rewards = {
+            prompt.id: options.reward or prompt.reward or RewardConfig().function for prompt in self.prompts
+        }
         for name in set(self.rewards.values()):
             load_function(name)
 
@@ -108,7 +118,7 @@ class OfflineEvaluation:
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(_watch(child))]
                 async with _serving(self.config, run) as engine:
-                    background.append(group.create_task(engine.watch(self.config.machine.timeout_s, lambda: None)))
+                    background.append(group.create_task(engine.watch(self.config.machine.peer_timeout_s, lambda: None)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
                     longest = self.config.rollout.max_new_tokens
                     scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
@@ -165,12 +175,12 @@ def config_of(options: argparse.Namespace) -> Config:
         name="engine",
         updates=1,
         seed=options.seed,
-        model=Model(path=str(Path(options.model).absolute()), dtype=dtype),
-        data=Data(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
-        machine=Machine(device=options.device),
-        rollout=Rollout(tp=options.tp, max_new_tokens=options.max_new_tokens),
-        reshard=Reshard(staging="streamed"),  # nothing is to come: no memory for a second copy of the weights
-        reward=Reward(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
+        model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype),
+        data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
+        machine=MachineConfig(device=options.device),
+        rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens),
+        reshard=ReshardConfig(staging="streamed"),  # nothing is to come: no memory for a second copy of the weights
+        reward=RewardConfig(timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"),
     )
 
 
@@ -223,7 +233,7 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
     own = slots(config, 1)[0]
     shutil.rmtree(run.folder, ignore_errors=True)  # of an evaluation that was killed
     run.create()
-    configuration.save(config, run.config)
+    config_file.save(config, run.config)
     here = socket.gethostname()
     process = Process(_ENGINE, "rollout", 0, here, tuple(Slot(here, index) for index in own))
     _say(f"starting {_ENGINE}; its log: {run.log(_ENGINE)}")
@@ -234,13 +244,13 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 
 @asynccontextmanager
 async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
-    """Raises EngineError or RunError where it does not serve within machine.timeout_s."""
-    deadline = time.monotonic() + config.machine.timeout_s
+    """Raises EngineError or RunError where it does not serve within machine.peer_timeout_s."""
+    deadline = time.monotonic() + config.machine.peer_timeout_s
     while not run.announced(_ENGINE) and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     engine = connect(config, run, 0)
     try:
-        await engine.wait_until_ready(config.machine.timeout_s)
+        await engine.wait_until_ready(config.machine.peer_timeout_s)
         yield engine
     finally:
         await engine.client.close()
@@ -283,11 +293,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("data", metavar="DATA", help="JSONL or Parquet file, folder, or several with commas")
     parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")
     parser.add_argument("--k", type=_whole_numbers, help="of pass@k, with commas, n at most; default: 1,n")
-    parser.add_argument("--temperature", type=float, default=Rollout().temperature, help="0: greedy; default 1")
-    parser.add_argument("--max-new-tokens", type=int, default=Rollout().max_new_tokens, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=RolloutConfig().temperature, help="0: greedy; default 1")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=RolloutConfig().max_new_tokens, help="default: %(default)s"
+    )
     parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
     parser.add_argument("--workers", type=int, default=default_count(), help="reward processes; default: %(default)s")
-    parser.add_argument("--reward-timeout-s", type=float, default=Reward().timeout_s, help="default: %(default)s")
+    parser.add_argument("--reward-timeout-s", type=float, default=RewardConfig().timeout_s, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of samples, and of the order of choices; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
@@ -296,7 +308,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--pass-rates",
         type=Path,
         metavar="FILE.jsonl",
-        help="write the rows of DATA here, each with its pass_rate, for rollout.pass_rate",
+        help="write the rows of DATA here, each with its pass_rate, for rollout.filter_groups",
     )
     options = parser.parse_args(arguments)
     options.k = options.k or sorted({1, options.n})

@@ -37,7 +37,7 @@ class Experience:
     """Asks the controller on behalf of a replica; every rank of the replica gets the same answer."""
 
     def __init__(self, config: Config, run: Run, trainer: Trainer):
-        self._run, self._trainer, self._timeout_s = run, trainer, config.machine.timeout_s
+        self._run, self._trainer, self._timeout_s = run, trainer, config.machine.peer_timeout_s
         self._endpoint = run.endpoint("controller", self._timeout_s)
         self._controller = ControllerClient(self._endpoint, run.token, f"trainer-{trainer.rank}", self._timeout_s)
         self._controller.request(Hello(trainer.rank))

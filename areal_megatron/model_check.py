@@ -1,6 +1,6 @@
-"""Whether the model of a config can be trained by the layout of that config, from its config.json alone.
+"""Checks from a model's config.json whether a run can train it with the parallel sizes of its config.
 
-The launcher asks before anything starts; imports neither torch nor megatron.
+The launcher does so before anything starts; imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from areal_megatron.models.architecture import Dimensions, architecture, read_co
 from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the sequence."""
+"""The types of rotary embeddings whose frequencies do not depend on the sequence."""
 
 
 def check_model(config: Config, weights: bool = True) -> None:
-    """Raises ConfigError, naming the key and the numbers, if the model cannot be trained or does not fit.
+    """Raises ConfigError, which names the key and the numbers, if the model cannot be trained or split as configured.
 
-    `weights`: whether its folder must hold them; all other checks need config.json alone.
+    `weights` says whether the folder must hold the weights; all other checks need config.json alone.
     """
     path = config.model.path
     if not Path(path).is_dir():
@@ -35,15 +35,14 @@ def check_model(config: Config, weights: bool = True) -> None:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
     trainer_layout.layout(hf, trainer_layout.MegatronSizes.of(config.trainer), rank=0)
     if config.mode == "rl":
-        if config.rollout.experts and not model.dimensions.experts:
-            raise ConfigError(
-                f"rollout.experts: {config.rollout.experts}, but the model of {path} has none; set it to []"
-            )
-        if config.rollout.experts and runs_on_cpu(config):
-            raise ConfigError(
-                "rollout.experts: on CPU vLLM's kernels fail with parallel experts and return no routes to "
-                "replay; set it to []"
-            )
+        for key in ("expert_parallel", "replay_routes"):
+            if getattr(config.rollout, key) and not model.dimensions.experts:
+                raise ConfigError(f"rollout.{key}: the model of {path} has no experts; leave it out")
+            if getattr(config.rollout, key) and runs_on_cpu(config):
+                raise ConfigError(
+                    f"rollout.{key}: on CPU vLLM's kernels fail with parallel experts and return no routes to replay; "
+                    "leave it out"
+                )
         engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf)
     if weights and not list(Path(path).glob("*.safetensors")):
@@ -77,7 +76,7 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
 def _check_length(config: Config, hf: dict[str, Any]) -> None:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     limit, (rope_type, rope) = hf.get("max_position_embeddings", longest), _rope(hf)
-    if rope_type == "yarn":  # which a user may add to a checkpoint without changing anything else, as Qwen3's card says
+    if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
         limit = max(limit, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", limit)))
     if longest > limit:
         raise ConfigError(
@@ -87,6 +86,6 @@ def _check_length(config: Config, hf: dict[str, Any]) -> None:
 
 
 def _rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Type and parameters of the rotary embeddings, under the names of transformers 5 or older ones."""
+    """Returns the type and parameters of the rotary embeddings, under the names of transformers 5 or older."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     return rope.get("rope_type", rope.get("type", "default")), rope

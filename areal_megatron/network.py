@@ -1,9 +1,10 @@
-"""Where a process of a run listens: machine.host on the node that it runs on. Imports no torch."""
+"""How the processes of a run reach each other: machine.host, as each node understands it. Imports no torch."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Collection
 
 import psutil
 
@@ -11,10 +12,10 @@ from areal_megatron.config import ConfigError
 
 
 def address(host: str) -> str:
-    """The IP address that `host` stands for on this node: an address, a name, a network interface such as ib0, or
+    """Returns the IP address that `host` means on this node: an address, a name, a network interface such as ib0, or
     `auto`, the interface with the default route.
 
-    Raises ConfigError where it is none of them.
+    Raises ConfigError if it is none of these.
     """
     interfaces = psutil.net_if_addrs()
     if host == "auto":
@@ -36,10 +37,24 @@ def address(host: str) -> str:
         ) from None
 
 
+def check_network(host: str, machines: Collection[str]) -> None:
+    """Raises ConfigError if `host` is no address of this node, or one that cannot serve on several machines.
+
+    `machines`: an id for each machine of the run.
+    """
+    own = ipaddress.ip_address(address(host))
+    if len(machines) > 1 and (own.is_loopback or host[:1].isdigit()):
+        kind = "a loopback address" if own.is_loopback else "the address of one machine"
+        raise ConfigError(
+            f"machine.host: {host} is {kind} and the job has {len(machines)} nodes: name the "
+            "cluster's network interface, e.g. machine.host=ib0"
+        )
+
+
 def _routed() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # of no machine, RFC 5737; connecting a datagram socket sends nothing
+            probe.connect(("192.0.2.1", 9))  # no machine's (RFC 5737); connecting a datagram socket sends nothing
         except OSError:
             raise ConfigError(
                 f"machine.host: auto, but {socket.gethostname()} has no default route; name an interface: "
@@ -49,9 +64,10 @@ def _routed() -> str:
 
 
 def socket_settings(host: str) -> dict[str, str]:
-    """Environment that has gloo, NCCL and vLLM of this node use machine.host too; they would choose by themselves.
+    """Returns the environment in which gloo, NCCL and vLLM on this node use machine.host too, instead of an interface
+    of their own choice.
 
-    Raises ConfigError as `address`.
+    Raises ConfigError like `address`.
     """
     own = address(host)
     if ipaddress.ip_address(own).is_loopback:

@@ -25,11 +25,11 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from areal_megatron import config as configuration
-from areal_megatron.config import Config
+from areal_megatron import config_file
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speed_by_company
+from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
 from areal_megatron.run import Run
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
@@ -64,8 +64,8 @@ class RunData:
 
 
 def load(run: Run) -> RunData:
-    """Raises configuration.ConfigError if the folder is no run, ValueError if a line of its files is broken."""
-    config = configuration.load(run.config)
+    """Raises ConfigError if the folder is no run, ValueError if a line of its files is broken."""
+    config = config_file.load(run.config)
     records = read_metrics(run)
     return RunData(
         run,
@@ -195,7 +195,7 @@ def _rl_sections(data: RunData) -> list[str]:
                 _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
             ],
         ),
-        *([_critic(data)] if data.config.ppo.critic else []),
+        *([_critic(data)] if data.config.ppo.has_critic else []),
     ]
 
 
@@ -224,7 +224,7 @@ def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
     publishes = [span for span in trainers if span.name == "publish"]
     rows = []
     for name in ("train", "proximal"):
-        speeds = speed_by_company([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
+        speeds = speeds_with_and_without([s for s in trainers if s.name == name and "tokens" in s.args], publishes)
         cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{100 * speeds[0] / speeds[1]:.0f}%"] if speeds else "–––"
         rows.append((name, *cells))
     return rows
@@ -500,7 +500,7 @@ def main() -> int:
     out = options.out or options.run / "report.html"
     try:
         write_report(Run(options.run), out)
-    except (configuration.ConfigError, ValueError) as e:
+    except (ConfigError, ValueError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print(out)

@@ -24,28 +24,37 @@ from areal_megatron.files import write_atomically
 
 
 class RunError(RuntimeError):
-    """A process of the run did not do what the others wait for."""
+    """A process of the run did not do what others wait for."""
 
 
 @dataclass(frozen=True)
 class IncarnationStart:
-    """Where an incarnation of a run, that is one launch of it, begins."""
+    """Where an incarnation of a run (one launch of it) begins."""
 
     incarnation: int
-    """From 0."""
+    """Its number; the first is 0."""
     version: int = 0
+    """The policy version that it begins with."""
     batches: int = 0
-    """Trained before it."""
+    """The number of batches trained before it."""
     checkpoint: str = ""
-    """Folder of the checkpoint; empty: the model of model.path."""
+    """Folder of the checkpoint that it begins from; empty: it begins from the model of model.path."""
     after: int | None = None
-    """Incarnation of this run that wrote the checkpoint; None: there is none, or it is another run's."""
+    """The incarnation of this run that wrote the checkpoint; None if there is none, or if it is another run's."""
     time: float = field(default=0.0, compare=False)
-    """Seconds since the epoch when the launcher began it."""
+    """When the launcher began it, in seconds since the epoch."""
 
 
 class Run:
-    """Paths of one run folder. Plain and cheap: every process makes its own."""
+    """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
+
+    Example:
+        run = Run("runs/tiny")
+        run.create()
+        run.begin()  # the first incarnation
+        run.announce("controller", "tcp://127.0.0.1:4711")
+        run.endpoint("controller", timeout_s=60)  # "tcp://127.0.0.1:4711", also in other processes
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).absolute()
@@ -59,10 +68,10 @@ class Run:
         self.incarnations = self.folder / "incarnations.jsonl"
         self.processes = self.folder / "processes.json"
         self.stop = self.folder / "stop"
-        """While this file is there, the run is to save a checkpoint and end."""
+        """While this file exists, the run is to save a checkpoint and end."""
 
     def create(self) -> None:
-        """Makes the folders and the secret token. Raises FileExistsError if the run exists."""
+        """Makes the folders and the secret. Raises FileExistsError if the run exists."""
         self.folder.mkdir(parents=True)
         for name in ("endpoints", "logs", "timeline", "ledger"):
             (self.folder / name).mkdir()
@@ -78,7 +87,7 @@ class Run:
         after: int | None = None,
         keep: Collection[str] = (),
     ) -> None:
-        """Begins another incarnation; what the one before said is forgotten, but of processes to `keep`."""
+        """Begins an incarnation and forgets what processes have announced in the one before, except those to `keep`."""
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
                 endpoint.unlink()
@@ -99,14 +108,14 @@ class Run:
             os.fsync(file.fileno())
 
     def starts(self) -> list[IncarnationStart]:
-        """Of every incarnation so far."""
+        """Returns where each incarnation so far begins."""
         if not self.incarnations.exists():
             return []
         return [IncarnationStart(**json.loads(line)) for line in self.incarnations.read_text().splitlines()]
 
     @property
     def start(self) -> IncarnationStart:
-        """Of this incarnation; a run folder that no launcher has begun stands before its first."""
+        """Where this incarnation begins; IncarnationStart(0) if no launcher has begun one yet."""
         return (self.starts() or [IncarnationStart(0)])[-1]
 
     @property
@@ -131,15 +140,16 @@ class Run:
         write_atomically(self.folder / "endpoints" / process, endpoint)
 
     def announced(self, prefix: str) -> list[str]:
-        """Processes with such a name that have announced themselves."""
+        """Returns the processes that have announced themselves and whose names begin with `prefix`."""
         return sorted(path.name for path in (self.folder / "endpoints").glob(f"{prefix}*"))
 
     def drain(self, engine: str) -> Path:
-        """While this file is there, `engine` gets no further prompt, and leaves when it has answered those it has."""
+        """Returns the path of a file: while it exists, `engine` gets no more prompts, and leaves when it has answered
+        those that it has."""
         return self.folder / "drain" / engine
 
     def endpoint(self, process: str, timeout_s: float = 0) -> str:
-        """Where `process` listens; waits for its announcement. Raises RunError after timeout_s."""
+        """Returns where `process` listens, once it has announced that. Raises RunError after timeout_s."""
         path, deadline = self.folder / "endpoints" / process, time.monotonic() + timeout_s
         while True:
             try:
@@ -154,7 +164,7 @@ class Run:
 
 
 def from_command_line(program: str) -> tuple[Run, int]:
-    """The run and the index in its pool that a launcher gave this process as `--run FOLDER --index N`."""
+    """Returns the run and the index in its pool that a launcher gave this process as `--run FOLDER --index N`."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Started by a launcher, see launch/.")
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")

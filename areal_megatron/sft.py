@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config
 from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def batches(config: Config) -> Iterator[list[Example]]:
 
 def main() -> None:
     run, rank = from_command_line("areal_megatron.sft")
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     with Trainer(config, run, rank) as trainer:
         fine_tune(config, run, trainer)
 

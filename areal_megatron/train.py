@@ -6,7 +6,7 @@ they have, at most rollout.max_staleness versions behind, and the decoupled obje
 
 from __future__ import annotations
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.checkpoints import Checkpoints
 from areal_megatron.experience import Experience
 from areal_megatron.run import from_command_line
@@ -42,7 +42,7 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 
 def main() -> None:
     run, rank = from_command_line("areal_megatron.train")
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     with Trainer(config, run, rank) as trainer, Experience(config, run, trainer) as experience:
         weights = Weights(config, run, trainer, experience)
         train(trainer, experience, weights, Checkpoints(config, run, trainer, experience), config.updates)

@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
@@ -222,7 +222,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
 
 def config_of(place: Path) -> Config:
     """Of the run that wrote it. Raises ConfigError."""
-    return configuration.load(Run(place if place.is_dir() else place.absolute().parent.parent).config)
+    return config_file.load(Run(place if place.is_dir() else place.absolute().parent.parent).config)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ class Weights:
 
     def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
         self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
-        self._store = run.endpoint(STORE, config.machine.timeout_s)
+        self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         self._publisher = Publisher(
             parameters=trainer.parameters,
             planner=Planner(trainer.hf_config, trainer.sizes, EngineSizes.of(config.rollout)),

@@ -1,9 +1,9 @@
-"""More engines for a run that is going on, or fewer: `python -m launch.engines add RUN`, `… drain RUN engine-2`.
+"""Adds engines to a running run, or takes some away: `python -m launch.engines add RUN`, `… drain RUN engine-2`.
 
 `add` starts engines on this machine, as many as its GPUs hold, and looks after them until the run is over, they are
-drained, or it is interrupted; in a job of its own: `sbatch slurm/add_engines.sh RUN`. `drain` lets engines answer what
-they were asked and then leave; whoever has started them ends them. Exit code 0: the run is over or all are drained, 1:
-the engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor vllm.
+drained, or it is interrupted; as a Slurm job: `sbatch slurm/add_engines.sh RUN`. `drain` lets engines answer the
+requests that they have and then leave; the launcher that started them ends them. Exit code 0: the run is over or all
+are drained, 1: the engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Run
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_running(run: Run) -> None:
-    """Raises ConfigError where there is no run, or where it is over."""
+    """Raises ConfigError if there is no such run, or if it is over."""
     record = read_record(run)
     if record is None:
         raise ConfigError(f"{run.folder} is no run folder; give one such as runs/tiny")
@@ -66,7 +66,7 @@ def check_running(run: Run) -> None:
 
 
 def add(run: Run, options: argparse.Namespace) -> int:
-    """Starts engines and looks after them. Raises ConfigError where they do not fit."""
+    """Starts engines, looks after them and returns the exit code. Raises ConfigError if they do not fit."""
     config = configuration.load(run.config)
     signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -78,7 +78,7 @@ def add(run: Run, options: argparse.Namespace) -> int:
 
 
 class _Added:
-    """The engines of one call."""
+    """The engines that one call has added."""
 
     def __init__(self, run: Run, config: Config, here: Here, options: argparse.Namespace):
         self._run, self._config, self._here = run, config, here
@@ -134,7 +134,7 @@ class _Added:
 
 
 def slots(config: Config, count: int) -> list[list[int]]:
-    """This machine's GPUs (or cores) for each of `count` engines; 0: as many as fit. Raises ConfigError."""
+    """Returns this machine's GPUs (or cores) for each of `count` engines; 0: as many as fit. Raises ConfigError."""
     tp, on_gpus = config.rollout.tp, config.machine.device == "cuda"
     found = node.gpus() if on_gpus else sorted(range(len(os.sched_getaffinity(0))))
     fitting = len(found) // tp
@@ -147,7 +147,7 @@ def slots(config: Config, count: int) -> list[list[int]]:
 
 
 def claim(run: Run, first: int) -> str:
-    """A name that no other engine of the run has or will have."""
+    """Returns a name that no other engine of the run has or will have. `first`: the least number to try."""
     folder = run.folder / "added"
     folder.mkdir(exist_ok=True)
     index = first
@@ -160,7 +160,10 @@ def claim(run: Run, first: int) -> str:
 
 
 def drain(run: Run, names: list[str], timeout_s: float) -> int:
-    """Returns when they have left the run. Raises ConfigError for engines that cannot leave."""
+    """Asks engines to leave the run, waits until they have, and returns the exit code.
+
+    Raises ConfigError for engines that cannot leave.
+    """
     states = _states(run)
     if unknown := [name for name in names if name not in states]:
         raise ConfigError(f"{', '.join(unknown)}: no such engine; the run has {', '.join(states) or 'none yet'}")

@@ -1,4 +1,4 @@
-"""Ends the sessions whose ids come in on stdin once stdin closes: their owner has ended, perhaps by SIGKILL.
+"""Ends the sessions whose ids it has read from stdin once stdin closes: their owner has ended, perhaps by SIGKILL.
 
 python -m launch.guardian TEMPORARY      # their folder for temporary files, which is removed
 """

@@ -1,4 +1,4 @@
-"""What the controller says of engines, for whoever has started them: which hang, and which are drained."""
+"""Tells the launcher of engines which of them hang and which are drained, from what the controller says of them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Run
 
 _LOOK_S = 5.0
-"""Between two looks; an engine that was lost has so long to end by itself."""
+"""Interval between two looks; a lost engine has this long to end by itself."""
 
 
 class Health:
-    """Of the engines that one launcher has started."""
+    """The health of the engines that one launcher has started."""
 
     def __init__(self, run: Run):
         self._run = run
         self._starts: Counter[str] = Counter()
         self._looked = 0.0
         self.given_up: set[str] = set()
-        """Those that the controller has lost and that were not started again since."""
+        """Engines that the controller has lost and that have not been restarted since."""
         self.drained: set[str] = set()
 
     def begin(self, kept: Iterable[str] = ()) -> None:
-        """Another controller, which has lost none yet; the engines in `kept` live on."""
+        """Begins with a new controller, which has lost no engine yet; the engines in `kept` stay alive."""
         self._starts = Counter(list(kept))  # a mapping would be taken for counts
         self.given_up, self.drained = set(), set()
 
@@ -33,7 +33,7 @@ class Health:
         self._starts[name] += 1
 
     def to_end(self) -> dict[str, str]:
-        """Engines whose processes, if they live, are to be ended now, and why; to be called often."""
+        """Returns the engines whose processes, if still alive, are to be ended now, and why. To be called often."""
         if time.monotonic() - self._looked < _LOOK_S:
             return {}
         self._looked = time.monotonic()

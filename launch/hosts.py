@@ -1,4 +1,4 @@
-"""Where the processes of a run are started: on this machine, or by the supervisors of nodes."""
+"""Where the processes of a run are started: on this machine (Here), or by the supervisors of nodes (Nodes)."""
 
 from __future__ import annotations
 
@@ -14,38 +14,46 @@ from launch.processes import Child, Children, Log
 
 _POLL_S = 0.05
 _SILENCE_S = 60.0
-"""After which a supervisor is taken for lost; it says every five seconds that it lives."""
+"""Silence after which a supervisor is taken for lost; it says every five seconds that it is alive."""
 _END_S = 60.0
 
 
 class HostError(RuntimeError):
-    """A node, or the way to it, is lost."""
+    """A node, or the connection to it, is lost."""
 
 
 class Hosts(Protocol):
-    """A context manager: leaving it ends every process."""
+    """Starts, watches and ends the processes of a run. A context manager: leaving it ends every process.
+
+    Example:
+        with Here() as hosts:
+            for process in placement.processes:
+                hosts.start(start_order(config, run, process, hosts.supervisor(process)))
+            hosts.refresh()
+            hosts.by_name["trainer-0"].exit_code  # None while it runs
+    """
 
     by_name: Mapping[str, Child | Remote]
     lost: set[str]
-    """Engines that are gone with their nodes; the run goes on without them."""
+    """Processes of engines that are gone with their nodes; the run continues without them."""
 
     def supervisor(self, process: Process) -> str:
-        """Name of the one that is to start the process."""
+        """Returns the name of the supervisor that is to start the process."""
 
     def start(self, order: StartOrder) -> None: ...
 
     def kill(self, process: Process) -> None:
-        """Ends one of them; it has little time for it."""
+        """Ends a process, which gets little time to end by itself."""
 
     def refresh(self) -> None:
-        """Takes in what happened. Raises HostError."""
+        """Brings exit codes and `lost` up to date. Raises HostError if the run cannot do without a lost node."""
 
     def end(self, keep: Collection[str] = ()) -> None:
-        """Ends all processes but those and forgets them. Raises HostError."""
+        """Ends all processes but those to `keep`, and forgets them. Raises HostError if they do not end."""
 
 
 class Here:
-    """This machine alone."""
+    """Hosts on this machine alone."""
 
     def __init__(self):
         self._children = Children()
@@ -85,22 +93,22 @@ class Remote(Log):
 
 
 class Channel(Protocol):
-    """The way to all supervisors."""
+    """The connection to all supervisors."""
 
     def send(self, order: Order) -> None: ...
 
     def receive(self) -> list[Event]:
-        """What came since the last call; returns at once. Raises HostError if the way is cut."""
+        """Returns the events since the last call, without waiting. Raises HostError if the connection is lost."""
 
     def close(self) -> None:
-        """The supervisors end their processes and themselves."""
+        """Makes the supervisors end their processes and themselves."""
 
 
 class Nodes:
-    """The nodes behind a channel."""
+    """Hosts on the nodes whose supervisors a channel reaches."""
 
     def __init__(self, channel: Channel, place: Callable[[Process], str] = lambda process: process.node):
-        """`place`: the supervisor of a process."""
+        """`place` returns the name of the supervisor that is to start a process."""
         self._channel, self.supervisor = channel, place
         self.by_name: dict[str, Remote] = {}
         self.lost: set[str] = set()
@@ -108,7 +116,10 @@ class Nodes:
         self._uncleared: set[str] = set()
 
     def gather(self, expected: list[str], timeout_s: float) -> list[NodeHello]:
-        """What the supervisors have, in the order of `expected`. Raises HostError that names those who are missing."""
+        """Waits for all supervisors and returns what they have, in the order of `expected`.
+
+        Raises HostError with the names of those that did not answer within timeout_s.
+        """
         found: dict[str, NodeHello] = {}
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in expected if name not in found]:
@@ -158,7 +169,7 @@ class Nodes:
             del self.by_name[name]
 
     def _lose(self, node: str) -> None:
-        """Goes on without a node that has fallen silent. Raises HostError where the run cannot."""
+        """Gives up a node that has fallen silent. Raises HostError if the run cannot do without it."""
         silent = f"node {node} has said nothing for {_SILENCE_S:.0f} s"
         broken = {whole(name) for name, process in self.by_name.items() if process.supervisor == node}
         gone = {name for name in self.by_name if whole(name) in broken}

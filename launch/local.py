@@ -1,8 +1,8 @@
-"""Runs everything on this machine: `python -m launch.local CONFIG [key=value …] [--dry-run] [--restarts N]`.
+"""Launches a run on this machine: `python -m launch.local CONFIG [key=value …] [--dry-run] [--restarts N]`.
 
-Allocates the pools, starts controller, engines and trainer ranks side by side, shows progress and ends
-all of them when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, 75: stopped after
-a checkpoint because USR1 asked for it, 130: interrupted. Imports neither torch nor vllm.
+Allocates the pools, starts controller, engines and trainer ranks side by side, shows progress, and ends all of them
+when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, 75: stopped after a checkpoint
+because SIGUSR1 asked for it, 130: interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from launch import node, start
 from launch.hosts import Here
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     try:
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         config.machine.device = device_of(config)
         gpu_gib = node.gpu_gib() if config.machine.device == "cuda" else 0
         beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib)
@@ -42,20 +42,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def device_of(config: Config) -> str:
-    """machine.device, `auto` decided by what this machine has."""
+    """Returns machine.device, where `auto` is decided by what this machine has."""
     if config.machine.device != "auto":
         return config.machine.device
     return "cuda" if node.gpus() else "cpu"
 
 
 def _node(config: Config) -> Node:
-    found = node.gpus() if config.machine.device == "cuda" else list(range(len(os.sched_getaffinity(0))))
-    if config.machine.device == "cuda" and config.machine.slots > len(found):
-        raise ConfigError(f"machine.slots={config.machine.slots} but this machine has {len(found)} GPUs")
-    indices = (
-        range(config.machine.slots) if config.machine.slots > len(found) else found[: config.machine.slots or None]
-    )
-    return Node("localhost", tuple(indices))
+    slots = config.machine.slots
+    if config.machine.device != "cuda":
+        return Node("localhost", tuple(range(slots or len(os.sched_getaffinity(0)))))
+    found = node.gpus()
+    if slots > len(found):
+        raise ConfigError(f"machine.slots={slots} but this machine has {len(found)} GPUs")
+    return Node("localhost", tuple(found[: slots or None]))
 
 
 if __name__ == "__main__":

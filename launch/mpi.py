@@ -1,9 +1,9 @@
-"""Runs everything over the slots of an MPI job: `mpirun -n W python -m launch.mpi CONFIG [key=value …]`.
+"""Launches a run over the slots of an MPI job: `mpirun -n W python -m launch.mpi CONFIG [key=value …]`.
 
 Every MPI process is a slot, a GPU or a core, and supervises what is started there; the first one also watches the run.
-Orders and events are MPI messages; the processes of the run know nothing of MPI, so that one of them may die without
-the others. Exit codes are those of launch.local. What MPI cannot survive is the loss of one of its own processes, as
-with a node: mpirun then ends them all. Imports neither torch nor vllm.
+Orders and events are MPI messages. The processes of the run know nothing of MPI, so that one may die without the
+others. MPI itself does not survive the loss of one of its own processes, as with a node: mpirun then ends them all.
+Exit codes are those of launch.local. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from os import environ
 
 import msgspec
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import check_network
 from launch import start
 from launch.hosts import HostError, Nodes
-from launch.network import check_network
 from launch.node import POLL_S, Supervisor, hello
 from launch.orders import EndAll, Event, NodeHello, Order
 from launch.pools import Node, Process
@@ -50,12 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     nodes = Nodes(channel := MpiChannel(world, own), lambda process: places[_slot(process)])
     try:
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         start.check_input(config)
         found = nodes.gather([str(rank) for rank in range(world.size)], _GATHER_S)
         if config.machine.device == "auto":
             config.machine.device = "cuda" if found[0].gpus else "cpu"
-        check_network(config, found)
+        check_network(config.machine.host, {hello.machine for hello in found})
         machines, places = slots(found, config)
         beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found))
         if beginning.run.folder.exists() and not config.resume:
@@ -70,9 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:
-    """The nodes, and which MPI process (rank) holds a slot of them; the slot None is the node's first.
+    """Returns the nodes, and by node and slot the MPI process (its rank) that has the slot. Slot None is for processes
+    without a slot: the node's first MPI process.
 
-    Raises ConfigError where a node has more MPI processes than GPUs.
+    Raises ConfigError if a node has more MPI processes than GPUs.
     """
     ranks = defaultdict(list)
     for own in found:
@@ -98,7 +99,7 @@ def _slot(process: Process) -> tuple[str, int | None]:
 
 
 class Messages:
-    """Bytes between the processes of a communicator; nothing waits but for sending a small one."""
+    """Messages of bytes between the processes of a communicator. Receiving never waits; sending takes a moment."""
 
     def __init__(self, communicator):
         from mpi4py import MPI
@@ -110,7 +111,7 @@ class Messages:
         self._communicator.Send([data, self._mpi.BYTE], dest=rank)
 
     def receive(self) -> list[bytes]:
-        """What has come."""
+        """Returns the messages that have arrived."""
         status, received = self._mpi.Status(), []
         while self._communicator.Iprobe(status=status):
             data = bytearray(status.Get_count(self._mpi.BYTE))
@@ -120,7 +121,7 @@ class Messages:
 
 
 class MpiChannel:
-    """The first process's way to all supervisors, its own among them."""
+    """The connection of the first process to all supervisors, including its own."""
 
     def __init__(self, world: Messages, own: NodeHello):
         self._world, self._supervisor = world, Supervisor(own.supervisor)
@@ -146,9 +147,9 @@ class MpiChannel:
 
 
 def follow(world: Messages, own: NodeHello) -> None:
-    """Supervises the slot of another process than the first until that says that it is over."""
+    """Supervises the slot of any process but the first, until the first says that the run is over."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun passes it on to all
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun passes it on to all; only the first process acts on it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     world.send(_encode(own), 0)
     with Supervisor(own.supervisor) as supervisor:

@@ -1,7 +1,8 @@
 """Supervises the processes of one node: `python -m launch.node [--pool POOL]`, started by launch.slurm over srun.
 
-Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). It ends all its processes when it
-is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a minute without a word.
+Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). The supervisor ends all its
+processes when it is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a minute of
+silence. When the launcher is gone it also makes sure that the Slurm job is requeued.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from pathlib import Path
 
 import msgspec
 
-from launch import stranded
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
 from launch.processes import Children
 
 POLL_S = 0.1
 ALIVE_S = 5.0
-"""Between two signs of life."""
+"""Interval between two signs of life."""
 _SILENCE_S = 60.0
-"""After which the launcher is taken for lost; it says every ten seconds that it lives (slurm.py)."""
+"""Silence after which the launcher is taken for lost; it says every ten seconds that it is alive (slurm.py)."""
+_STRANDED_LOOK_S = 5.0
+_STRANDED_LONGEST_S = 1800.0
+"""Slurm finds a lost node after its SlurmdTimeout, usually 300 s."""
+_CLIENT_TIMEOUT_S = 60.0
 
 
 class Supervisor:
-    """Carries out orders for its own name. A context manager: leaving it ends its processes."""
+    """Carries out the orders that bear its name. A context manager: leaving it ends its processes."""
 
     def __init__(self, name: str):
         self._name = name
@@ -42,7 +46,7 @@ class Supervisor:
         self._said = 0.0
 
     def step(self, orders: Iterable[Order]) -> Iterator[Event]:
-        """What happened since the last call; returns at once, but for the end of processes."""
+        """Carries out orders and yields the events since the last call. Waits only for processes that it ends."""
         for order in orders:
             match order:
                 case StartOrder() if order.supervisor == self._name:
@@ -80,14 +84,14 @@ class Supervisor:
 
 
 def hello(name: str, pool: str = "") -> NodeHello:
-    """What this node has, found without torch."""
+    """Returns what this node has, found without torch."""
     cpus = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return NodeHello(name, gpus(), gpu_gib(), cpus, machine, pool)
 
 
 def gpus() -> list[int]:
-    """GPU numbers that this process may use."""
+    """Returns the numbers of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [int(v) for v in visible.split(",") if v.strip().isdigit()]
@@ -96,7 +100,7 @@ def gpus() -> list[int]:
 
 
 def gpu_gib() -> float:
-    """Memory of this machine's smallest GPU in GiB; 0 where the driver's own tool does not say."""
+    """Returns the memory of this machine's smallest GPU in GiB; 0 if nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
@@ -115,12 +119,12 @@ def main() -> int:
     with Supervisor(name) as supervisor:
         dismissed = follow(supervisor, _orders())
     if not dismissed and "SLURM_JOB_ID" in os.environ:
-        stranded.queue_again()
+        requeue_stranded_job()
     return 0
 
 
 def follow(supervisor: Supervisor, orders: queue.Queue[Order | None], silence_s: float = _SILENCE_S) -> bool:
-    """Until it is told to leave: True. False: the launcher is gone."""
+    """Carries out orders. Returns True when it is told to leave, False when the launcher is gone."""
     heard = time.monotonic()
     while time.monotonic() < heard + silence_s:
         taken = _take(orders)
@@ -136,7 +140,7 @@ def follow(supervisor: Supervisor, orders: queue.Queue[Order | None], silence_s:
 
 
 def _orders() -> queue.Queue[Order | None]:
-    """Those of stdin, and None at its end."""
+    """Returns a queue of the orders on stdin, with None at their end."""
     orders: queue.Queue[Order | None] = queue.Queue()
     threading.Thread(target=_read, args=(orders,), daemon=True).start()
     return orders
@@ -152,7 +156,7 @@ def _read(orders: queue.Queue[Order | None]) -> None:
 
 
 def _take(orders: queue.Queue[Order | None]) -> list[Order | None]:
-    """Those that came within POLL_S."""
+    """Returns the orders that are there; waits up to POLL_S for the first."""
     try:
         taken = [orders.get(timeout=POLL_S)]
     except queue.Empty:
@@ -166,6 +170,39 @@ def _say(event: Event) -> None:
     with suppress(BrokenPipeError):  # the launcher is gone, which the orders tell
         sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def requeue_stranded_job(longest_s: float = _STRANDED_LONGEST_S, look_s: float = _STRANDED_LOOK_S) -> None:
+    """Requeues this Slurm job if the launcher's node was taken out of it. Returns when the job no longer runs,
+    or after longest_s.
+
+    With --no-kill Slurm takes a lost node out of the job and keeps the others, even if the lost one was the
+    launcher's: those would then idle until the job's time is over. Therefore their supervisors requeue it.
+    """
+    job, deadline = os.environ["SLURM_JOB_ID"], time.monotonic() + longest_s
+    while time.monotonic() < deadline:
+        state, _, rest = _slurm_client("squeue", "--noheader", f"--jobs={job}", "--format=%T %B %N").partition(" ")
+        host, _, nodes = rest.partition(" ")
+        if state and state != "RUNNING":
+            return
+        if nodes and host not in _slurm_client("scontrol", "show", "hostnames", nodes).split():
+            with suppress(OSError):  # srun, which passes stderr on, was on that node
+                print(
+                    f"node {host}, which the launcher was on, is lost: the job is queued again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            _slurm_client("scontrol", "requeue", job)  # again and again until the job stops: a busy slurmctld refuses
+        time.sleep(look_s)
+
+
+def _slurm_client(*command: str) -> str:
+    """Returns what the program prints; "" if it fails, as it does while Slurm records the end of the job."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What launchers and the supervisors of nodes tell each other, a line of JSON each, and how a process is started.
+"""The messages between launchers and supervisors, a JSON object each, and how an order starts a process.
 
-A launcher orders by name of a supervisor: a node, or an MPI slot. Nothing in an order is read by a shell.
+A launcher addresses a supervisor by its name, that of a node or of an MPI slot. No shell reads any part of an order.
 """
 
 from __future__ import annotations
@@ -22,77 +22,82 @@ ON_CPU = {
     "CUDA_VISIBLE_DEVICES": "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
     "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: training is a sixth faster, a commit takes half the time
-    # Copies from a mebibyte on bypass the caches: a commit stands still for two thirds of the time
-    # (docs/measurements.md).
+    # copies of a mebibyte and more bypass the caches: a commit pauses for two thirds as long (docs/measurements.md)
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
 }
 """Environment of trainer ranks and engines on CPU."""
-_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
+_MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 
 class StartOrder(msgspec.Struct, tag=True):
-    """One process of the run."""
+    """Makes a supervisor start a process of the run."""
 
     supervisor: str
     name: str
     command: list[str]
     settings: dict[str, str]
-    """Of its environment, in addition to the supervisor's own."""
+    """Environment variables, in addition to the supervisor's own."""
     log: str
     cores: list[int]
-    """It is pinned to these of the cores that the supervisor has, counted modulo their number; empty: to none."""
+    """Cores to pin the process to, as indices into the supervisor's own, modulo their number; empty: do not pin it."""
 
 
 class End(msgspec.Struct, tag=True):
-    """End one process, which has little time for it, and its descendants; answered with Ended."""
+    """Makes a supervisor end a process, which gets little time to end by itself, and its descendants. Answer: Ended."""
 
     supervisor: str
     name: str
 
 
 class EndAll(msgspec.Struct, tag=True):
-    """To every supervisor: end your processes; answered with Ended for each and Cleared."""
+    """Makes every supervisor end its processes. Answers: Ended for each of them, then Cleared."""
 
     keep: list[str] = []
-    """Names of those that go on."""
+    """Names of the processes that stay alive."""
 
 
 class Present(msgspec.Struct, tag=True):
-    """To every supervisor, now and then: the launcher lives."""
+    """Tells every supervisor, now and then, that the launcher is alive."""
 
 
 class Leave(msgspec.Struct, tag=True):
-    """To every supervisor: end your processes and yourself."""
+    """Makes every supervisor end its processes and itself."""
 
 
 class NodeHello(msgspec.Struct, tag=True):
-    """What a supervisor has."""
+    """A supervisor's first event: what its node has."""
 
     supervisor: str
     gpus: list[int]
     gpu_gib: float
-    """Of the smallest GPU; 0: not known."""
+    """Memory of the smallest GPU in GiB; 0 if unknown."""
     cpus: int
     machine: str
-    """Different on every machine: nodes may be virtual."""
+    """An id of the machine: several nodes may be virtual ones of the same machine."""
     node: str = ""
-    """Where a node has several supervisors: its name."""
+    """Name of the node, where a node has several supervisors."""
     pool: str = ""
     """`trainer` or `rollout` where the pools have nodes of their own."""
 
 
 class Ended(msgspec.Struct, tag=True):
+    """A process has ended."""
+
     supervisor: str
     name: str
     code: int
-    """Negative: ended by that signal."""
+    """Exit code; negative if that signal ended the process."""
 
 
 class Cleared(msgspec.Struct, tag=True):
+    """The supervisor has carried out EndAll."""
+
     supervisor: str
 
 
 class Alive(msgspec.Struct, tag=True):
+    """Now and then: the supervisor is alive."""
+
     supervisor: str
 
 
@@ -103,9 +108,10 @@ Event = NodeHello | Ended | Cleared | Alive
 def start_order(
     config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = (), rendezvous: str = ""
 ) -> StartOrder:
-    """What starts a process of the placement; machine.device is chosen. `python`: how, if not by this interpreter.
+    """Returns the order that starts a process of the placement; machine.device must be decided.
 
-    `rendezvous`: the name under which the parts of an engine find each other, of this one start.
+    `python`: the command of another interpreter than this one. `rendezvous`: the name by which the parts of an engine
+    find each other, a new one for every start.
     """
     module = _MODULES.get(process.pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
     command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
@@ -126,12 +132,13 @@ def start_order(
 
 
 def carry_out(order: StartOrder, children: Children) -> Child:
-    """Starts the process as one of `children`. Raises OSError where its program or log is not there."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_MPI)} | order.settings
+    """Starts the process as one of `children`. Raises OSError if there is no such program or no folder for its log."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
+    environment = own | order.settings
     cores: set[int] = set()
     if order.cores:
         here = sorted(os.sched_getaffinity(0))
-        own = [here[core % len(here)] for core in order.cores]  # machine.slots may exceed the cores
-        cores = set(own)
-        environment["AREAL_CPUS"] = ",".join(map(str, own))
+        pinned = [here[core % len(here)] for core in order.cores]  # machine.slots may exceed the cores
+        cores = set(pinned)
+        environment["AREAL_CPUS"] = ",".join(map(str, pinned))
     return children.start(order.name, order.command, environment, Path(order.log), cores)

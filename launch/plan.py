@@ -1,8 +1,8 @@
-"""What a run would look like, without starting it: `python -m launch.plan CONFIG [key=value …] --nodes 48 --gpus 8`.
+"""Plans a run without starting it: `python -m launch.plan CONFIG [key=value …] --nodes 48 --gpus 8`.
 
-Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint; of the model only
-model.path/config.json is read. Exit code 2 where it cannot work, with one line that says what to change. Imports
-neither torch nor vllm: a laptop or a login node does.
+Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint. All it needs of the
+model is model.path/config.json. Exit code 2 if the run cannot work, with one line that says what to change. Imports
+neither torch nor vllm, and so works on a laptop or a login node.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
@@ -37,10 +37,11 @@ def plan(
     gpu_gib: float = 0,
     weights: bool = True,
 ) -> ClusterPlan:
-    """Who runs where and how much memory that takes, for a config whose machine.device is chosen.
+    """Returns what runs where and how much memory it takes, for a config whose machine.device is decided.
 
-    `rollout_nodes`: the engines' own, otherwise both pools share `nodes`. `gpu_gib`: GiB of one GPU, 0 if not known.
-    `weights`: whether the model's weights must be there too. Raises ConfigError for whatever cannot work.
+    `rollout_nodes`: nodes of the engines alone; without them both pools share `nodes`. `gpu_gib`: memory of a GPU in
+    GiB; 0 if unknown. `weights`: whether the model's weights must exist too. Raises ConfigError for whatever cannot
+    work.
     """
     placement = allocate(config, nodes, rollout_nodes)
     _check_parts(config, placement)
@@ -53,7 +54,7 @@ def _check_parts(config: Config, placement: Placement) -> None:
         if config.machine.device == "cpu" and len(engine.slots) > len(engine.parts) > 1:
             here = len(engine.slots) // len(engine.parts)
             raise ConfigError(
-                f"rollout.tp: an engine of {len(engine.slots)} lies on {len(engine.parts)} nodes with {here} "
+                f"rollout.tp: an engine of {len(engine.slots)} spans {len(engine.parts)} nodes with {here} "
                 "cores each: on CPU vLLM wants one rank on each, set machine.slots=1"
             )
 
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"--nodes {options.nodes} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected at least one "
                 "node and one GPU"
             )
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
         nodes = [
             Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))

@@ -3,8 +3,8 @@
 A slot is a GPU, or a CPU core on machines without. The trainer pool takes slots in the order of the nodes, rank by
 rank: ranks are numbered as Megatron numbers them (tensor parallelism fastest, then data and expert parallelism, then
 pipeline stages; see reshard.trainer_layout.MegatronSizes), so a stage is a run of neighbouring slots and the next stage
-lies right after it. Engines take what is left. A tensor-parallel group and an engine lie inside one node whenever a
-node has room for one, and take whole nodes where they are larger. The controller runs on the first node, without a
+follows right after it. Engines take what is left. A tensor-parallel group or an engine is placed inside one node if a
+node has room for it, and takes whole nodes if it is larger than one. The controller runs on the first node, without a
 slot.
 """
 
@@ -19,16 +19,16 @@ from areal_megatron.config import Config, ConfigError
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LISTED = 16
-"""Processes up to which the table has a line for each; beyond that, a line for each node."""
+"""The most processes that the table has a line for each of; if there are more, it has a line for each node."""
 
 
 @dataclass(frozen=True)
 class Node:
     name: str
     slots: tuple[int, ...]
-    """Numbers of its GPUs, or of its cores where the pools run on cores."""
+    """GPU numbers, or core numbers where the pools run on cores."""
     cpus: int = 0
-    """Cores beside the slots; 0: not known, or the slots are cores."""
+    """The number of cores beside the slots; 0 if unknown, or if the slots are cores."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,16 @@ class Process:
     """`trainer`, `rollout` or `controller`."""
     index: int
     node: str
-    """Where it is started; an engine with slots on several nodes: the first of them."""
+    """Where the process is started; the first node of an engine that has slots on several."""
     slots: tuple[Slot, ...]
     part: int = 0
-    """Of an engine on several nodes; the first one serves."""
+    """Index of this part of an engine on several nodes; part 0 serves the requests."""
     of: int = 1
+    """The number of parts."""
 
     @property
     def parts(self) -> tuple[Process, ...]:
-        """What is started of it: an engine on several nodes has a process on each, `engine-E`, `engine-E.1`, …"""
+        """The processes to start: an engine on several nodes has one on each, `engine-E`, `engine-E.1`, …"""
         nodes = list(dict.fromkeys(slot.node for slot in self.slots))
         if len(nodes) < 2:
             return (self,)
@@ -72,7 +73,7 @@ class Process:
 
 
 def whole(name: str) -> str:
-    """The engine that a process is a part of; any other process is whole."""
+    """Returns the name of the engine that a process is a part of; other names are returned as they are."""
     return name.partition(".")[0]
 
 
@@ -85,26 +86,27 @@ class Placement:
         return tuple(p for p in self.processes if p.pool == name)
 
     def on(self, node: str) -> tuple[Process, ...]:
-        """Processes with a part of them on that node."""
+        """Returns the processes that are started, or have a slot, on that node."""
         return tuple(p for p in self.processes if p.node == node or any(s.node == node for s in p.slots))
 
     @property
     def idle(self) -> int:
-        """Slots that nobody has."""
+        """The number of slots that no process has."""
         return sum(len(node.slots) for node in self.nodes) - sum(len(p.slots) for p in self.processes)
 
     def table(self) -> str:
-        """A readable line for each process, or for each node where there are many processes."""
+        """Returns a line for each process, or for each node if there are many processes."""
         return _by_process(self) if len(self.processes) <= _LISTED else _by_node(self)
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Disjoint pools for the config's trainers and engines (SFT has no engines and no controller, a replay no engines).
+    """Returns disjoint pools for the config's trainers and engines. SFT has no engines and no controller, a replay no
+    engines.
 
     Both pools share `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
-    what was found, what was asked for and what to change: for names that are malformed or come twice, nodes without
-    slots or with too few cores, too few slots, nodes of several sizes in one pool, and sizes that leave a part of
-    each node unused.
+    what was found, what was asked for and what to change, for: node names that are malformed or occur twice, nodes
+    without slots or with too few cores, too few slots, nodes of several sizes in one pool, and sizes that leave a part
+    of each node unused.
     """
     everyone = (*nodes, *rollout_nodes)
     _check_nodes(nodes, rollout_nodes)
@@ -138,6 +140,7 @@ class _Pool:
     key: str
     """Config key of `size`."""
     asked: str
+    """The sizes as the config has them, for messages."""
 
     @property
     def slots(self) -> int:
@@ -146,15 +149,8 @@ class _Pool:
 
 def _wanted(config: Config) -> list[_Pool]:
     t, r = config.trainer, config.rollout
-    pools = [
-        _Pool(
-            "trainer",
-            t.tp,
-            t.pp * t.dp,
-            "trainer.tp",
-            f"trainer.tp={t.tp} × pp={t.pp} × dp={t.dp} is {config.trainer_ranks}",
-        )
-    ]
+    asked = f"trainer.tp={t.tp} × pp={t.pp} × dp={t.dp} is {config.trainer_ranks}"
+    pools = [_Pool("trainer", t.tp, t.pp * t.dp, "trainer.tp", asked)]
     if config.mode == "rl":
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
@@ -164,22 +160,23 @@ def _wanted(config: Config) -> list[_Pool]:
 def _place(
     pool: _Pool, nodes: Sequence[Node], free: dict[str, list[int]], sharing: Sequence[_Pool]
 ) -> list[list[Slot]]:
-    """Takes the pool's slots out of `free`, group by group in the order of the nodes."""
+    """Takes the pool's slots out of `free`, group by group in the order of the nodes. Raises ConfigError if they do not
+    suffice."""
     groups: list[list[Slot]] = []
-    whole: list[Slot] = []
+    spanning: list[Slot] = []
     for node in nodes:
         left = free[node.name]
         while len(groups) < pool.count and len(left) >= pool.size:
             groups.append([Slot(node.name, left.pop(0)) for _ in range(pool.size)])
         if len(groups) == pool.count:
             return groups
-        if pool.size > len(node.slots) == len(left):  # larger than a node: whole ones that follow each other
-            whole += [Slot(node.name, left.pop(0)) for _ in node.slots]
-            if len(whole) > pool.size:
+        if pool.size > len(node.slots) == len(left):  # larger than a node: whole nodes that follow each other
+            spanning += [Slot(node.name, left.pop(0)) for _ in node.slots]
+            if len(spanning) > pool.size:
                 break
-            if len(whole) == pool.size:
-                groups.append(whole)
-                whole = []
+            if len(spanning) == pool.size:
+                groups.append(spanning)
+                spanning = []
     if len(groups) == pool.count:
         return groups
     raise ConfigError(_does_not_fit(pool, nodes, len(groups), sharing))
@@ -237,7 +234,7 @@ def _check_count(config: Config, pools: Sequence[_Pool], nodes: Sequence[Node]) 
 
 
 def _nodes_needed(pools: Sequence[_Pool], slots: int) -> int:
-    """Nodes of `slots` slots that the pools take one after another."""
+    """Returns how many nodes of `slots` slots the pools take, one pool after another."""
     used, left = 0, 0
     for pool in pools:
         if pool.size > slots:
@@ -251,7 +248,7 @@ def _nodes_needed(pools: Sequence[_Pool], slots: int) -> int:
 
 
 def _check_alike(pool: _Pool, nodes: Sequence[Node], groups: Sequence[Sequence[Slot]]) -> None:
-    """Raises ConfigError where the pool lies on nodes of several sizes, or leaves a part of each of several unused."""
+    """Raises ConfigError if the pool has nodes of several sizes, or several nodes of which it cannot use all slots."""
     names = {slot.node for group in groups for slot in group}
     used = [node for node in nodes if node.name in names]
     by_size = {len(node.slots): node.name for node in reversed(used)}
@@ -265,12 +262,12 @@ def _check_alike(pool: _Pool, nodes: Sequence[Node], groups: Sequence[Sequence[S
     if len(used) > 1 and size % pool.size and pool.size % size:
         raise ConfigError(
             f"{pool.key}: {pool.size} does not divide the {size} slots of a node, and the {pool.name} pool "
-            f"lies on {len(used)} of them: set it to one of {_divisors(size)}"
+            f"is on {len(used)} of them: set it to one of {_divisors(size)}"
         )
 
 
 def _check_cores(placement: Placement) -> None:
-    """Every process needs a core; srun and sbatch give one a task where nobody asks for more."""
+    """Raises ConfigError if a node has fewer cores than processes: srun and sbatch give a task one core by default."""
     needed = {node.name: 0 for node in placement.nodes}
     for process in placement.processes:
         for name in [slot.node for slot in process.slots] or [process.node]:
@@ -286,9 +283,8 @@ def _check_cores(placement: Placement) -> None:
 def _by_process(placement: Placement) -> str:
     rows = [("process", "pool", "slots")]
     for p in placement.processes:
-        rows.append(
-            (p.name, p.pool, " ".join(f"{s.node}:{s.index}" for s in p.slots) or f"{p.node}, no slot of its own")
-        )
+        slots = " ".join(f"{s.node}:{s.index}" for s in p.slots) or f"{p.node}, no slot of its own"
+        rows.append((p.name, p.pool, slots))
     return "\n".join(_aligned(rows))
 
 
@@ -319,7 +315,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _runs(numbers: list[int]) -> str:
-    """Consecutive ones as `first–last`."""
+    """Formats numbers, consecutive ones as `first–last`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

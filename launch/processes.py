@@ -1,4 +1,4 @@
-"""Child processes with an owner: each has a log and a session of its own; nobody outlives the launcher."""
+"""Child processes that have a log and a session each, and that do not outlive their owner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 from launch.shared_memory import SharedMemory
 
 LOG_BYTES = 64 * 2**20
-"""Of a log, after which it is moved aside: a process has at most twice as much."""
+"""The size at which a log is moved aside: a process has at most twice as much on disk."""
 _ROTATE_S = 60.0
 _NOTE_S = 5.0
 _OTHERS_END_S = 1.0
@@ -27,14 +27,14 @@ _LONGEST_BASE = 48
 
 
 class Log:
-    """What a process has written, wherever it runs."""
+    """The log of a process, wherever that runs."""
 
     def __init__(self, name: str, log: Path):
         self.name, self.log = name, log
 
     @property
     def last_write(self) -> float:
-        """When that was for the last time; 0 if it never did."""
+        """Seconds since the epoch of the last write; 0 if there is no log yet."""
         return self.log.stat().st_mtime if self.log.exists() else 0.0
 
     def last_lines(self, count: int = 15) -> str:
@@ -46,7 +46,7 @@ class Log:
 
 
 class Child(Log):
-    """One process of a run, in a session of its own, its output in `log`, pinned to `cores` if there are any."""
+    """A child process in a session of its own, with its output in `log`, pinned to `cores` if there are any."""
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]):
         super().__init__(name, log)
@@ -63,20 +63,20 @@ class Child(Log):
 
     @property
     def pid(self) -> int:
-        """Also the id of its session."""
+        """The id of the process, and of its session."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by that signal."""
+        """None while the process runs; negative if that signal ended it."""
         return self._process.poll()
 
 
 class Children:
-    """The processes that this one owns. A context manager: leaving it ends them and all their descendants.
+    """The child processes of this one. A context manager: leaving it ends them and all their descendants.
 
-    Their temporary files go too, which share a folder, and their shared memory. If this process is killed, a guardian
-    process does all that in its place: it notices the end of a pipe.
+    It also removes their temporary files, which share a folder, and their shared memory. If this process is killed, a
+    guardian process (guardian.py), which notices the end of a pipe, does all that in its place.
     """
 
     def __init__(self):
@@ -90,7 +90,7 @@ class Children:
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):
-            self.kill(earlier.name)  # what it may have left running
+            self.kill(earlier.name)  # it may have left descendants
         environment = environment | {"TMPDIR": self._temporary}
         child = self.by_name[name] = Child(name, command, environment, log, cores)
         self._guardian.stdin.write(f"{child.pid}\n".encode())
@@ -98,19 +98,18 @@ class Children:
         return child
 
     def kill(self, name: str) -> None:
-        """Ends one of them, which has little time for it, and its descendants."""
+        """Ends a child, which gets one second to end by itself, and its descendants."""
         end_sessions({self.by_name[name].pid}, self._shared, grace_s=1.0)
 
     def end(self, keep: Collection[str] = ()) -> None:
-        """Ends all but those, with all their descendants."""
+        """Ends all children but those to `keep`, with all their descendants."""
         ended = [child for name, child in self.by_name.items() if name not in keep]
         end_sessions({child.pid for child in ended}, self._shared)
         for child in ended:
             _ = child.exit_code  # reaps it
 
     def look_after(self) -> None:
-        """To be called often: long logs are moved aside, and shared memory is noted, since children may end by
-        themselves."""
+        """Moves long logs aside, and notes shared memory, since children may end by themselves. To be called often."""
         now = time.monotonic()
         if now - self._noted >= _NOTE_S:
             self._noted = now
@@ -120,14 +119,14 @@ class Children:
             self._rotate_logs()
 
     def _rotate_logs(self) -> None:
-        """What is in a long log takes the place of what was moved aside before."""
+        """Moves the contents of long logs aside, in place of what was there."""
         for child in self.by_name.values():
             if child.log.exists() and child.log.stat().st_size > LOG_BYTES:
                 shutil.copyfile(child.log, child.log.with_name(f"{child.log.name}.1"))
-                os.truncate(child.log, 0)  # the process appends: it goes on at the new end
+                os.truncate(child.log, 0)  # the process appends, and so continues at the new end
 
     def forget(self, keep: Collection[str] = ()) -> None:
-        """All but those, which have ended."""
+        """Forgets children that have ended: all but those to `keep`."""
         for name in self.by_name.keys() - keep:
             del self.by_name[name]
 
@@ -138,14 +137,15 @@ class Children:
         with _uninterrupted():
             self.end()
             self._shared.remove(_OTHERS_END_S)
-            shutil.rmtree(self._temporary, ignore_errors=True)  # now: there may be little time before a SIGKILL for all
-            self._guardian.communicate(timeout=60)  # the end of its pipe: it finds no process left and ends
+            shutil.rmtree(self._temporary, ignore_errors=True)  # first: a SIGKILL for everybody may follow soon
+            self._guardian.communicate(timeout=60)  # closes its pipe: it finds no process left and ends
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """The end is under way: whoever asks for it once more, as Slurm and people do, does not break it off."""
-    if threading.current_thread() is not threading.main_thread():  # which never gets a signal
+    """Ignores SIGTERM and SIGINT: asking this process to end once more, as Slurm and people do, must not interrupt its
+    ending."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -157,9 +157,9 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> None:
-    """Ends every process of the sessions: SIGTERM to their leaders, SIGKILL for whoever is left.
+    """Ends every process of the sessions: SIGTERM to their leaders, then SIGKILL to all that are left.
 
-    A leader has grace_s to end by itself, its descendants a second more. What they have `shared` is removed.
+    A leader has grace_s to end by itself, its descendants a second more. Their shared memory is removed.
     """
     shared.note(_members(sessions))
     for process in _members(sessions):
@@ -187,7 +187,7 @@ def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _members(sessions: set[int]) -> list[psutil.Process]:
-    """Living processes that belong to one of the sessions."""
+    """Returns the living processes that belong to one of the sessions."""
     members = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""What a launcher leaves in the run folder for whoever wants to know how the run is: processes.json."""
+"""processes.json in the run folder: which processes a launcher has started, and how they and the run are."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from launch.pools import Placement
 from launch.processes import Log
 
 RECORD_S = 5.0
-"""Between two records of a run in which nothing happens."""
+"""Time between two records of a run in which nothing happens."""
 GONE_S = 30.0
-"""Without a record, after which the launcher is taken for dead: clocks of nodes differ, and shared folders lag."""
+"""Age of a record from which the launcher is taken for dead: clocks of nodes differ, and shared folders lag."""
 
 
 class ProcessRecord(msgspec.Struct):
@@ -24,17 +24,17 @@ class ProcessRecord(msgspec.Struct):
     node: str
     slots: list[int]
     code: int | None
-    """Its exit code; None while it runs."""
+    """Exit code; None while the process runs."""
 
 
 class LaunchRecord(msgspec.Struct):
     launcher: str
-    """The node that it runs on."""
+    """The node that the launcher runs on."""
     time: float
-    """Seconds since the epoch."""
+    """When the record was written, in seconds since the epoch."""
     restarts_left: int
     outcome: str
-    """"" while the run is going on, else how it ended: done, failed, stopped or interrupted."""
+    """Empty while the run lasts; then how it ended: done, failed, lost, stopped or interrupted."""
     processes: list[ProcessRecord]
 
 
@@ -46,7 +46,7 @@ class Recorder:
         self._written, self._codes = 0.0, {}
 
     def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
-        """To be called often; it writes when a process has ended, and now and then."""
+        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended. Call it often."""
         codes = {name: process.exit_code for name, process in processes.items()}
         if not outcome and codes == self._codes and time.monotonic() - self._written < RECORD_S:
             return
@@ -61,7 +61,7 @@ class Recorder:
 
 
 def read_record(run: Run) -> LaunchRecord | None:
-    """The last one; None before the first."""
+    """Returns the last record; None before the first."""
     try:
         return msgspec.json.decode(run.processes.read_bytes(), type=LaunchRecord)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Shared memory of processes: whoever is killed does not remove what he has made."""
+"""Removes the shared memory of processes, since those that are killed leave it behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import psutil
 
 _FOLDER = "/dev/shm"
 _CLOCK_S = 1.0
-"""How far the file system's clock may be behind."""
+"""How far the file system's clock may lag behind."""
 
 
 class SharedMemory:
-    """What processes have made of it since this object was.
+    """The objects in /dev/shm that given processes have made since this one was made.
 
-    Files that others have put there, such as a model, are older or lie in folders, and are left alone.
+    Files that others have put there, such as a model, are older or in folders, and are left alone.
     """
 
     def __init__(self):
@@ -25,12 +25,12 @@ class SharedMemory:
         self._paths: set[Path] = set()
 
     def note(self, processes: Iterable[psutil.Process]) -> None:
-        """Remembers what they have mapped."""
+        """Remembers what the processes have mapped."""
         self._paths = {path for path in self._paths | mapped(processes) if self._is_new(path)}
 
     def remove(self, timeout_s: float = 0.0) -> None:
-        """What was noted and no process has mapped; waits for a while until that is so, for others may be ending
-        too."""
+        """Removes what was noted and no process has mapped any more; waits up to timeout_s for processes that are about
+        to end."""
         deadline = time.monotonic() + timeout_s
         while self._paths:
             kept = self._paths & mapped(psutil.process_iter())
@@ -48,7 +48,7 @@ class SharedMemory:
 
 
 def mapped(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Objects of shared memory that they have in their address spaces."""
+    """Returns the objects of shared memory in the address spaces of the processes."""
     paths = set()
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,11 +1,12 @@
-"""Runs everything in one Slurm allocation: `python -m launch.slurm CONFIG [key=value …]`, from a batch script.
+"""Launches a run in a Slurm allocation: `python -m launch.slurm CONFIG [key=value …]`, from a batch script.
 
-The scripts in slurm/ call it on the first node of the job. It starts one supervisor a node by srun, carves the nodes
-into pools, and watches the run. In a heterogeneous job group 0 is the trainers' and group 1 the engines'. USR1, which
-`sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, has the run save a checkpoint and the job
-queued again; so is it, without a checkpoint, when a node is lost, by the supervisors where it was this one
-(stranded.py). With resume=auto it goes on where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 130:
-cancelled. Imports neither torch nor vllm.
+The scripts in slurm/ call it on the first node of the job. It starts a supervisor on each node with srun, divides the
+nodes into pools, and watches the run. In a heterogeneous job group 0 has the trainers' nodes and group 1 the engines'.
+
+SIGUSR1, which `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, makes the run save a
+checkpoint and requeues the job. A job that has lost a node is requeued without a checkpoint; if the launcher's node is
+lost, by the supervisors of the others (node.py). With resume=auto the run then continues where it was. Exit code 0:
+done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from queue import SimpleQueue
 
 import msgspec
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import check_network
 from areal_megatron.run import Run
 from launch import start
 from launch.hosts import HostError, Nodes
-from launch.network import check_network
 from launch.orders import Event, Leave, NodeHello, Order, Present
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
@@ -37,11 +38,11 @@ _POOLS = ("trainer", "rollout")
 _CLIENT_TIMEOUT_S = 60.0
 _FRUITLESS = 3
 _HERE_S = 10.0
-"""Between two signs of life to the supervisors."""
+"""Interval between two signs of life to the supervisors."""
 _REQUEUE_S = 120.0
 _AGAIN_S = 5.0
 _KILLED_S = 120.0
-"""Until Slurm ends a job that has been queued again."""
+"""How long Slurm may take to end a job that has been requeued."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(requeue()))  # nothing has been started yet
     try:
         job = Job.of(os.environ)
-        config = configuration.load(options.config, options.overrides)
+        config = config_file.load(options.config, options.overrides)
         if config.machine.device == "auto":
             config.machine.device = "cuda" if any(name.startswith("SLURM_JOB_GPUS") for name in os.environ) else "cpu"
         start.check_input(config)
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     nodes = Nodes(srun(job))
     try:
         found = nodes.gather(job.names, options.gather_s)
-        check_network(config, found)
+        check_network(config.machine.host, {hello.machine for hello in found})
         everyone = [describe(hello, config) for hello in found]
         trainers = [node for node, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
         engines = [node for node, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
@@ -85,8 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     if is_stuck(beginning.run):
         print(
             f"error: the job was queued again {_FRUITLESS} times in a row before it had saved anything; after a "
-            f"stop, give "
-            "it more time than the first number of its --signal",
+            "stop, give it more time than the first number of its --signal",
             file=sys.stderr,
         )
         return Outcome.FAILED
@@ -94,10 +94,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Job(msgspec.Struct):
-    """The allocation that this process runs in."""
+    """The Slurm allocation that this process runs in."""
 
     groups: list[list[str]]
-    """Node names; of a heterogeneous job those of each group."""
+    """Names of the nodes; a heterogeneous job has several groups."""
 
     @property
     def names(self) -> list[str]:
@@ -105,7 +105,7 @@ class Job(msgspec.Struct):
 
     @classmethod
     def of(cls, environment: dict[str, str]) -> Job:
-        """Raises ConfigError outside a job, or where Slurm does not know the nodes of its list."""
+        """Reads the job from Slurm's environment. Raises ConfigError outside a job, or for a malformed node list."""
         if "SLURM_JOB_ID" not in environment:
             raise ConfigError(
                 "launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
@@ -121,7 +121,7 @@ class Job(msgspec.Struct):
 
 
 def expand(nodes: str) -> list[str]:
-    """Names in a node list such as node[0-3,7]. Raises ConfigError."""
+    """Returns the names in a node list such as node[0-3,7]. Raises ConfigError if Slurm cannot read it."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "hostnames", nodes],
@@ -137,13 +137,13 @@ def expand(nodes: str) -> list[str]:
     except subprocess.CalledProcessError as e:
         raise ConfigError(f"the node list {nodes!r} is malformed: {e.stderr.strip()}") from None
     names = done.stdout.split()
-    if not names or any("[" in name or "]" in name for name in names):  # it repeats what it cannot read
+    if not names or any("[" in name or "]" in name for name in names):  # scontrol repeats what it cannot read
         raise ConfigError(f"the node list {nodes!r} is malformed")
     return names
 
 
 def describe(hello: NodeHello, config: Config) -> Node:
-    """A node of the pools. Raises ConfigError."""
+    """Returns the node with the slots that the config uses. Raises ConfigError if it has no GPU for this job."""
     if config.machine.device != "cuda":
         return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)))
     if not hello.gpus:
@@ -152,7 +152,7 @@ def describe(hello: NodeHello, config: Config) -> Node:
 
 
 class Srun:
-    """The way to the supervisors: stdin and stdout of an srun for each group of nodes, which passes both on."""
+    """The connection to the supervisors: stdin and stdout of an srun for each group of nodes, which passes both on."""
 
     def __init__(self, commands: list[list[str]]):
         pipe = subprocess.PIPE
@@ -197,9 +197,9 @@ class Srun:
                 process.terminate()  # srun ends its step
 
     def _live(self) -> None:
-        """Tells the supervisors, which may not hear of the end of this process, that it lives."""
+        """Tells the supervisors that this process is alive, since they may not notice its end."""
         while not self._closed.wait(_HERE_S):
-            with suppress(HostError, ValueError):  # closed in this moment
+            with suppress(HostError, ValueError):  # stdin has just been closed
                 self.send(Present())
 
     def _read(self, process: subprocess.Popen) -> None:
@@ -208,11 +208,11 @@ class Srun:
 
 
 def _ended(process: subprocess.Popen) -> str:
-    return f"srun, which holds the nodes' supervisors, ended with exit code {process.poll()}; see its words above"
+    return f"srun, which holds the nodes' supervisors, ended with exit code {process.poll()}; see its messages above"
 
 
 def srun(job: Job) -> Srun:
-    """Starts a supervisor on each node. One srun of both groups would pass its stdin on to the last one only."""
+    """Starts a supervisor on each node. One srun for both groups would pass its stdin on to the last one only."""
     commands = []
     for number, names in enumerate(job.groups):
         several = len(job.groups) > 1
@@ -234,14 +234,14 @@ def srun(job: Job) -> Srun:
 
 
 class TimeLimit:
-    """Ends waiting for a run that was asked to stop and does not."""
+    """The limit of the wait for a run that was asked to stop."""
 
     def __init__(self, asked: Path, grace_s: float):
         self._asked, self._grace_s = asked, grace_s
         self._since: float | None = None
 
     def check(self) -> None:
-        """Raises HostError when the time is over."""
+        """Raises HostError if the run was asked to stop more than grace_s ago."""
         if self._since is None and self._asked.exists():
             self._since = time.monotonic()
         if self._since is not None and time.monotonic() - self._since > self._grace_s:
@@ -249,22 +249,22 @@ class TimeLimit:
 
 
 def is_stuck(run: Run) -> bool:
-    """Whether the last _FRUITLESS incarnations, this one among them, have saved nothing."""
+    """Returns whether none of the last _FRUITLESS incarnations, this one included, has saved anything."""
     begun = {begin.version for begin in run.starts()[-_FRUITLESS:]}
     saved, _ = checkpoint_folder.newest(run)
     return len(run.starts()) >= _FRUITLESS and begun == {saved.version if saved else 0}
 
 
 def requeue(longest_s: float = _REQUEUE_S, again_s: float = _AGAIN_S) -> int:
-    """Queues this job again and waits for its end; the exit code where Slurm refuses for so long."""
+    """Requeues this job and waits for Slurm to end it. Returns the exit code if Slurm refuses for longest_s."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     print("queueing the job again", flush=True)  # said before: Slurm may end this process at once
     deadline = time.monotonic() + longest_s
-    while problem := _refusal(os.environ["SLURM_JOB_ID"]):  # that of a busy slurmctld passes
+    while problem := _refusal(os.environ["SLURM_JOB_ID"]):  # a busy slurmctld refuses for a while
         if time.monotonic() > deadline:
             print(
-                f"error: the job cannot be queued again: {problem}; submit it once more: resume=auto goes on",
+                f"error: the job cannot be queued again: {problem}; submit it once more: resume=auto continues",
                 file=sys.stderr,
             )
             return Outcome.STOPPED
@@ -274,7 +274,7 @@ def requeue(longest_s: float = _REQUEUE_S, again_s: float = _AGAIN_S) -> int:
 
 
 def _refusal(job: str) -> str:
-    """Why Slurm does not queue it again; "": it does."""
+    """Returns why Slurm does not requeue the job; "" if it does."""
     command = ["scontrol", "requeue", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)

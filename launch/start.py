@@ -1,4 +1,4 @@
-"""What every launcher does before it starts a process: check everything that can be checked, and begin the run."""
+"""What every launcher does before it starts a process: checks all that can be checked, then begins the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import Checkpoint
 from areal_megatron.config import Config, ConfigError
@@ -27,7 +27,7 @@ POOLS = ("trainer", "rollout", "controller")
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Of the arguments that all launchers have."""
+    """Returns a parser of the arguments that all launchers have."""
     made = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     made.add_argument("config", help="YAML file, see configs/")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
@@ -54,7 +54,7 @@ def add_python(parser: argparse.ArgumentParser) -> None:
 
 
 class _PythonOfPool(argparse.Action):
-    """Gathers words of a command by pool; no shell reads them."""
+    """Collects a command for each pool, split into words; no shell reads it."""
 
     def __call__(self, parser, options, value, option=None) -> None:
         pool, _, text = value.partition("=")
@@ -71,24 +71,24 @@ class _PythonOfPool(argparse.Action):
 
 @dataclass(frozen=True)
 class Beginning:
-    """A run that can be started."""
+    """A run that has passed all checks and can begin."""
 
     config: Config
     run: Run
     plan: ClusterPlan
     checkpoint: Checkpoint | None
-    """None: from the model of model.path."""
+    """None: the run begins with the model of model.path."""
 
     def begin(self) -> None:
-        """Makes the run folder, or another incarnation in it."""
+        """Makes the run folder if there is none, and begins an incarnation in it."""
         if not self.run.folder.exists():
             self.run.create()
-        configuration.save(self.config, self.run.config)
+        config_file.save(self.config, self.run.config)
         begin(self.run, self.checkpoint)
 
 
 def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = (), gpu_gib: float = 0) -> Beginning:
-    """`nodes`, `rollout_nodes`, `gpu_gib`: as in plan.plan. Raises ConfigError."""
+    """Checks everything and returns the run; the arguments are those of plan.plan. Raises ConfigError."""
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
     check_input(config)
     run = Run(config.run_dir)
@@ -99,7 +99,7 @@ def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] =
 
 
 def check_input(config: Config) -> None:
-    """What can be checked without nodes. Raises ConfigError."""
+    """Checks what can be checked without nodes. Raises ConfigError."""
     check_model(config)
     if config.mode != "replay":
         check_data(config)
@@ -109,7 +109,7 @@ def check_input(config: Config) -> None:
 
 
 def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> None:
-    """Raises ConfigError for a folder without the batches that are asked for."""
+    """Raises ConfigError if the folder lacks batches that the replay needs."""
     folder = Path(config.data.train)
     if folder.absolute().is_relative_to(run.folder):
         raise ConfigError(f"name: {config.name} is the run whose batches are replayed; choose another name=…")
@@ -117,7 +117,7 @@ def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> No
 
 
 def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:
-    """Another incarnation, from the checkpoint or from the start. `keep`: processes that live on."""
+    """Begins an incarnation, from the checkpoint or from the start. `keep`: names of the processes that stay alive."""
     if checkpoint is None:
         run.begin()
         return
@@ -133,7 +133,10 @@ def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -
 
 
 def newest(run: Run) -> Checkpoint | None:
-    """The run's newest whole checkpoint; says what is wrong with newer ones. Raises ConfigError where none is whole."""
+    """Returns the run's newest whole checkpoint, None if there is none, and warns of newer ones that are broken.
+
+    Raises ConfigError if there are checkpoints and all of them are broken.
+    """
     checkpoint_folder.put_back(run)
     checkpoint, problems = checkpoint_folder.newest(run)
     for problem in problems:
@@ -144,7 +147,7 @@ def newest(run: Run) -> Checkpoint | None:
 
 
 def _resumed(config: Config, run: Run) -> Checkpoint | None:
-    """The checkpoint that `resume` names; None: from the start. Raises ConfigError."""
+    """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
     if not config.resume:
         return None
     return newest(run) if config.resume == "auto" else checkpoint_folder.read(Path(config.resume).absolute())

@@ -1,7 +1,7 @@
-"""How a run is, from anywhere that sees its folder: `python -m launch.status RUN [--all]`.
+"""Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all]`.
 
-Prints how far it is, its processes with node, version and throughput, the last checkpoint, the restarts, and where the
-logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
+Prints how far the run is, its processes with node, version and throughput, the last checkpoint, the restarts, and where
+the logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
 run. Imports neither torch nor vllm.
 """
 
@@ -23,7 +23,7 @@ from areal_megatron.run import Run
 from launch.records import GONE_S, LaunchRecord, ProcessRecord, read_record
 
 _LISTED = 32
-"""Processes up to which each has a line; beyond that neighbours of one pool and state share one."""
+"""The most processes that have a line each; if there are more, neighbours of one pool and state share a line."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def state_of(record: LaunchRecord, now: float) -> str:
-    """`running`, `lost`, where the launcher has fallen silent, or how the run ended."""
+    """Returns how the run ended, or else `running`, or `lost` if the launcher has fallen silent."""
     return record.outcome or ("running" if now - record.time < GONE_S else "lost")
 
 
@@ -64,18 +64,14 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
         last = updates[-1]
         yield (
             f"last update {_ago(now - last['time'])} ago: {last['effective_tokens_per_s']:,.0f} trained tokens/s, "
-            f"accuracy "
-            f"{100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
+            f"accuracy {100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
         )
     if saved := checkpoint_folder.complete(run):
         yield f"last checkpoint {saved[-1].name}, {_ago(now - saved[-1].stat().st_mtime)} ago"
     else:
         yield "no checkpoint yet"
-    yield (
-        f"started {start.incarnation + 1} times, {record.restarts_left} restarts are left"
-        if start.incarnation
-        else (f"started once, {record.restarts_left} restarts are left")
-    )
+    times = f"{start.incarnation + 1} times" if start.incarnation else "once"
+    yield f"started {times}, {record.restarts_left} restarts are left"
     yield f"logs: {run.log('PROCESS')}; launcher on {record.launcher}"
 
 
@@ -103,7 +99,7 @@ def table(run: Run, record: LaunchRecord, every: bool) -> Table:
 
 
 def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
-    """Runs of neighbours of one pool that are in the same state."""
+    """Groups neighbours of one pool that are in the same state."""
     for _, members in groupby(processes, key=lambda p: (p.name.partition("-")[0], p.code)):
         yield list(members)
 
@@ -111,18 +107,16 @@ def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
 def _state(process: ProcessRecord, outcome: str) -> str:
     if process.code is None:
         return "ended with the run" if outcome else "running"
-    return (
-        "ended"
-        if process.code == 0
-        else f"killed by signal {-process.code}"
-        if process.code < 0
-        else (f"failed, exit code {process.code}")
-    )
+    if process.code < 0:
+        return f"killed by signal {-process.code}"
+    return f"failed, exit code {process.code}" if process.code else "ended"
 
 
 def _ago(seconds: float) -> str:
     seconds = max(0, round(seconds))
-    return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
 
 
 if __name__ == "__main__":

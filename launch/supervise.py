@@ -1,4 +1,4 @@
-"""Lives through a run: starts its processes, watches them, starts them again after a failure, ends them."""
+"""Supervises a run: starts its processes, watches them, restarts them after a failure, and ends them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _END_S = 30.0
 
 
 class Outcome(enum.IntEnum):
-    """Of a run; the value is the launcher's exit code."""
+    """How a run ended; the value is the launcher's exit code."""
 
     DONE = 0
     FAILED = 1
     LOST = 3
-    """A node, or the way to it, is gone; its processes may be, too."""
+    """A node, or the connection to it, is gone, and perhaps its processes."""
     STOPPED = 75
-    """After a checkpoint, as asked: resume=auto goes on."""
+    """The run saved a checkpoint and stopped, as it was asked to; resume=auto continues it."""
     INTERRUPTED = 130
 
 
 def supervise(
     beginning: Beginning, hosts: Hosts, options: Namespace, on_poll: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """From the start of the run that has begun to its end; `hosts` is left without processes.
+    """Starts the processes of a run that has begun, watches them, and returns how the run ended; leaves no process.
 
-    `options`, of start.parser: with `restarts` left a process that fails is survived: an engine is started again by
-    itself, a trainer rank takes all trainer ranks and the controller along, and what fails by itself in the controller
-    takes all processes. USR1 asks the run to save a checkpoint and stop, SIGTERM and SIGINT end it at once. Says how it
-    ended. `on_poll` is called ten times a second.
+    `options` are those of start.parser. The run survives the failure of a process while there are `restarts` left: an
+    engine is restarted alone, a trainer rank together with all trainer ranks and the controller, and if the controller
+    itself fails, everything is restarted. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end it
+    at once. `on_poll` is called ten times a second.
     """
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
@@ -77,7 +77,7 @@ def supervise(
 
 
 class _Watch:
-    """Keeps an eye on the processes."""
+    """Starts, watches and ends the processes of a run."""
 
     def __init__(self, beginning: Beginning, hosts: Hosts, options: Namespace, on_poll: Callable[[], None]):
         self.console = Console(beginning.run, beginning.config)
@@ -88,8 +88,8 @@ class _Watch:
         self._health = Health(beginning.run)
 
     def incarnation(self) -> str:
-        """Starts what is not there and returns when all are through, "", or with what is to be said of one that
-        failed."""
+        """Starts the processes that are not running. Returns "" when all have ended as they should, or the description
+        of one that failed."""
         self._health.begin(self._hosts.by_name)
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
             self._start(name)
@@ -98,7 +98,7 @@ class _Watch:
             processes = self._hosts.by_name
             if failed := _failure(processes, self._hosts, self.parts(self._health.drained) | self._hosts.lost):
                 said = describe(failed)
-                if not self._is_running(failed.name) or not self.may_restart(said):
+                if not self._is_dispensable(failed.name) or not self.may_restart(said):
                     return said
                 self._end_parts(whole(failed.name))
                 self._start(whole(failed.name))
@@ -112,7 +112,8 @@ class _Watch:
             time.sleep(_POLL_S)
 
     def kept(self) -> set[str]:
-        """Engines that can go on without trainers and controller: the living ones, unless the controller gave up."""
+        """Returns the engines that the next incarnation can use: those alive that the controller has not given up, but
+        none if the controller itself failed."""
         processes = self._hosts.by_name
         if (processes["controller"].exit_code or 0) > 0:
             return set()
@@ -120,15 +121,15 @@ class _Watch:
         return {name for name in engines if all(processes[part].exit_code is None for part in self.parts({name}))}
 
     def parts(self, names: Collection[str]) -> set[str]:
-        """The processes of those engines, which are several where an engine lies on several nodes."""
+        """Returns the names of the engines' processes: an engine on several nodes has several."""
         return {part.name for name in names if name in self._processes for part in self._processes[name].parts}
 
     def added(self) -> set[str]:
-        """Engines that others have started for this run (launch/engines.py)."""
+        """Returns the engines that others have started for this run (launch/engines.py)."""
         return set(self._beginning.run.announced("engine-")) - self._processes.keys()
 
     def may_restart(self, failure: str) -> bool:
-        """Takes one of the restarts, if there is one left, and says so."""
+        """Uses up a restart and says so. Returns False if there is none left, or the run is to stop."""
         if not self._restarts or self._beginning.run.stop.exists():
             return False
         self._restarts -= 1
@@ -156,7 +157,7 @@ class _Watch:
                 self._hosts.kill(part)
 
     def _end_parts(self, name: str) -> None:
-        """Of an engine that has lost one of them. Raises HostError where they do not end."""
+        """Ends what is left of an engine that has lost a part. Raises HostError if it does not end."""
         deadline = time.monotonic() + _END_S
         for part in self._living(name):
             self._hosts.kill(part)
@@ -167,7 +168,7 @@ class _Watch:
             self._hosts.refresh()
 
     def _living(self, name: str) -> list[Process]:
-        """The parts of an engine that run."""
+        """Returns the parts of an engine that are running."""
         processes, lost = self._hosts.by_name, self._hosts.lost
         return [
             part
@@ -175,21 +176,22 @@ class _Watch:
             if processes[part.name].exit_code is None and part.name not in lost
         ]
 
-    def _is_running(self, name: str) -> bool:
-        """Whether it is an engine of a run that has begun to generate: then the others can do without it for a
+    def _is_dispensable(self, name: str) -> bool:
+        """Returns whether this is an engine of a run that generates already: the others can do without it for a
         while."""
         return name.startswith("engine-") and _phase(self._beginning) == "training"
 
 
 def _phase(beginning: Beginning) -> str | None:
-    """Of the run, as the controller says."""
+    """Returns the phase of the run, as the controller reports it."""
     return read_status(beginning.run).get("phase")
 
 
 def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collection[str]) -> Child | None:
-    """The process that ended before it should have, if any; one ended by a signal before one that noticed it.
+    """Returns the process that ended before it should have, if any; of several, rather the one that was killed by a
+    signal than one that failed because of that.
 
-    `left`: engines that have left the run.
+    `left`: processes of engines that have left the run.
     """
     controller = processes.get("controller")
     over = controller is not None and controller.exit_code == 0
@@ -205,7 +207,7 @@ def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collectio
 
     if not bad():
         return None
-    time.sleep(3 * _POLL_S)  # a death makes others fail: give them time, so that the first cause is named
+    time.sleep(3 * _POLL_S)  # a death makes others fail: give them time, so that the cause is named
     hosts.refresh()
     return min(bad(), key=lambda c: (c.exit_code == 0, c.exit_code > 0, c.name == "controller", c.last_write))
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# More engines for a run that is going on: sbatch slurm/add_engines.sh RUN; as many as the GPUs of its nodes hold.
+# Adds engines to a run that is running, as many as the GPUs of the job's nodes hold: sbatch slurm/add_engines.sh RUN
 #SBATCH --job-name=engines
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8

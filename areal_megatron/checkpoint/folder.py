@@ -22,8 +22,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from areal_megatron.config import Checkpoint as Settings
-from areal_megatron.config import ConfigError
+from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.files import write_atomically
 from areal_megatron.run import Run
 
@@ -154,7 +153,7 @@ def remove_unfinished(run: Run) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def tidy(run: Run, settings: Settings) -> None:
+def tidy(run: Run, settings: CheckpointConfig) -> None:
     """Removes all but the last checkpoint.keep and those of every checkpoint.keep_every versions."""
     for folder in complete(run)[: -settings.keep]:
         version = int(_NAME.fullmatch(folder.name)[1])

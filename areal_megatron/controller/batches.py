@@ -46,7 +46,7 @@ class Stopwatch:
 
 def ask_again_s(config: Config) -> float:
     """How long a trainer's question waits for its answer before it is told to ask again, well before it gives up."""
-    return min(5.0, config.machine.timeout_s / 4)
+    return min(5.0, config.machine.peer_timeout_s / 4)
 
 
 class Batches:
@@ -159,7 +159,7 @@ class Batches:
             flops=self._flops,
             multiple=config.trainer.microbatch_multiple,
         )
-        return [encode_batch(part) for part in parts], describe(trajectories, version, config.reward.range[1])
+        return [encode_batch(part) for part in parts], describe(trajectories, version, config.reward.right)
 
     def trained(self, message: Trained) -> dict[str, Any] | Refused:
         """Moves the schedule on; the numbers of the update, the trainer's own among them."""

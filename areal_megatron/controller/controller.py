@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.config import Config, ConfigError, load
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.config_file import load
 from areal_megatron.controller import state
 from areal_megatron.controller.batches import Batches, ask_again_s
 from areal_megatron.controller.evaluation import Evaluation

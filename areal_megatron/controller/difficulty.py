@@ -1,9 +1,10 @@
-"""Which prompts are drawn and which groups are trained by the share of right answers (rollout.pass_rate). Pure."""
+"""Which prompts are drawn and which groups are trained by the share of right answers (rollout.filter_groups). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from areal_megatron.config import RolloutConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.workflows.scoring import Score
 
@@ -11,9 +12,8 @@ from areal_megatron.workflows.scoring import Score
 class Difficulty:
     """Knows the pass rates of prompts: that of the group that finished last, else that of the row."""
 
-    def __init__(self, pass_rate: Sequence[float]):
-        """`pass_rate`: rollout.pass_rate."""
-        self._bounds = sorted(pass_rate)
+    def __init__(self, rollout: RolloutConfig):
+        self._rollout = rollout
         self.measured: dict[int, float] = {}
         """By prompt, of its group that finished last."""
 
@@ -26,7 +26,8 @@ class Difficulty:
         """Takes note of a group's pass rate; whether it lies outside, or the rewards of the group are all the same."""
         rate = self.measured[prompt.id] = sum(score.correct for score in scores) / len(scores)
         uniform = len({score.reward for score in scores}) == 1
-        return bool(self._bounds) and (uniform or not self._is_within(rate))
+        return self._rollout.filter_groups and (uniform or not self._is_within(rate))
 
     def _is_within(self, rate: float) -> bool:
-        return not self._bounds or self._bounds[0] <= rate <= self._bounds[1]
+        rollout = self._rollout
+        return not rollout.filter_groups or rollout.min_pass_rate <= rate <= rollout.max_pass_rate

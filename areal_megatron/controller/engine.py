@@ -136,4 +136,4 @@ def connect(config: Config, run: Run, index: int) -> Engine:
 
 def find(config: Config, run: Run, name: str) -> EngineClient:
     """A connection to where the engine has announced itself last. Raises RunError if it has not."""
-    return EngineClient(name, run.endpoint(name), run.token, config.machine.timeout_s)
+    return EngineClient(name, run.endpoint(name), run.token, config.machine.peer_timeout_s)

@@ -50,7 +50,7 @@ class Fleet:
 
     async def connect(self) -> None:
         """Waits until every engine of the config serves."""
-        timeout_s = self._config.machine.timeout_s
+        timeout_s = self._config.machine.peer_timeout_s
         deadline = time.monotonic() + timeout_s
         indices = range(self._config.rollout.engines)
         for index in indices:
@@ -62,7 +62,8 @@ class Fleet:
         self._connected.set()
 
     async def run(self) -> None:
-        """For ever. Raises EngineError if all engines are lost and none is started again within machine.timeout_s."""
+        """For ever. Raises EngineError if all engines are lost and none is started again within
+        machine.peer_timeout_s."""
         async with asyncio.TaskGroup() as tasks:
 
             def look_after(engine: Engine) -> None:
@@ -179,7 +180,7 @@ class Fleet:
 
     async def _look_after(self, engine: Engine) -> None:
         """Watches it for ever."""
-        timeout_s = self._config.machine.timeout_s
+        timeout_s = self._config.machine.peer_timeout_s
         while True:
             try:
                 await engine.watch(timeout_s, self._wake)

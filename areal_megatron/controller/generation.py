@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from areal_megatron.config import Config, Rollout
+from areal_megatron.config import Config
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.schedule import Group, Schedule
@@ -22,11 +22,10 @@ from areal_megatron.engine.client import Completion, EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import RunError
 from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec as Place
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
+from areal_megatron.workflows.sampling import INTERRUPTED, Sampling, cache_salt, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import INTERRUPTED, Sampling
 from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Generation:
         self._on_finished, self._is_lost = on_finished, is_lost
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = cursor(config, prompts)
-        self._difficulty = Difficulty(config.rollout.pass_rate)
+        self._difficulty = Difficulty(config.rollout)
         self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
         self._again: deque[tuple[int, int]] = deque()
@@ -197,10 +196,7 @@ class Generation:
             self.prompts_too_long += reason == _TOO_LONG
             skipped += 1
             if skipped % len(self._prompts) == 0 and all(map(self._reason_to_skip, self._prompts)):
-                raise RunError(
-                    f"rollout.pass_rate: no prompt is left that is not too easy, too hard or too long for "
-                    f"{sorted(self._config.rollout.pass_rate)}"
-                )
+                raise RunError("rollout.filter_groups: no prompt is left that is not too easy, too hard or too long")
 
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = len(prompt.tokens) <= self._config.data.max_prompt_tokens
@@ -268,11 +264,6 @@ class Generation:
 def _described(interrupted: dict[int, list[Completion]]) -> str:
     answers = [answer for answers in interrupted.values() for answer in answers]
     return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were broken off"
-
-
-def cache_salt(rollout: Rollout, version: int) -> str | None:
-    """With KV kept over updates, only requests of one version share prefix blocks; `recompute` drops the blocks."""
-    return f"v{version}" if rollout.kv_policy == "keep" else None
 
 
 def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajectory:

@@ -69,7 +69,7 @@ def read(
         )
     if state.order != order:
         raise ConfigError(
-            "rollout.pass_rate: the checkpoint was made with prompts in another order: go on with the same range "
+            "rollout.easiest_first: the checkpoint was made with prompts in another order: go on with the same setting "
             "and pass rates of rows, or start a new run from the exported model"
         )
     return state

@@ -1,8 +1,7 @@
-"""Batches on disk: what a run has trained, for people (areal_megatron.trajectories) and for a replay
-(controller/replay.py).
+"""Dumps of the batches that a run has trained, for areal_megatron.trajectories and controller/replay.py.
 
 `trajectories/batch-000012.msgpack` in the run folder is the batch that was formed after twelve others had been trained,
-all replicas together. numpy and msgspec only.
+with the trajectories of all replicas. Needs numpy and msgspec only.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ _NAME = re.compile(r"batch-(\d+)\.msgpack")
 
 
 class Dump(msgspec.Struct, kw_only=True):
-    """One batch."""
+    """One batch as the trainers got it."""
 
     number: int
-    """Batches that the run had trained before; above `version` once an update was not applied."""
+    """The number of batches that the run had trained before this one; exceeds `version` if an update was skipped."""
     version: int
-    """Policy version that the batch trains."""
+    """The policy version that the batch trains."""
     trajectories: list[Trajectory]
-    """In the order in which the batch was divided into micro-batches."""
+    """All of the batch, in the order from which it was split into micro-batches."""
 
 
 _decode = decoder(Dump).decode
 
 
 def write(dump: Dump, folder: Path) -> None:
-    """Raises OSError."""
+    """Writes the dump's file into the folder, completely or not at all. Raises OSError."""
     store(dump, folder / f"batch-{dump.number:06d}.msgpack")
 
 
 def read(path: Path) -> Dump:
-    """Raises ConfigError."""
+    """Reads one file. Raises ConfigError if it cannot be read or holds something else."""
     try:
         return _decode(path.read_bytes())
     except OSError as e:
@@ -48,7 +47,7 @@ def read(path: Path) -> Dump:
 
 
 def dumped(folder: Path) -> dict[int, Path]:
-    """Number of each batch → its file, in their order. Raises ConfigError where there is none."""
+    """Returns the file of each batch by its number, in ascending order. Raises ConfigError if there is none."""
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else ()
     found = {int(name[1]): path for path, name in names if name}
     if not found:
@@ -59,19 +58,22 @@ def dumped(folder: Path) -> dict[int, Path]:
 
 
 def recorded(folder: Path, first: int, batch_size: int) -> list[Path]:
-    """Files of the batches from number `first` on. Raises ConfigError where one is missing, or is of another size."""
+    """Returns the files of the batches from number `first` on, in order.
+
+    Raises ConfigError if one in between is missing, or if the first does not hold `batch_size` trajectories.
+    """
     found = {number: path for number, path in dumped(folder).items() if number >= first}
     for number in range(first, max(found, default=first) + 1):
         if number not in found:
-            whence = "; begin after it with resume=CHECKPOINT" if found else ""
-            raise ConfigError(f"data.train: {folder} lacks batch {number}{whence}")
+            hint = "; begin after it with resume=CHECKPOINT" if found else ""
+            raise ConfigError(f"data.train: {folder} lacks batch {number}{hint}")
     if (size := len(read(found[first]).trajectories)) != batch_size:
         raise ConfigError(f"batch_size: {batch_size}, but batches of {folder} have {size} trajectories: set it to that")
     return list(found.values())
 
 
 def forget(folder: Path, first: int) -> None:
-    """Removes batches from number `first` on: the run has gone back to before them."""
+    """Removes the batches from number `first` on, for a run that resumes from a checkpoint before them."""
     for path in folder.glob("batch-*.msgpack"):
         if (name := _NAME.fullmatch(path.name)) and int(name[1]) >= first:
             path.unlink()

@@ -1,4 +1,7 @@
-"""Rows of data sets: JSONL and Parquet files, folders of them, Hugging Face data sets, and mixtures. No torch."""
+"""Reads the rows of data sets: JSONL and Parquet files, folders of them, Hugging Face data sets, and mixtures.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,31 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 
 @dataclass(frozen=True)
 class Source:
+    """One data set of a mixture."""
+
     path: str
     weight: float | None
-    """Share of the prompts that come from it, relative to the other sources; None: all of it once an epoch."""
+    """The share of the prompts that come from this source, relative to the other weights; None: every row once an
+    epoch."""
 
 
 @dataclass(frozen=True)
 class Record:
+    """One row of a data set, and where it comes from."""
+
     id: int
-    """Row of its source, from 0 and with those of the sources before it counted; blank lines of JSONL count too."""
+    """Row number from 0, counted through all sources; blank lines of JSONL count too."""
     source: int
+    """Number of the source, from 0."""
     where: str
-    """`path:row`, from 1, for errors."""
+    """`path:row`, with rows counted from 1 within the file, for error messages."""
     row: dict[str, Any]
 
 
 def sources(text: str | Path) -> list[Source]:
-    """Of data.train or data.eval: a path, or `path,path`, or `path:weight,path:weight`.
+    """Parses the value of data.train or data.eval: a path, `path,path`, or `path:weight,path:weight`.
 
-    A path is a JSONL or Parquet file, a folder of such shards or of a data set that `datasets` has saved, or a file of
+    A path is a JSONL or Parquet file, a folder of such shards or of a data set that `datasets` has saved, or a file on
     the Hugging Face hub as hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises ConfigError.
     """
     text = str(text)
@@ -53,9 +62,10 @@ def sources(text: str | Path) -> list[Source]:
 
 
 def records(text: str | Path) -> Iterator[Record]:
-    """All rows of `sources(text)`, one source after the other.
+    """Yields the rows of all `sources(text)`, one source after the other.
 
-    Raises ConfigError that names file and row: where it cannot be read, is empty or holds what is no object.
+    Raises ConfigError, which names the file and the row, if a source cannot be read, is empty, or has a row that is
+    not an object.
     """
     begin = 0
     for number, source in enumerate(sources(text)):
@@ -74,11 +84,11 @@ def records(text: str | Path) -> Iterator[Record]:
 
 
 def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
-    """(rows, rows drawn an epoch) of each source of `text`, whose numbers `members` lists row by row; [] without
-    weights.
+    """Returns (rows, rows drawn in each epoch) for every source of `text`, or [] if the sources have no weights.
 
-    An epoch is as long as it can be with no row drawn twice: one source is drawn whole, of the others what their
-    weights say. Raises ConfigError where a weight leaves nothing to draw.
+    `members` holds the source number of every row. An epoch is as long as possible without drawing a row twice: at
+    least one source is drawn completely, the others in proportion to their weights. Raises ConfigError if a weight is
+    too small for a single row.
     """
     found = sources(text)
     if found[0].weight is None:
@@ -120,8 +130,7 @@ def _files(path: str) -> list[Path]:
 
 
 def _downloaded(uri: str) -> Path:
-    """A file of the hub, from the local cache or the network."""
-    import huggingface_hub  # only who reads from the hub waits for it
+    import huggingface_hub  # slow to import, and needed for files on the hub only
 
     owner, _, rest = uri.removeprefix(_HUB).partition("/")
     place, _, file = rest.partition("/")
@@ -132,12 +141,12 @@ def _downloaded(uri: str) -> Path:
         return Path(
             huggingface_hub.hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision or None)
         )
-    except Exception as e:  # whatever network, hub and cache have to say
+    except Exception as e:  # the network, the hub and the cache each have errors of their own
         raise ConfigError(f"{uri}: cannot be had: {type(e).__name__}: {str(e).splitlines()[0]}") from None
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row from 0, value) of each row of one file."""
+    """Yields (row number from 0, value) for each row of one file."""
     read = {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix, _jsonl)
     try:
         yield from read(path)

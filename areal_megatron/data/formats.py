@@ -1,6 +1,6 @@
-"""What a row of a data set asks, what the right answer is, and which reward tells. Pure functions, one a format.
+"""Formats of data sets: each has a pure function that turns a row into the prompt, the right answer and its reward.
 
-The first format of FORMATS whose mark the row has reads it; docs/evaluation.md shows a row of each.
+A row is read by the first entry of FORMATS whose key is one of its fields; docs/evaluation.md shows a row of each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_megatron.config import ConfigError
 
 Row = dict[str, Any]
 Chat = list[dict[str, str]]
-"""Messages, each with `role` and `content`."""
+"""A list of messages, each with `role` and `content`."""
 
 BOXED = "\n\nReason step by step and put the final answer into \\boxed{}."
 LETTER = "\n\nReason step by step and put the letter of the right choice into \\boxed{}."
@@ -31,6 +31,7 @@ PROGRAM = (
 FUNCTION = "\n\nComplete this Python code and put all of it into one ```python block:\n```python\n{}\n```"
 
 _UNPACKED_BYTES = 1 << 30
+"""Limit on a decompressed LiveCodeBench field."""
 _PICKLED_TEXT = {
     "PROTO",
     "FRAME",
@@ -43,24 +44,28 @@ _PICKLED_TEXT = {
     "BINPUT",
     "STOP",
 }
-"""Operations of a pickle that holds one string and nothing else."""
+"""The operations of a pickle that holds a single string."""
 
 
 @dataclass(frozen=True)
 class Item:
+    """What a row asks, and how an answer to it is scored."""
+
     prompt: str | Chat
     answer: str
+    """The right answer as the reward function expects it."""
     reward: str = ""
-    """Name in reward/function.py that the format is made for; empty: any."""
+    """The built-in reward (reward/function.py) that the format is made for; empty: any."""
 
 
 def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
-    """The item of a row. `where` names it in errors, `seed` shuffles the choices of a multiple-choice question.
+    """Returns the item of a row, in whichever format it is.
 
-    Raises ConfigError for a row of no known format, a missing field, and a field of a wrong type or without sense.
+    `where` names the row in errors, `seed` shuffles the choices of a multiple-choice question. Raises ConfigError for
+    an unknown format, a missing field, and a field of the wrong type or with an invalid value.
     """
-    for mark, read in FORMATS.items():
-        if mark in row:
+    for key, read in FORMATS.items():
+        if key in row:
             return read(row, where, seed)
     raise ConfigError(
         f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
@@ -69,7 +74,7 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
 
 
 def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
-    """A field that must be there, of one of the types and not empty. Raises ConfigError."""
+    """Returns a required field. Raises ConfigError if it is missing, empty or of none of the types `kinds`."""
     if name not in row:
         raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}")
     value = row[name]
@@ -82,7 +87,7 @@ def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
 
 
 def prompt_of(row: Row, where: str) -> str | Chat:
-    """The field `prompt`: text or messages. Raises ConfigError."""
+    """Returns the field `prompt`, a text or messages. Raises ConfigError."""
     prompt = field(row, "prompt", (str, list), where)
     for number, message in enumerate(prompt if isinstance(prompt, list) else []):
         if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
@@ -91,11 +96,11 @@ def prompt_of(row: Row, where: str) -> str | Chat:
 
 
 def text_of(prompt: str | Chat) -> str:
-    """What rewards get to see of a prompt: its text, or the contents of its messages with an empty line between."""
+    """Returns a prompt as reward functions get it: the text, or the messages' contents joined by empty lines."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
-def _as_it_stands(row: Row, where: str, seed: Sequence[int]) -> Item:
+def _own_format(row: Row, where: str, seed: Sequence[int]) -> Item:
     answer = field(row, "answer", (str, int, float, dict, list), where)
     return Item(prompt_of(row, where), json.dumps(answer) if isinstance(answer, dict | list) else str(answer))
 
@@ -123,17 +128,17 @@ def _choices(row: Row, where: str, seed: Sequence[int]) -> Item:
         right = answer
     if not 0 <= right < len(choices):
         raise ConfigError(f"{where}: field 'answer' is {answer!r}, expected a choice, its letter or its number from 0")
-    return _asked(field(row, "question", (str,), where), choices, right, seed)
+    return _multiple_choice(field(row, "question", (str,), where), choices, right, seed)
 
 
 def _gpqa(row: Row, where: str, seed: Sequence[int]) -> Item:
     names = ["Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3))]
     choices = [field(row, name, (str,), where).strip() for name in names]
-    return _asked(field(row, "Question", (str,), where), choices, 0, seed)
+    return _multiple_choice(field(row, "Question", (str,), where), choices, 0, seed)
 
 
-def _asked(question: str, choices: list[str], right: int, seed: Sequence[int]) -> Item:
-    """A multiple-choice question, its choices in an order of the seed."""
+def _multiple_choice(question: str, choices: list[str], right: int, seed: Sequence[int]) -> Item:
+    """Builds the item of a multiple-choice question, the choices shuffled by `seed`."""
     order = np.random.default_rng(seed).permutation(len(choices)).tolist()
     lines = [f"{letter}) {choices[number]}" for letter, number in zip(string.ascii_uppercase, order, strict=False)]
     return Item(question + "\n\n" + "\n".join(lines) + LETTER, string.ascii_uppercase[order.index(right)], "choice")
@@ -187,7 +192,10 @@ def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
 
 
 def _unpacked(text: str) -> str:
-    """The text in base64 of zlib of a pickle, which is read and never executed. Raises ValueError or zlib.error."""
+    """Returns the string in base64-encoded, zlib-compressed pickle data, which is parsed and never executed.
+
+    Raises ValueError or zlib.error.
+    """
     inflater = zlib.decompressobj()
     pickled = inflater.decompress(base64.b64decode(text, validate=True), _UNPACKED_BYTES)
     operations = list(pickletools.genops(pickled)) if not inflater.unconsumed_tail else []
@@ -198,7 +206,7 @@ def _unpacked(text: str) -> str:
 
 
 FORMATS: dict[str, Callable[[Row, str, Sequence[int]], Item]] = {
-    "prompt": _as_it_stands,
+    "prompt": _own_format,
     "question_content": _live_code_bench,
     "choices": _choices,
     "Correct Answer": _gpqa,
@@ -206,7 +214,7 @@ FORMATS: dict[str, Callable[[Row, str, Sequence[int]], Item]] = {
     "Problem": _math("Problem"),
     "question": _math("question"),
 }
-"""The field that tells a format → its reader."""
+"""Reader of each format, by the field that identifies it."""
 
 
 def _names(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Prompts and supervised examples from data sets, and the order in which prompts are drawn. No torch."""
+"""Prompts and supervised examples from data sets, and the order in which prompts are drawn. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ from areal_megatron.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt of the data set, tokenized."""
+
     id: int
     """Row of the data set, from 0."""
     text: str
+    """The prompt as reward functions get it, without the chat template."""
     answer: str
     tokens: list[int]
     response_tokens: int | None
-    """Forced length of every answer, for benchmarks; None: the model ends it."""
+    """Forced length of every answer, for benchmarks; None: the model ends its answers."""
     source: int = 0
-    """Number of its file in a mixture."""
+    """Number of the data set in a mixture, from 0."""
     reward: str = ""
-    """Reward that its format is made for; empty: any."""
+    """The built-in reward that the row's format is made for; empty: any."""
     pass_rate: float | None = None
-    """Share of right answers that somebody has measured; None: not known."""
+    """Share of right answers, measured before the run; None: not known."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A supervised example; the tokens after the prompt are trained."""
+    """A supervised example, of which the tokens after the prompt are trained."""
 
     tokens: np.ndarray
-    """int32, prompt and response with its end token"""
+    """int32 [tokens]: prompt, response and end token"""
     prompt_length: int
+    """The number of prompt tokens."""
     source: int = 0
-    """Number of its file in a mixture."""
+    """Number of the data set in a mixture, from 0."""
 
 
 def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of data.train or data.eval, as `key` says, those beyond data.max_prompt_tokens among them.
+    """Returns all prompts of data.train or data.eval (`key`), those longer than data.max_prompt_tokens included.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
-    length} or of another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError that
-    names file and row for an unreadable or empty file, a row of no format, a missing field, a wrong type, a prompt that
-    the chat template refuses, a forced length above rollout.max_new_tokens, or if no prompt fits.
+    length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError, which
+    names the file and the row, for an unreadable or empty file, an unknown format, a missing field, a wrong type, a
+    prompt that the chat template refuses or a forced length above rollout.max_new_tokens; also if every prompt is too
+    long.
     """
     text, limit = getattr(config.data, key), config.data.max_prompt_tokens
     found = list(records(text))
@@ -67,8 +72,10 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
 
 
 def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """One supervised example a row: {"prompt": text or messages, "response": text}. Raises ConfigError as
-    `read_prompts`."""
+    """Returns one supervised example for each row {"prompt": text or messages, "response": text}.
+
+    Raises ConfigError for the reasons that `read_prompts` does.
+    """
     found = list(records(text))
     prompts = tokenizer.prompts([prompt_of(record.row, record.where) for record in found], [r.where for r in found])
     responses = tokenizer.responses([field(record.row, "response", (str,), record.where) for record in found])
@@ -79,7 +86,7 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
 
 
 def check_data(config: Config) -> None:
-    """Reads every file of `config.data` once. Raises ConfigError for the first thing that a run would trip over."""
+    """Reads every file of `config.data` once. Raises ConfigError for the first problem that would stop a run."""
     tokenizer = Tokenizer(config.model.path)
     if config.mode == "sft":
         cursor(config, read_examples(config.data.train, tokenizer))
@@ -96,10 +103,16 @@ def check_data(config: Config) -> None:
 
 
 class Cursor:
-    """Every position of a data set of `size` once an epoch, each epoch in an order of its own; endless.
+    """The endless order in which rows are drawn: every row once an epoch, each epoch shuffled anew.
 
-    Of a mixture (`shares`, of data/files.py) each source gives its share of an epoch, and other rows in the next one
-    until too few are left for another share. Which ones follows from seed and epoch alone.
+    In a mixture (`shares`, see data/files.py) an epoch has each source's share of rows, and successive epochs different
+    ones, until too few are left for another share. The order depends on the seed and the epoch alone.
+
+    Example:
+        cursor = Cursor(size=1000, seed=1)
+        epoch, row = cursor.next()
+        resumed = Cursor(size=1000, seed=1, at=cursor.at)
+        assert resumed.next() == cursor.next()
     """
 
     def __init__(
@@ -110,27 +123,27 @@ class Cursor:
         shares: Sequence[tuple[int, int]] = (),
         ranks: Sequence[float] = (),
     ):
-        """`ranks`: of every position, what an epoch is ordered by, the least first; empty: in a random order."""
+        """`ranks` holds a sort key for every row, by which each epoch is ordered, lowest first; empty: random order."""
         self._size, self._seed, self.shares = size, seed, list(shares)
         self._ranks = np.array(ranks, np.float64)
         self.order = zlib.crc32(self._ranks.tobytes())
-        """Stands for `ranks`; 0 if there are none."""
+        """Checksum of `ranks`, by which a checkpoint recognises them; 0 if there are none."""
         self._epoch, self._next = at
         self._order = self._shuffled()
 
     @property
     def at(self) -> tuple[int, int]:
-        """Epoch, and positions of it that have been drawn: a cursor begun there goes on as this one."""
+        """(epoch, rows drawn in it); a cursor that starts there continues as this one."""
         return self._epoch, self._next
 
     def next(self) -> tuple[int, int]:
-        """(epoch, position in the data set)."""
+        """Draws the next row and returns (epoch, row)."""
         if self._next == len(self._order):
             self._epoch, self._next = self._epoch + 1, 0
             self._order = self._shuffled()
-        position = int(self._order[self._next])
+        row = int(self._order[self._next])
         self._next += 1
-        return self._epoch, position
+        return self._epoch, row
 
     def _shuffled(self) -> np.ndarray:
         members = [np.arange(self._size)] if not self.shares else self._drawn()
@@ -138,7 +151,7 @@ class Cursor:
         return order[np.argsort(self._ranks[order], kind="stable")] if len(self._ranks) else order
 
     def _drawn(self) -> list[np.ndarray]:
-        """The positions of this epoch, of each source."""
+        """Returns this epoch's rows of each source."""
         begin, members = 0, []
         for number, (size, drawn) in enumerate(self.shares):
             cycle, part = divmod(self._epoch, size // drawn)
@@ -149,7 +162,7 @@ class Cursor:
 
 
 def cursor(config: Config, members: Sequence[Prompt] | Sequence[Example], at: tuple[int, int] = (0, 0)) -> Cursor:
-    """Over all that `read_prompts` or `read_examples` gave of data.train. Raises ConfigError as `shares`."""
+    """Returns a cursor over the prompts or examples of data.train. Raises ConfigError for the reasons `shares` does."""
     ranks = ranks_of(config, (member.pass_rate for member in members))
     return Cursor(
         len(members), config.seed, at, shares(config.data.train, [member.source for member in members]), ranks
@@ -157,20 +170,19 @@ def cursor(config: Config, members: Sequence[Prompt] | Sequence[Example], at: tu
 
 
 def ranks_of(config: Config, pass_rates: Iterable[float | None]) -> list[float]:
-    """What rows with these pass rates are ordered by where an epoch is to begin with the easiest prompts, else [].
+    """Returns the sort keys of rows with these pass rates, if epochs are to begin with the easiest prompts, else [].
 
-    Those of which nothing is known come last.
+    Rows without a pass rate come last.
     """
     return [1.0 if rate is None else -rate for rate in pass_rates] if _is_easiest_first(config) else []
 
 
 def _is_easiest_first(config: Config) -> bool:
-    bounds = config.rollout.pass_rate
-    return config.mode == "rl" and bool(bounds) and bounds[0] > bounds[1]
+    return config.mode == "rl" and config.rollout.easiest_first
 
 
 def pass_rate_of(record: Record) -> float | None:
-    """The field `pass_rate` of a row. Raises ConfigError."""
+    """Returns the field `pass_rate` of a row, None if it has none. Raises ConfigError."""
     rate = record.row.get("pass_rate")
     if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
         raise ConfigError(f"{record.where}: pass_rate is {rate!r}, expected a number from 0 to 1")
@@ -188,20 +200,25 @@ def _forced_length(record: Record, max_new_tokens: int) -> int | None:
 
 
 def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError where rollout.pass_rate leaves nothing to draw, or nothing to order by."""
-    bounds = sorted(config.rollout.pass_rate)
+    """Raises ConfigError if rollout.filter_groups excludes every prompt, or rollout.easiest_first has nothing to order
+    by."""
+    rollout = config.rollout
     if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
         raise ConfigError(
-            f"rollout.pass_rate: no row of {config.data.train} has a pass_rate to order by; "
+            f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "
             "python -m areal_megatron.evaluate --pass-rates writes them"
         )
     fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
-    if bounds and not any(rate is None or bounds[0] <= rate <= bounds[1] for rate in fitting):
-        raise ConfigError(f"rollout.pass_rate: every prompt of {config.data.train} has one outside of {bounds}")
+    low, high = rollout.min_pass_rate, rollout.max_pass_rate
+    if rollout.filter_groups and not any(rate is None or low <= rate <= high for rate in fitting):
+        raise ConfigError(
+            f"rollout.filter_groups: every prompt of {config.data.train} has a pass_rate outside of "
+            f"min_pass_rate={low:g} to max_pass_rate={high:g}"
+        )
 
 
 def _check_reward(config: Config, prompts: Sequence[Prompt], key: str) -> None:
-    """Raises ConfigError where a built-in reward meets a format that is made for another one."""
+    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one."""
     function = config.reward.function
     for prompt in prompts:
         if ":" not in function and prompt.reward not in ("", function):

@@ -1,26 +1,37 @@
-"""Text to token ids and back, from a model folder's tokenizer.json. Imports no torch, unlike transformers."""
+"""Text to token ids and back, from a model folder's tokenizer.json.
+
+Imports no torch: the controller, the reward workers and the check of a config on a login node all tokenize. Chat
+templates are rendered by transformers' module for them, which needs no torch either.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 import tokenizers
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.formats import Chat
 
 _ANSWER = "[answer 5f1d80ce]"
-"""Stands for an answer whose tokens are known, where the template is to say what comes after it."""
+"""Placeholder for an answer whose tokens are known, rendered to find what the template puts after it."""
 
 
 class Tokenizer:
-    """Of one Hugging Face model folder. Raises ConfigError if the folder has no usable tokenizer or end token."""
+    """The tokenizer and chat template of a Hugging Face model folder.
+
+    Raises ConfigError if the folder has no usable tokenizer, no end token, or a chat template that does not parse.
+
+    Example:
+        tokenizer = Tokenizer("models/Qwen2.5-0.5B-Instruct")
+        [tokens] = tokenizer.prompts(["What is 2 + 3?"])  # one user message, and the header of the answer
+        tokenizer.decode(tokens, special=True)  # "<|im_start|>system…"
+        tokenizer.stop_tokens  # [151645, 151643]
+    """
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
@@ -34,11 +45,14 @@ class Tokenizer:
         self._settings = self._json("tokenizer_config.json")
         self._template = self._chat_template()
         self.stop_tokens = self._stop_tokens()
-        """Ids that end an answer, the tokenizer's own end token first."""
+        """Token ids that end an answer, the tokenizer's own end token first."""
 
     def prompts(self, prompts: Sequence[str | Chat], places: Sequence[str] = ()) -> list[list[int]]:
-        """Token ids of each prompt: messages by the model's chat template, a text as one user message, or as it stands
-        where the model has no template. Raises ConfigError that names the prompt's place for one that has no chat form.
+        """Returns the token ids of each prompt.
+
+        Messages are rendered by the model's chat template, and so is a text, as one user message. Without a template a
+        text is tokenized unchanged. Raises ConfigError if the template refuses a prompt, or if a prompt is a list of
+        messages and the model has no template; the error names the prompt by its entry in `places`.
         """
         named = zip(prompts, places or [str(self._folder)] * len(prompts), strict=True)
         if self._template is None:
@@ -47,25 +61,24 @@ class Tokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch(chats, add_special_tokens=False)]
 
     def responses(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each response, the end token appended."""
+        """Returns the token ids of each response, with the end token appended."""
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
-        """Token ids of messages up to where the model answers. Without a chat template their contents, one after
-        another.
+        """Returns the token ids of a conversation, up to where the model starts its answer.
 
-        Raises ConfigError if the template refuses them.
+        Without a chat template the contents of the messages are concatenated. Raises ConfigError if the template
+        refuses the messages.
         """
         text, plain = self._rendered(messages, tools), self._template is None
         return self._tokenizer.encode(text, add_special_tokens=plain).ids
 
     def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
-        """Token ids of what follows the content of messages[answer], an answer of the model, up to where it answers
-        next.
+        """Returns the token ids between the content of messages[answer], an answer of the model, and its next answer.
 
-        They begin with the end token where the template ends an answer with it. Raises ConfigError if the template
-        refuses the messages, or does not show the answer.
+        The first one is the end token if the template ends answers with it. Raises ConfigError if the template refuses
+        the messages, or does not show the answer exactly once.
         """
         replaced = [*messages[:answer], {"role": "assistant", "content": _ANSWER}, *messages[answer + 1 :]]
         _, *after = self._rendered(replaced, tools).split(_ANSWER)
@@ -82,35 +95,31 @@ class Tokenizer:
         return self._as_chat(messages, "messages", tools)
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
-        """Text without special tokens, or with them."""
+        """Returns the text of the tokens; `special` keeps special tokens in it."""
         return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
     def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, tools=tools, **special)
+            [text] = _render([messages], self._template, add_generation_prompt=True, tools=tools, **special)
+            return text
         except Exception as e:  # the template is the model's: it may fail in any way
             problem = " ".join(str(e).split()) or type(e).__name__
             raise ConfigError(f"{place}: the chat template of {self._folder} refuses the prompt: {problem}") from None
 
-    def _chat_template(self) -> jinja2.Template | None:
+    def _chat_template(self) -> str | None:
         file = self._folder / "chat_template.jinja"
         source = file.read_text() if file.is_file() else self._settings.get("chat_template")
         if isinstance(source, list):  # several named templates
             source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
         if not source:
             return None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            return environment.from_string(source)
+            _render([], source)
         except jinja2.TemplateError as e:
             raise ConfigError(f"model.path: {self._folder}: the chat template cannot be read: {e}") from None
+        return source
 
     def _stop_tokens(self) -> list[int]:
         stops = [self._tokenizer.token_to_id(self._text(self._settings.get("eos_token")))]
@@ -143,5 +152,9 @@ def _plain(prompt: str | Chat, place: str) -> str:
     return prompt
 
 
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _render(chats: Sequence[Chat], template: str, **variables: Any) -> list[str]:
+    # costs half a second and 25 MB, for models with a chat template only
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template(chats, chat_template=template, **variables)
+    return texts

@@ -1,4 +1,7 @@
-"""The unit of experience and what one data-parallel replica trains on. numpy and msgspec only: no torch."""
+"""Trajectories, the parts of a batch that data-parallel replicas train on, and their encoding.
+
+Needs numpy and msgspec only, no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,30 @@ import numpy as np
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """One sampled answer. P prompt tokens, R response tokens."""
+    """One sampled answer, with P prompt tokens and R response tokens."""
 
     uid: int
-    """Admission number of this trajectory in the run, unique."""
+    """Admission number of this trajectory, unique in the run."""
     epoch: int
     prompt_id: int
-    """Line of the dataset, from 0; (epoch, prompt_id) names the group."""
+    """Row of the data set, from 0; (epoch, prompt_id) identifies the group."""
     admission_version: int
     prompt: np.ndarray
     """int32 [P]"""
     response: np.ndarray
-    """int32 [R], the end token included where the answer has one"""
+    """int32 [R], including the end token if the answer has one"""
     logprobs: np.ndarray
-    """float32 [R], of the distribution each token was sampled from"""
+    """float32 [R], log-probability of each token in the distribution that it was sampled from"""
     versions: np.ndarray
     """int32 [R], policy version that sampled each token"""
     loss_mask: np.ndarray
     """uint8 [R], 1 where the token is trained"""
     reward: float
     truncated: bool
-    """Cut at rollout.max_new_tokens."""
+    """Whether the answer was cut at rollout.max_new_tokens."""
     routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
-    """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose, with
-    rollout.experts=[replay]. Of all tokens but the last, which the engine never computed with; else of none."""
+    """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose for every token but the
+    last, which the engine never computed with. Empty without rollout.replay_routes."""
 
     @property
     def length(self) -> int:
@@ -44,18 +47,18 @@ class Trajectory(msgspec.Struct, kw_only=True):
 class BatchPart(msgspec.Struct, kw_only=True):
     """What one data-parallel replica trains on in one PPO update.
 
-    `minibatches[m][k]` lists the trajectories (indices) of micro-batch k of mini-batch m. All replicas
-    have the same number of mini-batches and of micro-batches; a micro-batch may be empty.
+    `minibatches[m][k]` lists the indices in `trajectories` of micro-batch k of mini-batch m. All replicas have the same
+    number of mini-batches and of micro-batches; a micro-batch may be empty.
     """
 
     version: int
-    """Policy version that this batch trains (i); afterwards the policy is i+1."""
+    """The policy version that this batch trains, i; training it makes version i+1."""
     trajectories: list[Trajectory]
     minibatches: list[list[list[int]]]
     groups: int
-    """In the whole batch."""
+    """The number of groups in the whole batch."""
     group_of: list[int]
-    """Number, from 0, of each trajectory's group in the batch; its other answers may be in other parts."""
+    """The group of each trajectory, numbered from 0 in the whole batch; its other answers may be in other parts."""
 
 
 _DTYPES = {"<i4", "<f4", "|u1", "<u2"}
@@ -77,17 +80,23 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 
 def encoder() -> msgspec.msgpack.Encoder:
-    """Encodes structs that hold one-dimensional int32, float32, uint8 and uint16 arrays, as raw little-endian bytes."""
+    """Returns an encoder for structs with one-dimensional int32, float32, uint8 and uint16 arrays.
+
+    Arrays are encoded as raw little-endian bytes.
+    """
     return msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder:
-    """Decodes and checks the type; raises msgspec.ValidationError. Nothing is ever unpickled."""
+    """Returns a decoder for messages of type `kind`, which raises msgspec.ValidationError for others.
+
+    Nothing is ever unpickled.
+    """
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
 
 def store(value: Any, path: Path) -> None:
-    """Encodes it into a file, which is there whole and synced, or not at all. Raises OSError."""
+    """Encodes a value into a file, which appears complete and synced to disk or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:

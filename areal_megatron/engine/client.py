@@ -153,7 +153,7 @@ class EngineClient:
         """Returns n independent answers to one prompt, sampled in one request: half the engine's cost of n requests.
 
         Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has sampled.
-        With a `seed` (workflows/seeds.py) the k-th answer is a function of weights, prompt and seed + k. With
+        With a `seed` (workflows/sampling.py) the k-th answer is a function of weights, prompt and seed + k. With
         `routes_from` the answers carry the experts of all tokens from that index of the prompt on.
         """
         sampling = {
@@ -310,7 +310,7 @@ def _routes(encoded: str | None, answered: int, routed: int) -> np.ndarray:
     if not answered:
         return NO_ROUTES
     if encoded is None:
-        raise ValueError("no routed_experts, although rollout.experts asks for replay")
+        raise ValueError("no routed_experts, although rollout.replay_routes asks for them")
     routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     if routes.ndim != 3 or len(routes) != routed + answered - 1 or routes.dtype not in (np.uint8, np.uint16):
         raise ValueError(f"routed_experts {routes.dtype} {list(routes.shape)} of {routed} and {answered} tokens")

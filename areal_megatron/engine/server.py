@@ -20,7 +20,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron.config import Config, load
+from areal_megatron.config import Config
+from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import address, socket_settings
@@ -78,9 +79,9 @@ def _engine_arguments(config: Config) -> list[str]:
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    if "parallel" in rollout.experts:
+    if rollout.expert_parallel:
         command += ["--enable-expert-parallel"]
-    if "replay" in rollout.experts:
+    if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
     if runs_on_cpu(config):
         size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
@@ -104,7 +105,7 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
         # The client keeps its connections; a server that closes idle ones would race with its next request.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
     }
-    if "replay" in config.rollout.experts:
+    if config.rollout.replay_routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
     if not runs_on_cpu(config):
         return environment
@@ -146,7 +147,7 @@ def main() -> None:
     host = address(config.machine.host)
     number, parts = map(int, os.environ.get("AREAL_PART", "0/1").split("/"))
     if number:
-        part = NodePart(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.timeout_s))
+        part = NodePart(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.peer_timeout_s))
         command = headless_command(config, part)
     else:
         port, _reservation = reserve_port(host)

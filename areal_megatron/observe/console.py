@@ -1,6 +1,6 @@
 """The live console of a run: a panel on a terminal, one line per event anywhere else.
 
-Run by the launcher; reads status.json and metrics.jsonl and nothing else, imports neither torch nor vllm.
+The launcher runs it. It reads status.json and metrics.jsonl and nothing else, and imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ REDRAW_S = 0.5
 class Console:
     """Shows one run; on a terminal it owns the lower part of the screen until `close`.
 
-    What the run did before, in earlier jobs, counts and is not told again.
+    Updates and evaluations of earlier jobs of the run are counted, and their events are not shown again.
+
+    Example:
+        console = Console(run, config)
+        while run_is_alive():
+            console.refresh()
+            time.sleep(0.1)
+        console.close()
+        print(console.summary())
     """
 
     def __init__(self, run: Run, config: Config, stream: TextIO | None = None):
@@ -51,19 +59,19 @@ class Console:
             self._take(record)
 
     def refresh(self) -> None:
-        """Takes in what is new and shows it; call it as often as you like, it acts every REDRAW_S seconds."""
+        """Reads what is new and shows it, at most once in REDRAW_S seconds; call it as often as you like."""
         if time.monotonic() - self._drawn >= REDRAW_S:
             self._drawn = time.monotonic()
             self._update()
 
     def close(self) -> None:
-        """Shows what came last, leaves it on the screen and gives the terminal back."""
+        """Shows the last state, leaves it on the screen and releases the terminal."""
         self._update()
         if self._live:
             self._live.stop()
 
     def summary(self) -> str:
-        """What the run reached, in a few lines."""
+        """Returns the results of the run in a few lines."""
         lines = [f"{len(self._steps)} of {self._config.updates} {self._unit} done in {self._run.folder}"]
         if self._config.mode == "rl":
             lines.append(f"held-out accuracy {self._held_out()}")
@@ -116,7 +124,7 @@ class Console:
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
     def _is_twentieth(self) -> bool:
-        """Supervised steps are short and many: a log wants some of them."""
+        """Whether this step completes another twentieth: supervised steps are too many to log each."""
         count, total = len(self._steps), self._config.updates
         return count == 1 or count * 20 // total > (count - 1) * 20 // total
 
@@ -242,9 +250,9 @@ def _engine_table(engines: list[dict[str, Any]], expected: int) -> Table | Text:
 
 
 def _seconds_left(steps: list[dict[str, Any]], left: int) -> float | None:
-    """From the pace of the last of the updates since the run began or was resumed; None before the second.
+    """Estimates the time that `left` updates take, from the pace of the last ten since the run began or was resumed.
 
-    `left`: updates still to be done; None too where there are none.
+    Returns None before the second of them, and if no updates are left.
     """
     recent = steps[-10:]
     if len(recent) < 2 or left <= 0:

@@ -1,4 +1,4 @@
-"""What a finite sample of answers says of a model: pass@k, means over items, and how sure they are. No torch."""
+"""Estimates from a sample of answers: pass@k, and means over items with confidence intervals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
+    """A mean with its confidence interval."""
+
     value: float
     low: float
     high: float
-    """Bounds of the 95% confidence interval."""
+    """`low` and `high` bound the 95% confidence interval."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate, from n answers of which c are correct, of the chance that one of k is: 1 − C(n−c, k) / C(n,
-    k).
+    """Returns the unbiased estimate of pass@k from n answers of which c are correct: 1 − C(n − c, k) / C(n, k).
 
-    Chen et al. 2021 (arXiv 2107.03374), Eq. 1; computed in whole numbers and rounded once. Raises ValueError unless
-    1 ≤ k ≤ n and 0 ≤ c ≤ n.
+    The chance that at least one of k answers is correct, by Chen et al. 2021 (arXiv 2107.03374), Equation 1; computed
+    in integers and rounded once. Raises ValueError unless 1 ≤ k ≤ n and 0 ≤ c ≤ n.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@{k} of {n} answers, {c} correct")
@@ -34,12 +35,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean over items, of values in [0, 1], with the percentile bootstrap interval over items (Efron 1979).
+    """Returns the mean of the items' values, each in [0, 1], with its percentile bootstrap interval (Efron 1979).
 
-    Items are what is drawn anew: the answers to one item are alike, and would make an interval over answers too narrow.
-    It stays in [0, 1] and is skewed near its ends, where a normal interval is not. If every item has 0, or every item
-    1, resampling has nothing to vary: then the exact binomial interval (Clopper and Pearson 1934). Always the same for
-    the same values.
+    Items are resampled, not answers: the answers to one item are alike, and an interval over answers would be too
+    narrow. The interval stays in [0, 1] and is skewed near the ends, unlike a normal one. If all values are 0 or all
+    are 1, resampling has nothing to vary, and the interval is the exact binomial one (Clopper and Pearson 1934). The
+    same values always give the same result.
     """
     items, tail = np.asarray(values, np.float64), (1 - CONFIDENCE) / 2
     mean, m = float(items.mean()), len(items)

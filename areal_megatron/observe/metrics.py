@@ -1,7 +1,7 @@
-"""Numbers of a run: lines of metrics.jsonl, mirrored to TensorBoard, and the status of this moment.
+"""The metrics of a run: lines of metrics.jsonl, mirrored to TensorBoard, and the current status in status.json.
 
-metrics.jsonl is the record (one writer, append only); status.json is overwritten all the time and only
-says what goes on now. Imports no torch: the controller writes both.
+metrics.jsonl is the record: one process writes it, and only appends. status.json is overwritten all the time and holds
+the present state only. Imports no torch, since the controller writes both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from areal_megatron.run import Run
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl and to the TensorBoard folder of a run. One process a run has one."""
+    """Appends to metrics.jsonl and to the TensorBoard folder of a run; one process of the run has a writer.
+
+    Example:
+        metrics = MetricsWriter(run)
+        metrics.write("update", version=3, values={"reward_mean": 1.2, "loss": -0.01})
+        metrics.close()
+    """
 
     def __init__(self, run: Run):
         drop_torn_line(run.metrics)
@@ -29,7 +35,7 @@ class MetricsWriter:
         self._tensorboard = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
 
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
-        """Appends {"time", "kind", "version", **values}; `time` is seconds since the epoch.
+        """Appends the line {"time", "kind", "version", **values}, with the time in seconds since the epoch.
 
         `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
         step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
@@ -52,7 +58,7 @@ class MetricsWriter:
 
 
 class MetricsReader:
-    """Follows metrics.jsonl while it grows."""
+    """Reads metrics.jsonl while it grows."""
 
     def __init__(self, run: Run):
         self._path = run.metrics
@@ -60,9 +66,9 @@ class MetricsReader:
         self._lines = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The lines finished since the last call; a line that is still being written waits for its end.
+        """Returns the lines completed since the last call; a line that is still being written comes later.
 
-        Raises ValueError that names file and line if a finished line is not JSON.
+        Raises ValueError, which names the file and the line, if a completed line is not JSON.
         """
         try:
             with self._path.open("rb") as file:
@@ -82,9 +88,9 @@ class MetricsReader:
 
 
 def read_metrics(run: Run) -> list[dict[str, Any]]:
-    """Every finished line of the surviving line of the run, oldest first; [] before the first.
+    """Returns the completed lines of metrics.jsonl, oldest first; [] before the first.
 
-    What came after a checkpoint from which the run was resumed later has been done again, and is left out.
+    Lines after a checkpoint from which the run was later resumed are left out: that work has been done again.
     """
     kept: list[dict[str, Any]] = []
     for record in MetricsReader(run).new():
@@ -95,17 +101,17 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
 
 
 def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
-    """Those of the records that a resume from the checkpoint of `version` keeps."""
+    """Returns the records that a resume from the checkpoint of `version` keeps."""
     return [record for record in records if record["version"] <= version]
 
 
 def write_status(run: Run, status: dict[str, Any]) -> None:
-    """Replaces the status that the console shows; a reader never sees a part of it."""
+    """Replaces the status that the console shows, atomically."""
     write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
 
 
 def read_status(run: Run) -> dict[str, Any]:
-    """The last status; {} before the first."""
+    """Returns the last status; {} before the first."""
     try:
         return json.loads(run.status.read_text())
     except FileNotFoundError:
@@ -113,7 +119,7 @@ def read_status(run: Run) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same value in JSON's types; numpy's numbers become Python's."""
+    """Returns the value in JSON's types: numpy's numbers become Python's, and those that are not finite None."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

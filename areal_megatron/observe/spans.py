@@ -1,6 +1,6 @@
-"""Reads the timelines of a run back: one trace to look at, and what the report computes from the spans.
+"""Reads the timelines of a run: merges them into one trace to view, and computes figures for the report.
 
-Times are seconds since the epoch. An interval list is sorted and disjoint, as `union` makes it.
+Times are seconds since the epoch. Lists of intervals are sorted and disjoint, as `union` returns them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from areal_megatron.run import Run
 
 Interval = tuple[float, float]
 FEWEST_DISTURBED = 20
-"""Spans that must meet a publish before its cost can be told from noise."""
+"""The number of spans that must overlap a publish before its cost can be told from noise."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One recorded piece of work of one thread of one process."""
+    """A piece of work that one thread of one process recorded."""
 
     process: str
     thread: str
@@ -37,7 +37,7 @@ class Span:
 
 
 def read_spans(run: Run) -> list[Span]:
-    """Every span of every process, by start time; a line torn by a killed process is left out."""
+    """Returns the spans of all processes, ordered by start; a line torn by a killed process is left out."""
     spans = []
     for event in _events(run):
         start = event["ts"] / 1e6
@@ -48,8 +48,8 @@ def read_spans(run: Run) -> list[Span]:
 def merge(run: Run) -> Path:
     """Writes timeline.json, which chrome://tracing and ui.perfetto.dev open, and returns its path.
 
-    Chrome wants numbers for processes and threads; their names become metadata events. Spans of one thread that
-    overlap, as concurrent requests do, go to lanes of their own.
+    The format identifies processes and threads by numbers; metadata events hold their names. Spans of one thread that
+    overlap, such as concurrent requests, get lanes of their own.
     """
     processes: dict[str, int] = {}
     lanes: dict[tuple[str, str, int], int] = {}
@@ -79,7 +79,8 @@ def merge(run: Run) -> Path:
 
 
 def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, int]]:
-    """Each span with the first lane of its thread where it follows the others or nests in one of another name."""
+    """Yields each span with a lane: the first of its thread where it follows all others or is nested in one of
+    another name."""
     open_spans: dict[tuple[str, str], list[list[Span]]] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         lanes = open_spans.setdefault((span.process, span.thread), [])
@@ -98,7 +99,7 @@ def _in_lanes(spans: list[Span]) -> Iterator[tuple[Span, int]]:
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time covered by disjoint intervals, in order."""
+    """Returns disjoint intervals, in order, that cover the same time."""
     covered: list[Interval] = []
     for start, end in sorted(intervals):
         if covered and start <= covered[-1][1]:
@@ -109,12 +110,12 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def overlap(intervals: list[Interval], start: float, end: float) -> float:
-    """Seconds of [start, end] that the disjoint intervals cover."""
+    """Returns the seconds of [start, end] that the disjoint intervals cover."""
     return sum(max(0.0, min(end, b) - max(start, a)) for a, b in intervals)
 
 
 def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
-    """Per bin between neighbouring edges, the share of time that these spans cover, averaged over processes."""
+    """Returns the share of time that the spans cover in each bin between two edges, averaged over processes."""
     by_process: dict[str, list[Interval]] = {}
     for span in spans:
         by_process.setdefault(span.process, []).append((span.start, span.end))
@@ -125,24 +126,26 @@ def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
     ]
 
 
-def speed_by_company(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
-    """Tokens/s of the `work` spans (args["tokens"]) that share time with one of `other` in their process, and of the
-    rest.
+def speeds_with_and_without(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
+    """Returns the tokens/s of the `work` spans that overlap one of `other` in their process, and of those that do not.
 
-    A span is counted whole, so the difference is what the company costs at the grain of the work spans. None if
-    fewer than FEWEST_DISTURBED have company, or none is without.
+    A work span, whose tokens are args["tokens"], is counted whole, so the cost of the other work is resolved no finer
+    than that. Returns None if fewer than FEWEST_DISTURBED work spans are disturbed, or if all are.
     """
-    open_spans: dict[str, list[Interval]] = {}
+    intervals: dict[str, list[Interval]] = {}
     for span in other:
-        open_spans.setdefault(span.process, []).append((span.start, span.end))
-    disjoint = {process: union(intervals) for process, intervals in open_spans.items()}
-    kinds: tuple[list[Span], list[Span]] = [], []
+        intervals.setdefault(span.process, []).append((span.start, span.end))
+    busy = {process: union(found) for process, found in intervals.items()}
+    disturbed, alone = [], []
     for span in work:
-        kinds[overlap(disjoint.get(span.process, []), span.start, span.end) == 0].append(span)
-    if len(kinds[0]) < FEWEST_DISTURBED or not kinds[1]:
+        (disturbed if overlap(busy.get(span.process, []), span.start, span.end) else alone).append(span)
+    if len(disturbed) < FEWEST_DISTURBED or not alone:
         return None
-    with_company, alone = (sum(s.args["tokens"] for s in some) / sum(s.duration for s in some) for some in kinds)
-    return with_company, alone
+    return _tokens_per_s(disturbed), _tokens_per_s(alone)
+
+
+def _tokens_per_s(spans: list[Span]) -> float:
+    return sum(span.args["tokens"] for span in spans) / sum(span.duration for span in spans)
 
 
 def _events(run: Run) -> list[dict[str, Any]]:

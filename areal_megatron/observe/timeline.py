@@ -1,6 +1,6 @@
-"""Spans of every process in Chrome's trace format, one file a process, merged by areal_megatron.report.
+"""Records when a process does what, as spans in Chrome's trace format: generate, reward, train, publish, commit.
 
-`metrics.jsonl` says how much; the timeline says when: generate, reward, train, publish, commit.
+Each process writes a file of its own; areal_megatron.report merges them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from pathlib import Path
 
 
 class Timeline:
-    """Appends events of one process to its file. Thread-safe; spans of one thread may nest."""
+    """Appends the spans of one process to its file. Thread-safe; spans of one thread may be nested.
+
+    Example:
+        timeline = Timeline(run.timeline("trainer-0"), "trainer-0")
+        with timeline.span("train", version=3):
+            ...
+        timeline.close()
+    """
 
     def __init__(self, path: Path, process: str):
         self.process = process
@@ -22,7 +29,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, **args):
-        """Records the time from enter to exit; `args` (numbers, short strings) show up in the viewer."""
+        """Records the time in which the context is entered; the viewer shows `args` (numbers, short strings)."""
         start = time.time_ns()
         try:
             yield
@@ -30,7 +37,7 @@ class Timeline:
             self.event(name, start, time.time_ns(), **args)
 
     def event(self, name: str, start_ns: int, end_ns: int, **args) -> None:
-        """Records a span whose wall-clock times (time.time_ns) are known."""
+        """Records a span with known wall-clock times (time.time_ns)."""
         event = {
             "name": name,
             "ph": "X",

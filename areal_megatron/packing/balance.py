@@ -1,23 +1,24 @@
-"""Which replica gets which micro-batches, so that all have the same to compute. numpy only, deterministic."""
+"""Assigns micro-batches to replicas such that all have the same to compute. Deterministic, needs numpy only."""
 
 from __future__ import annotations
 
 import numpy as np
 
 TOLERANCE = 1e-4
-"""Of the mean cost of a replica: closer than that nobody waits measurably."""
+"""The difference between replicas, as a share of their mean cost, that makes nobody wait measurably."""
 LEAST_RELIEF = TOLERANCE / 10
-"""Of the mean cost; what relieves a replica by less is not worth an exchange."""
+"""The smallest relief of a replica, as a share of the mean cost, that is worth an exchange."""
 EXCHANGES = 200
-"""Between two replicas, after which the balance is left as it is; tens are enough."""
+"""Exchanges after which the balance is left as it is; tens are enough."""
 PARTNERS = 16
-"""Replicas with the least to compute that are asked to relieve the one with the most."""
+"""The number of cheapest replicas with which the costliest one tries an exchange."""
 
 
 class Shares:
-    """n sequences in bins, the bins on replicas, equally many on each. The bins' loads never exceed the cap.
+    """n sequences in bins (micro-batches), and the bins on replicas, equally many on each.
 
-    `sizes` int64 [n] in tokens and at most `cap`, `costs` float64 [n] above 0, `bins` int64 [n].
+    `sizes` are int64 [n] in tokens, at most `cap`; `costs` float64 [n], above 0; `bins` int64 [n], the bin of each
+    sequence. No exchange lets a bin exceed the cap.
     """
 
     def __init__(self, sizes: np.ndarray, costs: np.ndarray, bins: np.ndarray, cap: int, count: int, replicas: int):
@@ -27,11 +28,10 @@ class Shares:
         self.owners = deal(self.bin_costs, replicas)
         """int64 [count]: the replica of each bin"""
         self.totals = np.bincount(self.owners, self.bin_costs, replicas)
-        """float64 [replicas]: cost of each"""
+        """float64 [replicas]: the cost of each replica"""
 
     def level(self) -> None:
-        """Relieves the costliest replica until all are within TOLERANCE or no exchange with one of
-        the PARTNERS relieves it."""
+        """Relieves the costliest replica until all are within TOLERANCE or no exchange with the PARTNERS helps."""
         for _ in range(EXCHANGES):
             replicas = np.argsort(self.totals, kind="stable").tolist()
             most, mean = replicas[-1], self.totals.mean()
@@ -44,12 +44,15 @@ class Shares:
 
     @property
     def imbalance(self) -> float:
-        """What the costliest replica has beyond the mean, as a share of the mean: time that the others wait."""
+        """The cost of the costliest replica beyond the mean, as a share of the mean: the time that the others wait."""
         return float(self.totals.max() / self.totals.mean() - 1)
 
     def microbatches(self) -> list[list[list[int]]]:
-        """Indices of sequences by [replica][micro-batch], the costliest micro-batches first: those of the same
-        place run at the same time and wait for each other where replicas share experts."""
+        """Returns the indices of sequences by [replica][micro-batch].
+
+        Every replica has its costliest micro-batches first: those at the same position run at the same time, and wait
+        for each other where replicas share experts.
+        """
         members: list[list[int]] = [[] for _ in self.owners]
         for index, number in enumerate(self.bins.tolist()):
             members[number].append(index)
@@ -67,7 +70,7 @@ class Shares:
         return True
 
     def _swap_sequences(self, giver: int, taker: int) -> bool:
-        """One of the giver's against one of the taker's, or against nothing, where both bins have the room."""
+        """Exchanges a sequence of the giver for one of the taker, or for nothing, if both bins have the room."""
         given = np.flatnonzero(self.owners[self.bins] == giver)
         taken = np.flatnonzero(self.owners[self.bins] == taker)
         empty = np.flatnonzero(self.owners == taker)
@@ -92,7 +95,7 @@ class Shares:
         return True
 
     def _closest(self, moved: np.ndarray, giver: int, taker: int) -> tuple[int, int] | None:
-        """Where the cost moved comes closest to levelling the two replicas; None if nothing relieves the giver."""
+        """Returns the index of the move that best levels the two replicas; None if no move relieves the giver."""
         difference = self.totals[giver] - self.totals[taker]
         distance = np.abs(moved - difference / 2)
         row, column = np.unravel_index(int(distance.argmin()), moved.shape)
@@ -105,8 +108,10 @@ class Shares:
 
 
 def deal(costs: np.ndarray, replicas: int) -> np.ndarray:
-    """int64 [count]: the replica of each bin, equally many for each; the costliest first, to the replica with the
-    least cost among those that lack bins."""
+    """Returns the replica of each bin, int64 [count], equally many bins on each.
+
+    The costliest bin comes first, and each goes to the cheapest of the replicas that still lack bins.
+    """
     owners, totals = np.empty(len(costs), dtype=np.int64), np.zeros(replicas)
     missing = np.full(replicas, len(costs) // replicas)
     for number in np.argsort(-costs, kind="stable").tolist():

@@ -1,6 +1,6 @@
-"""Bin packing: which sizes go together so that a given number of bins suffices under a cap.
+"""Bin packing: puts sizes into a given number of bins, none of which may exceed a cap.
 
-Sizes are int64 [n] between 1 and the cap. Everything is deterministic and needs numpy only.
+Sizes are int64 [n], each between 1 and the cap. Everything is deterministic and needs numpy only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from bisect import bisect_left, insort
 import numpy as np
 
 EXCHANGES = 400
-"""After which `repair` gives up; where it succeeds it takes at most as many as there are bins."""
+"""Exchanges after which `repair` gives up; where it succeeds, it takes at most as many as there are bins."""
 PAIRED = 128
-"""Of the sizes that fit a bin, how many of the largest `fill` tries with a second one to fill it up."""
+"""The number of sizes, the largest ones that still fit a bin, for which `fill` looks for a second one to fill it up."""
 HUGE = 2**62
 
 
 def lower_bound(sizes: np.ndarray, cap: int) -> int:
-    """No packing has fewer bins: the bound L2 of Martello and Toth (Knapsack Problems, 1990, Section 8.3).
+    """Returns the lower bound L2 on the number of bins (Martello and Toth, Knapsack Problems, 1990, Section 8.3).
 
-    Sizes above cap / 2 need a bin each. For each threshold t, those above cap − t leave room for no size of t or
-    more, so the sizes from t to cap / 2 share what the other large ones leave and bins of their own.
+    Sizes above cap / 2 need a bin each. For each threshold t, those above cap − t leave no room for a size of t or
+    more, so the sizes from t to cap / 2 must fit into what the other large ones leave and into bins of their own.
     """
     if not len(sizes):
         return 0
@@ -36,10 +36,10 @@ def lower_bound(sizes: np.ndarray, cap: int) -> int:
 
 
 def pack(sizes: np.ndarray, cap: int, count: int) -> np.ndarray | None:
-    """int64 [n]: the bin of each size, of `count` bins none of which exceeds `cap`; None if that was not found.
+    """Returns the bin of each size, int64 [n], such that none of `count` bins exceeds `cap`; None if it finds none.
 
-    Bins are about equally full if there is room enough for that. No bin is empty if there are as many sizes.
-    Bin packing is NP-hard: None does not prove that there is no such packing.
+    Bins are about equally full if there is enough room for that, and none is empty unless there are fewer sizes than
+    bins. Bin packing is NP-hard: None does not prove that there is no packing.
     """
     starts = []
     for start in (lambda: spread(sizes, count), lambda: best_fit(sizes, cap, count), lambda: fill(sizes, cap, count)):
@@ -53,12 +53,12 @@ def pack(sizes: np.ndarray, cap: int, count: int) -> np.ndarray | None:
 
 
 def excess(sizes: np.ndarray, bins: np.ndarray, cap: int, count: int) -> int:
-    """What all bins together hold above the cap."""
+    """Returns by how much the bins exceed the cap, summed over them."""
     return int(np.maximum(_loads(sizes, bins, count) - cap, 0).sum())
 
 
 def spread(weights: np.ndarray, count: int) -> np.ndarray:
-    """int64 [n]: the bin of each, of `count` bins of about the same sum; the largest first, to the lightest bin."""
+    """Returns the bin of each weight, int64 [n]: largest first, into the lightest of `count` bins."""
     bins = np.empty(len(weights), dtype=np.int64)
     loads = [(0, number) for number in range(count)]
     for index, weight in _descending(weights):
@@ -68,9 +68,9 @@ def spread(weights: np.ndarray, count: int) -> np.ndarray:
 
 
 def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
-    """int64 [n]: the bin of each, the largest first into the bin with the least room that is enough.
+    """Returns the bin of each size by best fit decreasing, int64 [n]: largest first, where the least room suffices.
 
-    What fits nowhere once all bins are open goes where the most room is, so that bins may be over the cap.
+    Sizes that fit into no bin go, in the end, where the most room is left, so bins may exceed the cap.
     """
     bins = np.empty(len(sizes), dtype=np.int64)
     rooms = [(cap, number) for number in range(count)]
@@ -89,13 +89,14 @@ def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
 
 
 def fill(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
-    """int64 [n]: the bin of each, one bin after the other as full as it gets: the largest that is left, and with it
-    others that fit, again the largest first, the last two of them the pair that leaves the least room.
+    """Returns the bin of each size, int64 [n], with one bin after the other filled as full as possible.
 
-    What is left after the last bin goes where the most room is, so that bins may be over the cap.
+    A bin takes the largest size that is left, then others that fit, again largest first; the last two are the pair
+    that leaves the least room. What remains after the last bin goes where the most room is left, so bins may exceed
+    the cap.
     """
     order = np.concatenate(([-1], np.argsort(sizes, kind="stable")))
-    left = np.concatenate(([0], sizes[order[1:]]))  # the 0 is nothing, which completes a pair as well
+    left = np.concatenate(([0], sizes[order[1:]]))  # size 0 lets a pair consist of one size
     bins, loads = np.empty(len(sizes), dtype=np.int64), np.zeros(count, dtype=np.int64)
     spare, end = count * cap - int(sizes.sum()), len(left)
     for number in range(count):
@@ -116,12 +117,15 @@ def fill(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
 
 
 def _fullest(left: np.ndarray, cap: int, accepted: int) -> tuple[int, list[int]]:
-    """Room left in a bin, and which of the ascending sizes `left` share it; `accepted` room is little enough."""
+    """Fills one bin from the ascending sizes `left`; returns the room that remains and the indices of those taken.
+
+    The search ends early once at most `accepted` room remains.
+    """
     end = len(left) - 1
     taken, room = [end], cap - int(left[end])
     least, best = room, taken
     while least > accepted:
-        end = int(left[:end].searchsorted(room, side="right"))  # those before it are free and fit
+        end = int(left[:end].searchsorted(room, side="right"))  # the sizes before `end` are free and fit
         if end == 1:
             break
         first = max(1, end - PAIRED)
@@ -137,14 +141,15 @@ def _fullest(left: np.ndarray, cap: int, accepted: int) -> tuple[int, list[int]]
 
 
 def repair(sizes: np.ndarray, start: np.ndarray, cap: int, count: int) -> np.ndarray | None:
-    """The bins `start`, changed until none is over the cap; None if that did not succeed.
+    """Returns the bins `start`, changed so that none exceeds the cap; None if that fails.
 
-    Each step exchanges a size of the fullest bin for a smaller one of another bin, or for nothing: what takes most off
-    the excess of all bins. Where nothing takes any off, the excess is passed on to a bin that may have more luck.
+    Each step exchanges a size of the fullest bin for a smaller one of another bin, or for nothing, whichever reduces
+    the total excess most. Where no exchange reduces it, the best one moves the excess to another bin.
     """
     n, loads = len(sizes), _loads(sizes, start, count)
+    # one offer of 0 in each bin, to give to the bin without taking from it
     offers = np.concatenate((sizes, np.zeros(count, dtype=np.int64)))
-    bins = np.concatenate((start, np.arange(count)))  # the last ones offer nothing
+    bins = np.concatenate((start, np.arange(count)))
     left = least = excess(sizes, start, cap, count)
     stuck = np.zeros(count, dtype=bool)
     for _ in range(EXCHANGES):
@@ -172,11 +177,11 @@ def repair(sizes: np.ndarray, start: np.ndarray, cap: int, count: int) -> np.nda
 def _best_exchange(
     offers: np.ndarray, bins: np.ndarray, fullest: int, loads: np.ndarray, cap: int, stuck: np.ndarray
 ) -> tuple[int, int, int] | None:
-    """Of the fullest bin's sizes the one to give, the smaller one to take for it from a bin that is not stuck, and how
-    much that takes off the excess; None if there is no such pair.
+    """Returns the offer of the fullest bin to give, the smaller one to take for it from a bin that is not stuck, and
+    the reduction of the total excess; None if there is no such pair.
 
-    The gain rises with the tokens moved up to min(over, room) and never afterwards, so that of the sizes that may be
-    given for another one only the two next to that can be best.
+    The reduction grows with the tokens moved up to min(over, room), and never beyond. So for each offer to take, only
+    the two sizes to give that are next to this point, below and above, can be the best.
     """
     over, room = loads[fullest] - cap, np.maximum(cap - loads, 0)
     own = np.flatnonzero((bins == fullest) & (offers > 0))
@@ -198,7 +203,7 @@ def _best_exchange(
 
 
 def fill_empty(bins: np.ndarray, count: int) -> None:
-    """Moves one member each of bins that have several into the empty ones, as long as there are both."""
+    """Moves a member of the bin with the most into each empty bin, in place, while a bin has several."""
     members = np.bincount(bins, minlength=count)
     for empty in np.flatnonzero(members == 0):
         most = int(members.argmax())
@@ -214,6 +219,6 @@ def _loads(sizes: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:
 
 
 def _descending(weights: np.ndarray) -> list[tuple[int, int]]:
-    """(index, weight), the largest first, equal ones in their order."""
+    """Returns (index, weight), largest first, equal ones in their original order."""
     order = np.argsort(-weights, kind="stable")
     return list(zip(order.tolist(), weights[order].tolist(), strict=True))

@@ -1,8 +1,8 @@
-"""Which replica, mini-batch and micro-batch each trajectory of a batch goes to.
+"""Assigns each trajectory of a batch to a replica, a mini-batch and a micro-batch.
 
-Nothing is padded: a micro-batch is one row of whole sequences under a token cap. As few micro-batches as the cap
-allows, every replica with as much to compute as the others: first bins (`bins.py`), then whose they are
-(`balance.py`). numpy only, since the controller decides it.
+Nothing is padded: a micro-batch is one row of whole sequences under a token cap. There are as few micro-batches as the
+cap allows, and every replica has as much to compute as the others: `bins.py` forms the micro-batches, `balance.py`
+assigns them to replicas. Needs numpy only, since the controller does it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from areal_megatron.packing.balance import Shares
 from areal_megatron.packing.bins import lower_bound, pack
 
 WORTH_A_MICROBATCH = 0.01
-"""Imbalance above which every replica gets one more than the fewest micro-batches that hold the tokens, if that is
-better balanced: full micro-batches leave nothing to shift, and one more costs a few kernel launches."""
+"""Imbalance above which every replica gets one micro-batch more than needed, if that is better balanced.
+
+Full micro-batches leave nothing to exchange, and one more costs a few kernel launches.
+"""
 
 
 def split(
@@ -32,8 +34,10 @@ def split(
     flops: SequenceFlops | None = None,
     multiple: int = 1,
 ) -> list[BatchPart]:
-    """The batch as one part for each data-parallel replica; see `partition`. The cost of a trajectory is what
-    `flops` says, or its tokens."""
+    """Splits a batch into one part for each data-parallel replica; see `partition`.
+
+    The cost of a trajectory is the FLOPs that `flops` counts, or its number of tokens without it.
+    """
     lengths, costs = [t.length for t in trajectories], None
     if flops:
         costs = flops(lengths, [int(t.loss_mask.sum()) for t in trajectories])
@@ -66,14 +70,18 @@ def partition(
     costs: Sequence[float] | None = None,
     multiple: int = 1,
 ) -> list[list[list[list[int]]]]:
-    """Indices of sequences by [replica][mini-batch][micro-batch].
+    """Returns the indices of sequences by [replica][mini-batch][micro-batch].
 
-    Every sequence comes once. Mini-batches hold equally many sequences (one more in the first ones where
-    they do not divide evenly), drawn in an order shuffled by `seed`. Within a mini-batch the replicas' sums of
-    `costs` (tokens, where there are none) are balanced, and all replicas have the same number of micro-batches,
-    a multiple of `multiple`, some perhaps empty if there are few sequences; no replica is without any sequence.
-    No micro-batch exceeds `cap` tokens unless it is a single longer sequence. Raises ValueError if a
-    mini-batch has fewer sequences than there are replicas.
+    1. Every sequence comes exactly once.
+    2. Mini-batches hold equally many sequences (the first ones one more if they do not divide evenly), drawn in an
+       order shuffled by `seed`.
+    3. Within a mini-batch the sums of `costs` (tokens, without costs) are balanced between the replicas, and no replica
+       is without a sequence.
+    4. All replicas have the same number of micro-batches, a multiple of `multiple`; some may be empty if there are few
+       sequences.
+    5. No micro-batch exceeds `cap` tokens, unless it is a single longer sequence.
+
+    Raises ValueError if a mini-batch has fewer sequences than there are replicas.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     weights = np.asarray(lengths if costs is None else costs, dtype=np.float64)
@@ -89,8 +97,8 @@ def partition(
 
 
 def microbatches(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, multiple: int) -> list[list[list[int]]]:
-    """Indices of the sequences of one mini-batch by [replica][micro-batch]; see `partition`."""
-    sizes = np.minimum(sizes, cap)  # a longer sequence fills a micro-batch of its own
+    """Returns the indices of the sequences of one mini-batch by [replica][micro-batch]; see `partition`."""
+    sizes = np.minimum(sizes, cap)  # a longer sequence gets a micro-batch of its own
     unit = replicas * multiple
     fewest = _shares(sizes, costs, replicas, cap, aligned(lower_bound(sizes, cap), unit), unit)
     if fewest.imbalance <= WORTH_A_MICROBATCH:
@@ -100,7 +108,7 @@ def microbatches(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, 
 
 
 def _shares(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, count: int, unit: int) -> Shares:
-    """Balanced, in `count` bins or as many units more as it takes."""
+    """Returns balanced shares of `count` bins, or of as many units more as it takes to pack the sizes."""
     while (bins := pack(sizes, cap, count)) is None:
         count += unit
     shares = Shares(sizes, costs, bins, cap, count, replicas)
@@ -109,5 +117,5 @@ def _shares(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, count
 
 
 def aligned(count: int, unit: int) -> int:
-    """The next multiple of `unit`."""
+    """Returns `count` rounded up to a multiple of `unit`."""
     return -(-count // unit) * unit

@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_megatron.ppo.advantage import Reduce
 from areal_megatron.ppo.selection import first_beyond
 
-TRUNCATED, SECOND_MOMENT = "truncated", "m2po"
+TRUNCATED, SECOND_MOMENT = "truncate", "m2po"
 """Names in `ppo.correction`. The latter needs a whole mini-batch, see `within_second_moment`."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_megatron.config import ConfigError, Rollout
+from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, Dimensions
 from areal_megatron.reshard.boxes import Layout, Rows
@@ -27,9 +27,9 @@ class EngineSizes:
     of every expert."""
 
     @classmethod
-    def of(cls, rollout: Rollout) -> EngineSizes:
+    def of(cls, rollout: RolloutConfig) -> EngineSizes:
         """Returns the sizes that a run's config asks for."""
-        return cls(tp=rollout.tp, expert_parallel="parallel" in rollout.experts)
+        return cls(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
 
     @property
     def ranks(self) -> int:
@@ -42,12 +42,12 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
     dimensions, whole = model.dimensions, not sizes.expert_parallel
     if sizes.expert_parallel and dimensions.experts < sizes.ranks:
         raise ConfigError(
-            f"rollout.experts: [parallel] has {sizes.ranks} ranks of an engine share {dimensions.experts} experts"
+            f"rollout.expert_parallel: {sizes.ranks} ranks of an engine cannot share {dimensions.experts} experts"
         )
     shard = ShardBuilder(
         dimensions,
         tensor=Share(rank % sizes.tp, sizes.tp, "rollout.tp"),
-        expert_tensor=Share(rank, sizes.ranks, "rollout.tp") if whole else Share(0, 1, "rollout.experts"),
+        expert_tensor=Share(rank, sizes.ranks, "rollout.tp") if whole else Share(0, 1, "rollout.expert_parallel"),
         experts=range(dimensions.experts) if whole else _own_experts(dimensions.experts, sizes.ranks, rank),
         vocabulary=-(-dimensions.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         fuse_heads=_stacked_heads,

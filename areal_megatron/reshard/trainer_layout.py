@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from areal_megatron.config import ConfigError, Trainer
+from areal_megatron.config import ConfigError, TrainerConfig
 from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Dimensions, Row
 from areal_megatron.reshard.boxes import Layout, Rows, window
@@ -63,7 +63,7 @@ class MegatronSizes:
             raise ConfigError(f"trainer.vpp: {self.vpp} virtual stages need trainer.pp above 1")
 
     @classmethod
-    def of(cls, trainer: Trainer, transformer_engine: bool = False) -> MegatronSizes:
+    def of(cls, trainer: TrainerConfig, transformer_engine: bool = False) -> MegatronSizes:
         """Returns the sizes that a run's config asks for."""
         return cls(
             tp=trainer.tp,

@@ -1,8 +1,8 @@
-"""Programs in Python: the last fenced block of a response, against tests in the format of APPS and TACO.
+"""Scores Python programs: runs the last fenced block of a response against tests in the format of APPS and TACO.
 
-`answer` is JSON: {"inputs": […], "outputs": […]} are texts for standard input and expected on standard output; with
-"fn_name" they are lists of arguments and results of a function, or of a method of class Solution. docs/rewards.md has
-examples. The expected outputs never enter the sandbox.
+`answer` is JSON. In {"inputs": […], "outputs": […]}, inputs are texts for standard input, and outputs are the texts
+expected on standard output. With "fn_name" they are argument lists and results of a function, or of a method of class
+Solution. docs/rewards.md has examples. The expected outputs never enter the sandbox.
 """
 
 from __future__ import annotations
@@ -22,16 +22,21 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d{1,9})?", re.IGNORECASE | 
 
 @dataclass(frozen=True)
 class Tests:
+    """The tests of one problem."""
+
     inputs: list[Any]
-    """Texts, or lists of arguments."""
+    """Texts for standard input, or lists of arguments."""
     outputs: list[Any]
+    """Expected texts on standard output, or results."""
     function: str | None
+    """The function to call; None: the program reads standard input."""
 
 
 def score(prompt: str, response: str, answer: str, limit_s: float = 8.0) -> float:
-    """1.0 where the program passes all tests within limit_s in all, else 0.0; stops at the first that fails.
+    """Returns 1.0 if the program passes all tests within `limit_s` seconds in total, else 0.0.
 
-    Raises ValueError for tests that are malformed, SandboxError if a program cannot be isolated.
+    Stops at the first test that fails. Raises ValueError for malformed tests, and SandboxError if the program cannot be
+    isolated.
     """
     deadline = time.monotonic() + limit_s
     tests = parse_tests(answer)
@@ -43,7 +48,7 @@ def score(prompt: str, response: str, answer: str, limit_s: float = 8.0) -> floa
 
 
 def last_program(response: str) -> str | None:
-    """What the last complete block holds that is fenced as Python, else the last one without a language."""
+    """Returns the last complete block fenced as Python, else the last one without a language; None without either."""
     blocks = [(language.lower(), text) for language, text in _BLOCK.findall(response.replace("\r\n", "\n"))]
     for languages in (("python", "py", "python3"), ("",)):
         for language, text in reversed(blocks):
@@ -53,7 +58,7 @@ def last_program(response: str) -> str | None:
 
 
 def parse_tests(answer: str) -> Tests:
-    """Raises ValueError that says what is wrong with them."""
+    """Returns the tests in a row's answer. Raises ValueError that says what is wrong with them."""
     try:
         tests = json.loads(answer)
     except ValueError as e:
@@ -72,7 +77,7 @@ def parse_tests(answer: str) -> Tests:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Line by line, without white space at their ends and empty lines at the end; 2.50 is 2.5."""
+    """Whether two outputs agree line by line, apart from trailing white space and empty lines; 2.50 equals 2.5."""
     found_lines, expected_lines = found.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(found_lines) == len(expected_lines) and all(map(_same_line, found_lines, expected_lines))
 
@@ -91,7 +96,7 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A text; APPS has lists of lines too."""
+    """Returns one text for standard input or output; APPS also has lists of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -100,7 +105,7 @@ def _text(value: Any) -> str:
 
 
 def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
-    """Arguments and result as values; LiveCodeBench has both as text, one JSON value a line."""
+    """Returns arguments and result as values; LiveCodeBench has both as text, one JSON value on each line."""
     if isinstance(arguments, str) and isinstance(result, str):
         try:
             return [json.loads(line) for line in arguments.splitlines() if line.strip()], json.loads(result)
@@ -123,25 +128,25 @@ def _passes_texts(program: str, tests: Tests, deadline: float) -> bool:
 
 
 def _passes_calls(program: str, tests: Tests, deadline: float) -> bool:
-    """All calls are made in one process, in order."""
+    """Makes all calls in one process, in order."""
     job = json.dumps({"program": program, "function": tests.function, "inputs": tests.inputs})
     outcome = run(_CALLS, job, Limits(wall_s=deadline - time.monotonic()))
     if not outcome.good:
         return False
     try:
         results = [json.loads(line) for line in outcome.stdout.splitlines()]
-    except (ValueError, RecursionError):  # the program has found where results go and written its own
+    except (ValueError, RecursionError):  # the program wrote to the descriptor of the results itself
         return False
     return len(results) == len(tests.outputs) and all(map(_same_result, results, tests.outputs))
 
 
 def _same_result(found: Any, expected: Any) -> bool:
-    """APPS wraps most results, and not all, into a list of one."""
+    """Whether a result is the expected one, which APPS wraps into a list of one in most tests, but not in all."""
     return found == expected or (isinstance(expected, list) and len(expected) == 1 and found == expected[0])
 
 
-# Results go out on a descriptor of their own, since the program may print. As on LeetCode, names that signatures
-# and solutions use are there without an import.
+# Results are written to a descriptor of their own, since the program may print. As on LeetCode, the names that
+# signatures and solutions commonly use need no import.
 _CALLS = """
 import json, os, sys
 job = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""Which function scores answers, and what it may return."""
+"""Loads the reward function that a config names, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.user_function import import_function
 
 RewardFunction = Callable[[str, str, str], float | tuple[float, str]]
-"""f(prompt, response, answer) → score: 1 is correct, 0 is wrong, anything finite between and beyond counts
-in proportion: reward = (1 − score) · incorrect + score · correct. Or (score, what a model that tries again is told)."""
+"""f(prompt, response, answer) → score, or (score, feedback).
+
+A score is a finite number: 1 is correct, 0 is wrong, and others, between or beyond, count in proportion: reward =
+(1 − score) · incorrect + score · correct. Feedback is a text for a model that may try again.
+"""
 
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
 _OWN_SHARE = 0.8
-"""Of reward.timeout_s, for rewards with a time limit of their own: a worker need not be killed for them."""
+"""The share of reward.timeout_s that rewards with a time limit of their own get, so that no worker is killed."""
 
 
-def load_function(name: str, timeout_s: float = Reward.timeout_s) -> RewardFunction:
-    """The function that `reward.function` names; the current folder may hold it. Raises ConfigError.
+def load_function(name: str, timeout_s: float = RewardConfig.timeout_s) -> RewardFunction:
+    """Returns the function that `reward.function` names; its module may be in the current folder.
 
-    `code` is refused where this machine cannot isolate programs.
+    Raises ConfigError if there is no such function, and for `code` if this machine cannot isolate programs.
     """
     limit_s = _OWN_SHARE * timeout_s
     if name.startswith(("http://", "https://")):
@@ -50,7 +53,10 @@ def _import(name: str) -> Callable:
 
 
 def checked(result: object) -> tuple[float, str]:
-    """Score and feedback, of which there may be none. Raises ValueError for a score that is no finite number."""
+    """Returns the score and the feedback ("" if there is none) from what a reward function returned.
+
+    Raises ValueError for a score that is not a finite number.
+    """
     score, feedback = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
     if not isinstance(score, Real) or not math.isfinite(score):
         raise ValueError(f"the reward function returned {score!r}, expected a finite number")

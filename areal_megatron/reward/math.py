@@ -1,4 +1,4 @@
-"""Mathematical answers: the last \\boxed{…} of a response, or its last number, against the known answer."""
+"""Scores mathematical answers: compares the last \\boxed{…} of a response, or its last number, with the answer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """1.0 where the response ends in `answer` or something equal to it, else 0.0.
+    """Returns 1.0 if the final answer of the response equals `answer`, else 0.0.
 
-    Plain numbers are compared exactly as fractions; everything else is parsed and compared by math-verify.
+    Plain numbers are compared exactly, as fractions; everything else is parsed and compared by math-verify.
     """
     boxed = last_boxed(response)
     known = as_number(answer)
@@ -26,7 +26,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last complete \\boxed{…} holds, braces balanced; None if there is none."""
+    """Returns the content of the last complete \\boxed{…}, with balanced braces; None if there is none."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         begin, depth = start + len("\\boxed{"), 1
@@ -39,7 +39,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """An integer, decimal or fraction of the two, thousands separated by commas or not; else None."""
+    """Returns the value of an integer, a decimal or a fraction, also with commas between thousands; else None."""
     text = text.strip().strip("$")
     if not _NUMBER.fullmatch(text):
         return None
@@ -50,7 +50,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def _equal_expressions(answer: str, response: str) -> bool:
-    import math_verify  # sympy takes a while to import and plain numbers do not need it
+    import math_verify  # imports sympy, which takes a while and plain numbers do not need
 
     known = math_verify.parse(answer if "$" in answer else f"${answer}$", parsing_timeout=None)
     return bool(math_verify.verify(known, math_verify.parse(response, parsing_timeout=None), timeout_seconds=None))

@@ -1,5 +1,5 @@
-"""Scores from a service: POST {"prompt", "response", "answer"}, answered by {"score": number} and maybe {"feedback":
-text}."""
+"""Asks a service for scores: POST {"prompt", "response", "answer"}, answered by {"score": number}, optionally with a
+text "feedback"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _REPLY_BYTES = 1 << 20
 
 
 def function(url: str, limit_s: float):
-    """The reward function that asks the service at url and waits for limit_s. Raises ConfigError for a bad address."""
+    """Returns the reward function that asks the service at `url` and waits up to `limit_s` seconds.
+
+    Raises ConfigError for a bad address.
+    """
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0
@@ -33,8 +36,10 @@ def function(url: str, limit_s: float):
 
 
 def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
-    """What the service gives as score and as feedback, not checked. Raises ValueError for any other reply, OSError
-    without one."""
+    """Returns the service's score and feedback, unchecked.
+
+    Raises ValueError for any other reply, and OSError (TimeoutError among them) if there is no reply.
+    """
     question = {"prompt": prompt, "response": response, "answer": answer}
     return asyncio.run(_ask(url, question, limit_s))
 

@@ -1,6 +1,6 @@
-"""Runs a Python program that nobody has read, isolated by the Linux kernel: docs/rewards.md says from what.
+"""Runs an untrusted Python program, isolated by the Linux kernel; docs/rewards.md lists what it is isolated from.
 
-What happens inside is in sandbox_init.py. No root, no helper program and no package is needed.
+sandbox_init.py is the part that runs inside. Needs no root, no helper program and no package.
 """
 
 from __future__ import annotations
@@ -24,40 +24,42 @@ _INIT = str(Path(__file__).with_name("sandbox_init.py"))
 _NOBODY = 65534
 _STDERR_BYTES = 64 << 10
 _GRACE_S = 5.0
-"""Longest time between the order to end a sandbox and its end: what the kernel needs to free its memory."""
+"""The longest time from the order to end a sandbox to its end, in which the kernel frees its memory."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; says nothing about the program."""
+    """A failure of the sandbox itself, which says nothing about the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The program is one process: all but `threads` and `output_mb` are its own and the kernel's to hold."""
+    """The limits of one program, which is a single process."""
 
     wall_s: float = 10.0
-    """Between the call and the end of the program, the start of the sandbox included."""
+    """Wall time from the call to the end of the program, including the start of the sandbox."""
     cpu_s: int = 0
-    """CPU seconds over all threads; a program that ignores the signal has one more. 0: wall_s, rounded up."""
+    """CPU seconds over all threads; a program that ignores the signal gets one more. 0: wall_s, rounded up."""
     memory_mb: int = 1024
-    """Address space; beyond it allocations fail."""
+    """Address space; allocations beyond it fail."""
     threads: int = 32
     scratch_mb: int = 64
-    """All files that it writes; lost when it ends."""
+    """Total size of the files that the program writes; they are lost when it ends."""
     output_mb: int = 8
-    """Standard output; it is ended when it prints more."""
+    """Size of the standard output; a program that prints more is ended."""
 
 
 @dataclass(frozen=True)
 class ProgramResult:
+    """How a program ended, and what it printed."""
+
     ended: str
-    """`exit`, `signal`, or the limit that ended it: `wall_s`, `cpu_s`, `output_mb`."""
+    """`exit`, `signal`, or the limit that ended the program: `wall_s`, `cpu_s` or `output_mb`."""
     status: int | None
-    """Exit status, or the signal's number below 0; None for wall_s and output_mb."""
+    """The exit status, or the negative number of the signal; None for wall_s and output_mb."""
     stdout: str
     stderr: str
-    """Its first 64 KiB."""
+    """The first 64 KiB."""
 
     @property
     def good(self) -> bool:
@@ -65,10 +67,14 @@ class ProgramResult:
 
 
 def run(program: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
-    """Runs the text of a program to its end or limit; every process of it is dead on return.
+    """Runs the source text of a program until it ends or reaches a limit; all its processes are dead on return.
 
-    Output that is no UTF-8 is decoded with replacement characters. May be called by several threads at once. Raises
-    SandboxError where the kernel refuses a part of the isolation; nothing of the program has run then.
+    Output that is not UTF-8 is decoded with replacement characters. Several threads may call this at once. Raises
+    SandboxError if the kernel refuses a part of the isolation; no part of the program has run then.
+
+    Example:
+        result = run("print(int(input()) ** 2)", stdin="12\\n", limits=Limits(wall_s=2))
+        assert result.good and result.stdout == "144\\n"
     """
     with _Guard(program, stdin, limits or Limits()) as guard:
         guard.watch()
@@ -81,8 +87,11 @@ def run(program: str, stdin: str = "", limits: Limits | None = None) -> ProgramR
 
 
 def check_isolation(key: str = "reward.function") -> None:
-    """Runs one program that tries the limits. Raises ConfigError, naming the config's key that wants it, where the
-    machine does not offer the isolation."""
+    """Runs one program that probes the limits.
+
+    Raises ConfigError if this machine does not offer the isolation; `key` is the config key, named in the error, that
+    requires it.
+    """
     try:
         outcome = run(_PROBE, limits=Limits(wall_s=30, threads=8))
         problem = "" if outcome.good else outcome.stderr.strip().rpartition("\n")[2] or f"ended by {outcome.ended}"
@@ -117,15 +126,15 @@ if not 1 <= started < 8:
 
 
 class _Guard:
-    """The guard process of one sandbox, and what comes out of it."""
+    """The guard process of one sandbox, and its output."""
 
     def __init__(self, program: str, stdin: str, limits: Limits):
         self._limits, self._deadline = limits, time.monotonic() + limits.wall_s
         self.stdout, self.stderr, self._reported = bytearray(), bytearray(), bytearray()
         self.ended: str | None = None
-        """The limit that was reached, if the guard was told to end the sandbox."""
+        """The limit for which the guard was told to end the sandbox, if any."""
         self.report: dict[str, str] = {}
-        """`unshared`; `status` or `problem` with what it is."""
+        """The guard's reports: `unshared`, then `status` or `problem` with its value."""
         numbers = [limits.cpu_s or math.ceil(limits.wall_s), limits.memory_mb, limits.threads, limits.scratch_mb]
         with _memory_file(program) as text, _memory_file(stdin) as given:
             self._reports, report = os.pipe()
@@ -167,7 +176,7 @@ class _Guard:
             os.close(self._reports)
 
     def watch(self) -> None:
-        """Reads what comes until the sandbox is over; ends it at a limit. Raises SandboxError."""
+        """Reads the output until the sandbox has ended, and ends it at a limit. Raises SandboxError."""
         process = self._process
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ, self._take_stdout)
@@ -213,13 +222,13 @@ class _Guard:
             self.report[kind] = value
             if kind == "unshared" and self.ended is None:
                 _map_ids(self._process.pid)
-                with contextlib.suppress(BrokenPipeError):  # it has died: the report will lack a status
+                with contextlib.suppress(BrokenPipeError):  # the guard has died: the report will lack a status
                     self._process.stdin.write(b"\n")
 
 
 @contextlib.contextmanager
 def _memory_file(text: str) -> Iterator[int]:
-    """Descriptor of a file that is in no folder and holds the text."""
+    """Yields the descriptor of an anonymous file that holds the text."""
     with open(os.memfd_create("sandbox"), "wb") as file:
         file.write(text.encode(errors="replace"))
         file.flush()
@@ -227,7 +236,10 @@ def _memory_file(text: str) -> Iterator[int]:
 
 
 def _visible() -> list[str]:
-    """What a program may read: the Python installation and the system's libraries; parents before children."""
+    """Returns the paths that a program may read: the Python installation and the system's libraries.
+
+    They are sorted, and none is inside of another.
+    """
     paths: list[str] = []
     for path in sorted([os.path.realpath(sys.base_prefix), *filter(os.path.exists, _LIBRARIES)]):
         if not any(Path(path).is_relative_to(above) for above in paths):
@@ -236,17 +248,17 @@ def _visible() -> list[str]:
 
 
 def _map_ids(pid: int) -> None:
-    """Says who root and the program of a new user namespace are outside. Raises SandboxError."""
+    """Maps root and the program of a new user namespace to users outside. Raises SandboxError."""
     folder, user, group = Path("/proc", str(pid)), os.geteuid(), os.getegid()
     try:
         if user == 0:
-            # the kernel does not hold the machine's root to a number of threads, so the program is nobody then
+            # the kernel does not limit the threads of the machine's root, so the program is mapped to nobody
             try:
                 for name in ("uid_map", "gid_map"):
                     (folder / name).write_text(f"0 0 1\n{PROGRAM_ID} {_NOBODY} 1\n")
                 return
             except OSError:
-                pass  # the root of a container that has no other user: somebody else outside
+                pass  # root of a container without other users, who is not the machine's root
         (folder / "setgroups").write_text("deny")
         (folder / "uid_map").write_text(f"{PROGRAM_ID} {user} 1\n")
         (folder / "gid_map").write_text(f"{PROGRAM_ID} {group} 1\n")

@@ -1,7 +1,8 @@
 """A reward worker: scores one answer after the other, in a process that can be killed. Started by workers.py.
 
-Frames on stdin and stdout are four bytes of length and msgpack. The first frame out is Ready; then each list
-of Answer in gets a Scored out for each, as soon as it is known. Whatever the reward function prints goes to stderr.
+A frame on stdin or stdout is four bytes of length and a msgpack message. The first one that a worker writes is Ready.
+Then it reads lists of Answer, and writes a Scored for each answer as soon as it is known. Whatever the reward function
+prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -24,24 +25,35 @@ HEADER = struct.Struct("<I")
 
 
 class Ready(msgspec.Struct):
+    """The first message of a worker."""
+
     problem: str = ""
+    """Why the reward function or the tokenizer cannot be loaded; empty: the worker is ready."""
 
 
 class Answer(msgspec.Struct):
+    """An answer to score."""
+
     prompt: str
     response: str
     answer: str
+    """The right answer."""
     tokens: bytes | None = None
-    """Instead of the response: its token ids as int32. Decoding is the workers' work, not the event loop's."""
+    """Token ids as int32, in place of `response`: workers decode them, to spare the controller's event loop."""
 
 
 class Scored(msgspec.Struct):
+    """The score of an answer."""
+
     score: float
     problem: str = ""
+    """Why the reward function failed; the score is 0 then."""
     feedback: str = ""
 
 
 def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answers requests until their stream ends; `model` is the folder of the tokenizer, or empty."""
+
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
         replies.write(HEADER.pack(len(frame)) + frame)
@@ -63,7 +75,7 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
                     text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
                 score, feedback = checked(function(answer.prompt, text, answer.answer))
                 reply(Scored(score, feedback=feedback))
-            except Exception as e:  # the user's function failed: a wrong answer, never the end of the run
+            except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
                 reply(Scored(0.0, f"{type(e).__name__}: {e}"))
 
 
@@ -75,7 +87,7 @@ def main() -> None:
     function, timeout_s, model = sys.argv[1:]
     try:
         serve(function, float(timeout_s), model, sys.stdin.buffer, replies)
-    except BrokenPipeError:  # nobody waits for the score any more
+    except BrokenPipeError:  # the controller is gone
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Rewards off the event loop: worker processes that are killed when they take too long, and replaced."""
+"""Scores answers in worker processes, which are killed and replaced when they take too long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
 
 log = logging.getLogger(__name__)
@@ -21,33 +21,40 @@ _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
 
 def default_count() -> int:
-    """Processes of a run: a quarter of the cores that this process may use, from 1 to 32."""
+    """Returns the number of workers of a run: a quarter of the cores that this process may use, from 1 to 32."""
     return min(32, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
 class RewardWorkers:
-    """Processes that score. Callers wait for a free one, so no more is queued than there are callers."""
+    """A pool of reward workers. Callers wait for a free one, so no more is queued than there are callers.
 
-    def __init__(self, config: Reward, model: str | Path = "", count: int = 0):
-        """`model`: the folder whose tokenizer decodes answers that are given as token ids; `count`: processes, 0:
-        `default_count`."""
+    Example:
+        workers = RewardWorkers(Reward(function="math"))
+        await workers.start()
+        await workers.score([Answer(prompt="2+3=", response="\\\\boxed{5}", answer="5")])  # [1.0]
+        await workers.close()
+    """
+
+    def __init__(self, config: RewardConfig, model: str | Path = "", count: int = 0):
+        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `count` is the number of
+        processes, 0 for `default_count`."""
         self._config, self._model, self._count = config, str(model), count or default_count()
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
-        """Scores that raised, took too long or were no number."""
+        """The number of answers whose scoring raised, took too long, or returned no finite number."""
 
     async def start(self) -> None:
-        """Raises ConfigError if the reward function cannot be loaded."""
+        """Starts the processes. Raises ConfigError if the reward function cannot be loaded."""
         for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._count))):
             self._free.put_nowait(worker)
 
     async def score(self, answers: Sequence[Answer]) -> list[float]:
-        """One score for each answer, in order; a failed one is 0.0 (wrong) and counted in `failures`."""
+        """Returns the score of each answer, in order; a failure scores 0.0 (wrong) and is counted in `failures`."""
         return [scored.score for scored in await self.judge(answers)]
 
     async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
-        """The same with what the reward function says of them."""
+        """Returns the score of each answer as `score` does, with the reward function's feedback."""
         worker = await self._free.get()
         scores: list[Scored] = []
         try:
@@ -58,7 +65,7 @@ class RewardWorkers:
                 while len(scores) < len(answers) and not worker.dead:
                     scores.append(await self._next_score(worker))
         except asyncio.CancelledError:
-            await worker.kill()  # it still owes scores that nobody will read
+            await worker.kill()  # it would still write scores that nobody reads
             raise
         finally:
             self._free.put_nowait(worker)
@@ -71,7 +78,7 @@ class RewardWorkers:
         limit = self._config.timeout_s
         try:
             async with asyncio.timeout(limit):
-                scored = await worker.answered()
+                scored = await worker.next_scored()
         except TimeoutError:
             await worker.kill()
             scored = Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s")
@@ -125,8 +132,7 @@ class _Worker:
         frame = msgspec.msgpack.encode(answers)
         self._process.stdin.write(HEADER.pack(len(frame)) + frame)
 
-    async def answered(self) -> Scored:
-        """Of the next answer that it was asked for."""
+    async def next_scored(self) -> Scored:
         return _decode_scored(await self._read())
 
     async def kill(self) -> None:

@@ -37,7 +37,7 @@ class Saver:
     """Saves one checkpoint at a time; every rank has one and calls it alike."""
 
     def __init__(self, trainer: Trainer):
-        self._trainer, self._timeout_s = trainer, trainer.config.machine.timeout_s
+        self._trainer, self._timeout_s = trainer, trainer.config.checkpoint.timeout_s
         self._generators: dict[str, torch.Tensor] = {}
         self._image: Image | None = None
         self._metadata = b""
@@ -70,7 +70,7 @@ class Saver:
     def wait_until_read(self) -> None:
         """Returns when everything has been copied: from here on a step may change it.
 
-        Raises RunError after machine.timeout_s.
+        Raises RunError after checkpoint.timeout_s.
         """
         if self._thread and not self._read.wait(self._timeout_s):
             raise RunError(
@@ -88,7 +88,7 @@ class Saver:
         return self._thread is None
 
     def wait(self) -> None:
-        """Returns when it is done. Raises RunError as `done`, and after twice machine.timeout_s."""
+        """Returns when it is done. Raises RunError as `done`, and after twice checkpoint.timeout_s."""
         if self._thread:
             self._thread.join(2 * self._timeout_s)  # its own waits end by then
             if not self.done():

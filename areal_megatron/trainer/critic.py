@@ -40,9 +40,9 @@ class Critic:
 
     def __init__(self, config: Config, sizes: MegatronSizes, parallel: Parallel, timeline: Timeline):
         settings = config.ppo.critic
-        self._gamma, self._lambda = settings.get("gamma", 1.0), settings.get("lambda", 1.0)
-        self._clip = settings.get("clip", math.inf)
-        self.warmup = int(settings.get("warmup", 0))
+        self._gamma, self._lambda = settings.gamma, settings.gae_lambda
+        self._clip = settings.clip or math.inf
+        self.warmup = settings.warmup
         """Updates that train the critic alone."""
         self._counted = ALGORITHMS[config.ppo.algorithm].critic
         self._parallel, self._timeline = parallel, timeline
@@ -50,7 +50,7 @@ class Critic:
         loaded = {name: values for name, values in tensors(chunks).items() if not is_head(name)}
         held = layout(read_config(config.model.path), sizes, parallel.rank)
         hf.load(loaded, without_head(held), config.model.path)
-        optimizer = replace(config.optimizer, lr=settings["lr"])
+        optimizer = replace(config.optimizer, lr=settings.lr)
         self.learner = Learner(chunks, ModelOptimizer(optimizer, chunks, config.updates * config.ppo.minibatches))
 
     def assess(self, part: BatchPart, minibatches: list[list[PPOMicroBatch]]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from areal_megatron.config import PPO
+from areal_megatron.config import PPOConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, sums
 from areal_megatron.ppo.penalty import k3, penalised, penalty
@@ -24,11 +24,13 @@ from areal_megatron.trainer.token_sums import TokenSums
 class Objective:
     """The losses, on the last pipeline stage. `vocabulary` has the temperature that answers are sampled with."""
 
-    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPO):
+    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPOConfig):
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
-        self._penalty = settings.penalty
-        self._bounds = Bounds(*settings.clip, settings.correction, self._algorithm.whole)
+        self._penalty = settings.penalty.coefficients.coefficients.coefficients
+        self._bounds = Bounds(
+            settings.clip_low, settings.clip_high, settings.correction.thresholds, self._algorithm.whole
+        )
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:

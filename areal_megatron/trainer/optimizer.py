@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from areal_megatron.config import Optimizer as Settings
+from areal_megatron.config import OptimizerConfig
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
 
@@ -29,19 +30,18 @@ class ModelOptimizer:
     """Optimizer states are float32 and divided over the ranks that hold the same parameters; biases and norms
     do not decay. `steps`: of the whole run."""
 
-    def __init__(self, settings: Settings, chunks: Chunks, steps: int):
+    def __init__(self, settings: OptimizerConfig, chunks: Chunks, steps: int):
         dtype = chunks[0].config.params_dtype
-        beta1, beta2, eps = settings.adam
         with cpu_passes_for_cuda():
             self.megatron = get_megatron_optimizer(
-                OptimizerConfig(
+                MegatronOptimizerConfig(
                     optimizer="adam",
                     lr=settings.lr,
                     min_lr=0.0,
                     weight_decay=settings.weight_decay,
-                    adam_beta1=beta1,
-                    adam_beta2=beta2,
-                    adam_eps=eps,
+                    adam_beta1=settings.beta1,
+                    adam_beta2=settings.beta2,
+                    adam_eps=settings.eps,
                     use_distributed_optimizer=True,
                     params_dtype=dtype,
                     bf16=dtype == torch.bfloat16,
@@ -165,20 +165,19 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
     DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, parameter, tensors | kept)
 
 
-def schedule(settings: Settings, steps: int, optimizer) -> OptimizerParamScheduler:
+def schedule(settings: OptimizerConfig, steps: int, optimizer) -> OptimizerParamScheduler:
     """Step k of n (k from 1) gets lr · k/warmup at first, then the schedule, which would reach 0 at step n + 1.
 
     `optimizer` needs param_groups only.
     """
-    [(shape, warmup)] = settings.schedule.items()
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=0.0,
-        lr_warmup_steps=math.ceil(warmup * steps),
+        lr_warmup_steps=math.ceil(settings.warmup * steps),
         lr_decay_steps=steps + 1,
-        lr_decay_style=shape,
+        lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=0,

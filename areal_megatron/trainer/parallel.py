@@ -100,11 +100,11 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     """Joins this process to the trainer pool.
 
     Raises ConfigError where machine.device cannot be had, RunError if rank 0 does not open the store or a
-    rank does not join within machine.timeout_s.
+    rank does not join within machine.peer_timeout_s.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism overlaps only in this order
     device = choose_device(config)
-    world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.timeout_s)
+    world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.peer_timeout_s)
     for name, value in socket_settings(config.machine.host).items():
         os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -115,7 +115,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
         )
     except RuntimeError as e:
         raise RunError(
-            f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.timeout_s:.0f} s "
+            f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.peer_timeout_s:.0f} s "
             f"({str(e).splitlines()[0]}); see the logs of the others in {run.folder / 'logs'}"
         ) from e
     sizes = MegatronSizes.of(config.trainer)
@@ -126,7 +126,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.expert_tp,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=max(1, round(config.machine.timeout_s / 60)),
+        distributed_timeout_minutes=max(1, round(config.machine.peer_timeout_s / 60)),
     )
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
@@ -169,7 +169,7 @@ def choose_device(config: Config) -> torch.device:
 
 def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist.Store:
     if rank > 0:
-        host, _, port = run.endpoint(STORE, config.machine.timeout_s).rpartition(":")
+        host, _, port = run.endpoint(STORE, config.machine.peer_timeout_s).rpartition(":")
         try:
             return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         except dist.DistError as e:

@@ -83,7 +83,7 @@ class Trainer:
         hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
         asked = reinforced and config.ppo.has_reference  # before a checkpoint brings other weights
         self._reference = Reference(parameter for _, parameter in named_parameters(chunks)) if asked else None
-        asked = reinforced and config.ppo.critic
+        asked = reinforced and config.ppo.has_critic
         self.critic = Critic(config, self.sizes, self.parallel, self.timeline) if asked else None
         self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
         vocabulary = Vocabulary(
@@ -282,7 +282,7 @@ class Trainer:
                 sampled.proximal = sampled.behaviour
         if settings.objective != "decoupled":
             return
-        threshold = settings.correction.get(SECOND_MOMENT)
+        threshold = settings.correction.thresholds.get(SECOND_MOMENT)
         asked = [e for minibatch in minibatches[0 if threshold else 1 :] for e in minibatch]
         for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
             sampled.proximal = logprobs

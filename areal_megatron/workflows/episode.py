@@ -1,13 +1,13 @@
-"""An episode: what a workflow gets to sample one trajectory, of several answers with tokens of the environment
-between."""
+"""An episode: what a workflow samples one trajectory with, several answers with messages of the environment between."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from areal_megatron.config import Config
 from areal_megatron.data.formats import Chat
@@ -15,134 +15,165 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.worker import Scored
+from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import INTERRUPTED, Question, Sampling, ask
 from areal_megatron.workflows.transcript import Transcript
-
-if TYPE_CHECKING:
-    from areal_megatron.workflows.openai_endpoint import Api, OpenAIEndpoint
 
 
 class EpisodeOver(Exception):
-    """The episode may not sample any more: its turns, or its tokens, are used up. No failure: it ends as it is."""
+    """The episode has used up its turns or its tokens. This is no failure: the trajectory ends as it is."""
 
     def __init__(self, message: str, code: str):
+        """`code`: `turns_exceeded` or `context_length_exceeded`, as an agent is told."""
         super().__init__(message)
         self.code = code
 
 
 class Interrupted(Exception):
-    """The run is to stop: the episode begins again in the next launch."""
+    """The run is about to stop; the next launch runs the episode again from its beginning."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Api:
+    """Where an agent finds the model, with any OpenAI client."""
+
+    url: str
+    key: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for a process that runs an agent: this process's own, with OPENAI_BASE_URL and
+        OPENAI_API_KEY, and without a proxy for 127.0.0.1."""
+        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+
+
+@dataclass(frozen=True)
+class RunResources:
     """What all episodes of a run share."""
 
     config: Config
     tokenizer: Tokenizer
     scorer: Scorer
-    proxy: OpenAIEndpoint
+    serve: Callable[[Episode], AbstractAsyncContextManager[Api]]
+    """Serves the model to an episode's agent: OpenAIEndpoint.serve."""
     turns: int
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of one episode."""
+class EpisodeSpec:
+    """What one episode is to sample."""
 
     prompt: Prompt
     version: int
-    """Committed by the engine when it was admitted."""
+    """The version that the engine had committed when the episode was admitted."""
     request_id: str
+    """The ids of its requests begin with this."""
     seed: int
+    """The seed of its first answer."""
     purpose: Literal["train", "eval"]
 
 
 class Episode:
-    """Answers are sampled one after the other (`sample`, `say`), or by an agent that speaks the OpenAI API
-    (`openai`)."""
+    """Samples one trajectory: answer after answer (`sample`, `say`), or through an agent that speaks the OpenAI API
+    (`openai`).
 
-    def __init__(self, setting: Setting, sampling: Sampling, place: Place):
-        self._setting, self._sampling, self._place = setting, sampling, place
-        self.prompt = place.prompt
-        self.turns = setting.turns
-        """Answers at most."""
+    Example, a workflow that gives the model a second try:
+
+        async def run(episode: Episode) -> float:
+            await episode.sample()
+            if (await episode.score()).score < 1:
+                episode.say("This answer is wrong. Please try again.")
+                await episode.sample()
+            return (await episode.score()).score
+    """
+
+    def __init__(self, resources: RunResources, sampling: Sampling, spec: EpisodeSpec):
+        self._resources, self._sampling, self._spec = resources, sampling, spec
+        self.prompt = spec.prompt
+        self.turns = resources.turns
+        """The number of answers that may be sampled."""
         self.discount = 1.0
-        """What the score is multiplied with to get the reward; whether the answer counts as right stays as it is."""
-        self.context = Transcript(self.prompt.tokens, place.version)
-        """The trajectory: that of the answer that was sampled last."""
+        """The factor on the score that gives the reward. Whether the answer counts as right does not depend on it."""
+        self.context = Transcript(self.prompt.tokens, spec.version)
+        """The trajectory: the transcript of the answer that was sampled last."""
         self.failure: EngineError | Interrupted | None = None
-        """Why requests fail, whatever the workflow makes of it."""
+        """The error that ends the episode, even if the workflow catches it."""
         self.answers = 0
-        """That were sampled, those that are not part of `context` among them."""
-        self._busy = self._asked = 0
-        self._judged: tuple[int, Scored] | None = None
-        """(answers until then, what was said of the last one)"""
+        """The number of answers sampled, including those that are not part of `context`."""
+        self._busy = self._turns_taken = 0
+        self._scored: tuple[int, Scored] | None = None
+        """(`answers` at that time, the score of the last of them)"""
         self._last_event = time.monotonic()
 
     @property
     def text(self) -> str:
         """The last answer, without special tokens."""
-        return self._setting.tokenizer.decode(self.context.answer)
+        return self._resources.tokenizer.decode(self.context.answer)
 
     async def sample(self) -> str:
-        """The model's next answer. Raises EpisodeOver."""
+        """Returns the model's next answer. Raises EpisodeOver."""
         await self.answer(self.context)
         return self.text
 
     def say(self, messages: str | Chat) -> None:
-        """Untrained messages after the answer; a text is one message of the user. Raises EpisodeOver if no token would
-        be left to answer with, ConfigError if the chat template refuses them."""
+        """Adds messages after the answer, which are not trained; a string is one message of the user.
+
+        Raises EpisodeOver if they would leave no token for an answer, ConfigError if the chat template refuses them.
+        """
         if not self.context.answered:
             raise RuntimeError("say: there is no answer yet that it could follow")
         new = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         before = [{"role": "user", "content": self.prompt.text}, {"role": "assistant", "content": ""}]
-        self.context = self.told(self.context, self._setting.tokenizer.continuation([*before, *new], answer=1))
+        tokens = self._resources.tokenizer.continuation([*before, *new], answer=1)
+        self.context = self.with_observation(self.context, tokens)
 
     async def score(self) -> Scored:
-        """What reward.function says of the last answer; 0 where it was cut and that counts as wrong."""
-        if self.context.cut and not self._setting.scorer.scores_cut:
+        """Returns what reward.function says of the last answer; 0 if it was truncated and reward.truncated counts that
+        as wrong."""
+        if self.context.truncated and not self._resources.scorer.scores_truncated:
             return Scored(0.0)
-        if self._judged is None or self._judged[0] != self.answers:
+        if self._scored is None or self._scored[0] != self.answers:
             with self.busy():
-                self._judged = self.answers, await self._setting.scorer.judge(self.prompt, self.text)
-        return self._judged[1]
+                self._scored = self.answers, await self._resources.scorer.judge(self.prompt, self.text)
+        return self._scored[1]
 
     def openai(self) -> AbstractAsyncContextManager[Api]:
-        """`async with episode.openai() as api:` serves the model to an agent at api.url for api.key:
-        workflows/openai_endpoint.py."""
-        return self._setting.proxy.serve(self, self._setting.tokenizer)
+        """Serves the model to an agent: within `async with episode.openai() as api:` it is found at api.url, with
+        api.key (workflows/openai_endpoint.py)."""
+        return self._resources.serve(self)
 
-    def room(self, context: Transcript) -> int:
-        """Tokens that are left."""
-        config, used = self._setting.config, context.length
-        held = config.data.max_prompt_tokens + config.rollout.max_new_tokens - len(context.prompt)
-        return min(self.prompt.response_tokens or config.rollout.max_new_tokens, held) - used
+    def tokens_left(self, context: Transcript) -> int:
+        """Returns the number of tokens that may follow `context`; 0 or less if it is full."""
+        config = self._resources.config
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - len(context.prompt)
+        return min(self.prompt.response_tokens or config.rollout.max_new_tokens, longest) - context.length
 
     async def answer(self, context: Transcript, max_tokens: int | None = None) -> Transcript:
-        """`context` with another answer; the episode's from now on. Raises EpisodeOver; EngineError and Interrupted end
-        the episode whatever becomes of them."""
+        """Samples another answer after `context` and returns the longer transcript, which is now the episode's.
+
+        Raises EpisodeOver; and EngineError or Interrupted, which end the episode even if they are caught.
+        """
         if self._sampling.may_interrupt():
             self.failure = self.failure or Interrupted()
         if self.failure:
             raise self.failure
-        if self._asked >= self.turns:
-            raise EpisodeOver(f"rollout.workflow allows {self.turns} turns", "turns_exceeded")
-        left = self._checked_room(context)
-        turn, self._asked = self._asked, self._asked + 1
-        limit = min(left, max_tokens or left)
-        question = Question(
-            [*context.prompt, *context.tokens.tolist()],
-            limit,
-            not self.prompt.response_tokens,
-            f"{self._place.request_id}-{turn}",
-            self._seed(turn),
-            context.routed,
+        if self._turns_taken >= self.turns:
+            raise EpisodeOver(f"rollout.turns allows {self.turns} turns", "turns_exceeded")
+        left = self._some_tokens_left(context)
+        turn, self._turns_taken = self._turns_taken, self._turns_taken + 1
+        limit, forced = min(left, max_tokens or left), self.prompt.response_tokens
+        request = GenerationRequest(
+            tokens=[*context.prompt, *context.tokens.tolist()],
+            max_tokens=limit,
+            stop_tokens=[] if forced else self._sampling.stop_tokens,
+            request_id=f"{self._spec.request_id}-{turn}",
+            seed=self._seed(turn),
+            routes_from=context.routed,
         )
         try:
             with self.busy():
-                (completion,) = await ask(self._sampling, question)
+                (completion,) = await generate(self._sampling, request)
         except EngineError as e:
             self.failure = e
             raise
@@ -150,25 +181,28 @@ class Episode:
             self.failure = Interrupted()
             raise self.failure
         self.answers += 1
-        cut = completion.finish_reason == "length" and limit == left and not self.prompt.response_tokens
-        self.context = context.with_answer(completion, cut)
+        truncated = completion.finish_reason == "length" and limit == left and not forced
+        self.context = context.with_answer(completion, truncated)
         return self.context
 
-    def told(self, context: Transcript, tokens: list[int]) -> Transcript:
-        """`context` with tokens of the environment. Raises EpisodeOver, and counts the answer as cut, if they leave no
-        room."""
-        told = context.told(tokens, self._sampling.stop_tokens)
-        if self.room(told) <= 0 and context is self.context and not self.prompt.response_tokens:
-            self.context = replace(context, cut=True)
-        self._checked_room(told)
-        return told
+    def with_observation(self, context: Transcript, tokens: list[int]) -> Transcript:
+        """Returns `context` with tokens of the environment.
 
-    def fresh(self, prompt: list[int]) -> Transcript:
-        return Transcript(prompt, self._place.version)
+        Raises EpisodeOver if they leave no token for an answer; the episode's last answer is truncated then.
+        """
+        longer = context.with_observation(tokens, self._sampling.stop_tokens)
+        if self.tokens_left(longer) <= 0 and context is self.context and not self.prompt.response_tokens:
+            self.context = replace(context, truncated=True)
+        self._some_tokens_left(longer)
+        return longer
+
+    def new_transcript(self, prompt: list[int]) -> Transcript:
+        """Returns a transcript that shares nothing with those before: a call of an agent may begin with any prompt."""
+        return Transcript(prompt, self._spec.version)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """What takes its time here has a time limit of its own; everything else is held to machine.timeout_s."""
+        """Suspends the limit of rollout.workflow_timeout_s, for work that has a time limit of its own."""
         self._busy += 1
         try:
             yield
@@ -178,15 +212,15 @@ class Episode:
 
     @property
     def idle_s(self) -> float:
-        """For how long it has neither asked an engine nor been busy in another way."""
+        """Seconds since the episode last asked an engine or was busy otherwise; 0 while it is."""
         return 0.0 if self._busy else time.monotonic() - self._last_event
 
-    def _checked_room(self, context: Transcript) -> int:
-        if (left := self.room(context)) > 0:
+    def _some_tokens_left(self, context: Transcript) -> int:
+        if (left := self.tokens_left(context)) > 0:
             return left
         used = len(context.prompt) + context.length
         raise EpisodeOver(f"{used} tokens leave none for an answer (rollout.max_new_tokens)", "context_length_exceeded")
 
     def _seed(self, turn: int) -> int:
-        """The first answer's is that of the answer of a single turn; later ones have random numbers of their own."""
-        return self._place.seed if turn == 0 else sampling_seed(self._place.seed, self._place.purpose, turn)
+        """The first answer has the seed of a single turn's answer; later ones need random numbers of their own."""
+        return self._spec.seed if turn == 0 else sampling_seed(self._spec.seed, self._spec.purpose, turn)

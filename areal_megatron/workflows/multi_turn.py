@@ -1,22 +1,25 @@
-"""A wrong answer is told so and may be tried again."""
+"""The multi-turn workflow: the model is told that its answer is wrong, and may try again."""
 
 from __future__ import annotations
 
 from areal_megatron.workflows.episode import Episode
 
 FEEDBACK = "\nThis answer is wrong. Find the mistake and answer again.\n"
-"""Where the reward function has nothing to say."""
+"""The message after a wrong answer for which the reward function returns no feedback."""
 DISCOUNT = 0.9
-"""Of the score, for each further try: the turn_discount of AReaL's multi-turn workflow."""
+"""The factor on the score for each further try: the turn_discount of AReaL's multi-turn workflow."""
 
 
 async def run(episode: Episode) -> float:
-    """The score of the last answer, discounted; the first right one is the last."""
+    """Samples until an answer is right or no turn is left. Returns the score of the last answer.
+
+    Each further try lowers the episode's discount.
+    """
     for turn in range(1, episode.turns + 1):
         await episode.sample()
-        judged = await episode.score()
-        if judged.score >= 1 or turn == episode.turns:
+        scored = await episode.score()
+        if scored.score >= 1 or turn == episode.turns:
             break
-        episode.say(judged.feedback or FEEDBACK)
+        episode.say(scored.feedback or FEEDBACK)
         episode.discount *= DISCOUNT
-    return judged.score
+    return scored.score

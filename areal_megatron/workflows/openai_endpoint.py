@@ -1,7 +1,7 @@
 """Serves the policy to agents as an OpenAI endpoint on the loopback, and records what they do as trajectories.
 
-Every episode has a key of its own, which is valid as long as the episode lasts. The tokens of a call that goes on from
-an earlier answer of its episode are those that were sampled then, followed by what the chat template puts after them;
+Every episode has a key of its own, which is valid as long as the episode lasts. If a call continues from an earlier
+answer of its episode, its tokens are those that were sampled then, followed by what the chat template puts after them:
 text is never tokenised again. Any other call begins a trajectory of its own.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -24,8 +23,16 @@ from aiohttp import web
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.workflows.episode import Episode, EpisodeOver, Interrupted
-from areal_megatron.workflows.openai_messages import BadCall, Call, CallTree, Known, Message, answer_of, plain
+from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
+from areal_megatron.workflows.openai_messages import (
+    AnsweredCall,
+    BadCall,
+    Call,
+    CallTree,
+    Message,
+    normalized,
+    parsed_answer,
+)
 from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -34,49 +41,36 @@ _BODY_BYTES = 16 << 20
 _decode = msgspec.json.Decoder(Call).decode
 
 
-@dataclass(frozen=True)
-class Api:
-    """Where an agent finds the model, for any OpenAI client."""
-
-    url: str
-    key: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of a process that runs an agent: this process's own, with OPENAI_BASE_URL and OPENAI_API_KEY."""
-        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
-        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
-
-
 @dataclass(eq=False)
 class _Session:
     episode: Episode
     tokenizer: Tokenizer
-    record: CallTree = field(default_factory=CallTree)
-    calls: set[asyncio.Task] = field(default_factory=set)
+    answered: CallTree = field(default_factory=CallTree)
+    running: set[asyncio.Task] = field(default_factory=set)
 
 
 class OpenAIEndpoint:
-    """Listens from the first `serve` to `close`, on a port that the system chooses."""
+    """An HTTP server that listens from the first `serve` to `close`, on a port that the system chooses."""
 
-    def __init__(self):
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
         self.refused = 0
-        """Calls without a valid key, and those that were malformed."""
+        """The number of calls without a valid key or with a malformed body."""
 
     @asynccontextmanager
-    async def serve(self, episode: Episode, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-        """Calls that are not answered at the end are dropped."""
+    async def serve(self, episode: Episode) -> AsyncIterator[Api]:
+        """Serves the model to the episode's agent. At the end, calls that are still running are cancelled."""
         url, key = await self._url(), secrets.token_urlsafe(24)
-        session = self._sessions[key] = _Session(episode, tokenizer)
+        session = self._sessions[key] = _Session(episode, self._tokenizer)
         try:
             yield Api(url, key)
         finally:
             del self._sessions[key]
-            for call in session.calls:
-                call.cancel()
+            for task in session.running:
+                task.cancel()
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -108,11 +102,11 @@ class OpenAIEndpoint:
         session = self._session(request)
         if session is None:
             return self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
-        session.calls.add(task := asyncio.current_task())
+        session.running.add(task := asyncio.current_task())
         try:
             call = _decode(await request.read())
             call.check()
-            message, context = await _answered(session, call)
+            message, context = await _answer(session, call)
         except (msgspec.MsgspecError, UnicodeDecodeError, BadCall, ConfigError) as e:
             return self._refuse(400, str(e), "invalid_request")
         except EpisodeOver as e:
@@ -120,7 +114,7 @@ class OpenAIEndpoint:
         except (EngineError, Interrupted) as e:
             return _error(503, f"the episode is over: {e}", "engine_failed")
         finally:
-            session.calls.discard(task)
+            session.running.discard(task)
         reply = _reply(message, context)
         return await _stream(request, reply) if call.stream else web.json_response(reply)
 
@@ -131,31 +125,33 @@ class OpenAIEndpoint:
         return _error(status, message, code)
 
 
-async def _answered(session: _Session, call: Call) -> tuple[Message, Transcript]:
-    """The model's message, and the tokens up to it. Raises BadCall, ConfigError, EpisodeOver, EngineError or
-    Interrupted."""
-    messages, tools = [plain(message) for message in call.messages], call.tools
+async def _answer(session: _Session, call: Call) -> tuple[Message, Transcript]:
+    """Returns the model's message, and the transcript that ends with it.
+
+    Raises BadCall, ConfigError, EpisodeOver, EngineError or Interrupted.
+    """
+    messages, tools = [normalized(message) for message in call.messages], call.tools
     if not messages or messages[-1]["role"] == "assistant":
         raise BadCall("the last message must be one that the model is to answer")
-    known = session.record.longest(messages, tools)
-    context = await session.episode.answer(_begin(session, known, messages, tools), call.limit)
-    message = answer_of(session.tokenizer.decode(context.answer), bool(tools))
-    before = known.messages if known else []  # so that equal ones are held once
-    session.record.add([*before, *messages[len(before) :], message], tools, context)
+    earlier = session.answered.longest_prefix(messages, tools)
+    context = await session.episode.answer(_context(session, earlier, messages, tools), call.limit)
+    message = parsed_answer(session.tokenizer.decode(context.answer), bool(tools))
+    before = earlier.messages if earlier else []  # the same objects, so that equal messages are held once
+    session.answered.add([*before, *messages[len(before) :], message], tools, context)
     return message, context
 
 
-def _begin(session: _Session, known: Known | None, messages: list[Message], tools: Any) -> Transcript:
-    """Tokens up to where the model answers; `known`: the answer that the messages go on from."""
+def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:
+    """Returns the transcript up to where the model answers. `earlier`: the call that the messages continue from."""
     tokenizer, episode = session.tokenizer, session.episode
-    if known:
+    if earlier:
         try:
-            after = tokenizer.continuation(messages, len(known.messages) - 1, tools)
-        except ConfigError as e:  # the template does not take the answer as one without tool calls
-            log.debug("a call begins anew: %s", e)
+            after = tokenizer.continuation(messages, len(earlier.messages) - 1, tools)
+        except ConfigError as e:  # the template refuses an answer without its tool calls
+            log.debug("a call begins a new trajectory: %s", e)
         else:
-            return episode.told(known.context, after)
-    return episode.fresh(tokenizer.conversation(messages, tools))
+            return episode.with_observation(earlier.context, after)
+    return episode.new_transcript(tokenizer.conversation(messages, tools))
 
 
 def _reply(message: Message, context: Transcript) -> dict[str, Any]:
@@ -188,7 +184,7 @@ def _reply(message: Message, context: Transcript) -> dict[str, Any]:
 
 
 async def _stream(request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:
-    """The whole answer as one piece, in the form of a stream."""
+    """Sends the whole answer as one piece of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     (choice,), head = reply["choices"], reply | {"object": "chat.completion.chunk"}

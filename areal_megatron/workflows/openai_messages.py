@@ -1,4 +1,4 @@
-"""Messages of the OpenAI API, as chat templates and as agents have them; and which known tokens a call goes on with."""
+"""Messages of the OpenAI API, as agents send them and as chat templates want them, and the calls of an episode."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]
-"""`role`, `content` (text) and maybe `tool_calls`, whose arguments are an object, as chat templates want them."""
+"""A message for a chat template: `role`, `content` (text) and maybe `tool_calls`, whose arguments are an object."""
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class BadCall(ValueError):
-    """A call that cannot be answered; its text goes back to the agent."""
+    """A call that cannot be answered. The agent is sent the text of this error."""
 
 
 class Call(msgspec.Struct):
-    """The body of a call to chat/completions, as far as it counts here: the run decides how tokens are sampled."""
+    """The body of a call to chat/completions. Sampling options are left out: the run's config decides them."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -34,7 +34,7 @@ class Call(msgspec.Struct):
     logit_bias: dict[str, float] | None = None
 
     def check(self) -> None:
-        """Raises BadCall for what would change the distribution of tokens, and is not just left aside."""
+        """Raises BadCall for an option that would change the answer and cannot simply be ignored."""
         refused = {
             "n": self.n not in (None, 1),
             "stop": bool(self.stop),
@@ -48,11 +48,12 @@ class Call(msgspec.Struct):
 
     @property
     def limit(self) -> int | None:
+        """The number of tokens that the agent allows for the answer."""
         return self.max_completion_tokens or self.max_tokens
 
 
-def plain(message: dict[str, Any]) -> Message:
-    """One message without what SDKs add to it. Raises BadCall."""
+def normalized(message: dict[str, Any]) -> Message:
+    """Returns a message without what SDKs add to it, so that equal messages compare as equal. Raises BadCall."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadCall(f"a message without a role: {str(message)[:200]}")
@@ -69,20 +70,21 @@ def plain(message: dict[str, Any]) -> Message:
             kept[key] = message[key]
     if calls := message.get("tool_calls"):
         try:
-            kept["tool_calls"] = [_plain_tool_call(call["function"]) for call in calls]
+            kept["tool_calls"] = [_normalized_tool_call(call["function"]) for call in calls]
         except (KeyError, TypeError, ValueError):
             raise BadCall("tool_calls must be a list of functions with `name` and JSON `arguments`") from None
     return kept
 
 
-def _plain_tool_call(function: dict[str, Any]) -> dict[str, Any]:
+def _normalized_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     return {"type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
 
 
-def answer_of(text: str, with_tools: bool) -> Message:
-    """The model's message. Tool calls in the form of Qwen's and Hermes' templates, if the agent has offered tools."""
+def parsed_answer(text: str, with_tools: bool) -> Message:
+    """Returns the model's message. If the agent has offered tools, calls as Qwen's and Hermes' templates write them are
+    taken out of the text."""
     calls = [_tool_call(found) for found in _TOOL_CALL.findall(text)] if with_tools else []
     if not calls or None in calls:
         return {"role": "assistant", "content": text}
@@ -97,33 +99,35 @@ def _tool_call(text: str) -> dict[str, Any] | None:
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return _plain_tool_call({"name": name, "arguments": arguments})
+    return _normalized_tool_call({"name": name, "arguments": arguments})
 
 
 @dataclass(frozen=True)
-class Known:
+class AnsweredCall:
+    """A call of an agent that the model has answered."""
+
     messages: list[Message]
-    """The last one is the model's."""
+    """The call's messages and the model's answer."""
     tools: Any
     context: Transcript
 
 
 class CallTree:
-    """Every call of an episode. It is a tree: a call may go on from any earlier answer."""
+    """The answered calls of an episode. They form a tree: a call may continue from any earlier answer."""
 
     def __init__(self):
-        self._known: list[Known] = []
+        self._calls: list[AnsweredCall] = []
 
-    def longest(self, messages: list[Message], tools: Any) -> Known | None:
-        """The answer that these messages go on from, the latest one if there are several."""
-        before = [
-            known
-            for known in reversed(self._known)
-            if len(known.messages) < len(messages)
-            and known.tools == tools
-            and messages[: len(known.messages)] == known.messages
+    def longest_prefix(self, messages: list[Message], tools: Any) -> AnsweredCall | None:
+        """Returns the call whose messages are the longest prefix of these; the latest one if there are several."""
+        prefixes = [
+            call
+            for call in reversed(self._calls)
+            if len(call.messages) < len(messages)
+            and call.tools == tools
+            and messages[: len(call.messages)] == call.messages
         ]
-        return max(before, key=lambda known: len(known.messages), default=None)
+        return max(prefixes, key=lambda call: len(call.messages), default=None)
 
     def add(self, messages: list[Message], tools: Any, context: Transcript) -> None:
-        self._known.append(Known(messages, tools, context))
+        self._calls.append(AnsweredCall(messages, tools, context))

@@ -1,4 +1,4 @@
-"""Runs the workflow that the config names: the episodes of a group, each on its own, whatever the workflow does."""
+"""Runs the config's workflow: the episodes of a group, each isolated from what the workflow does in the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.function import checked
-from areal_megatron.workflows.episode import Episode, EpisodeOver, Interrupted, Place, Setting
+from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Score, Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.transcript import Transcript
 from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoredTranscript:
-    """A trajectory with at least one token after the prompt."""
+    """The transcript of a whole trajectory, with at least one token after the prompt, and its score."""
 
     context: Transcript
     score: Score
@@ -37,38 +37,48 @@ class ScoredTranscript:
 
 
 class EpisodeRunner:
-    """Of one run. What workflows do wrong is counted and scores 0."""
+    """Runs the episodes of one run. A workflow that fails is counted, and its episode scores 0.
+
+    Example:
+
+        runner = EpisodeRunner(config, Workflow(multi_turn.run, turns=3), tokenizer, scorer)
+        sampling = Sampling(engine_client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
+        spec = EpisodeSpec(prompt, version=0, request_id="group-0", seed=1, purpose="train")
+        for trajectory in await runner.sample(sampling, spec, n=8) or ():
+            print(trajectory.tokens, trajectory.score.reward)
+        await runner.close()
+    """
 
     def __init__(self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer):
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
-        self._proxy = OpenAIEndpoint()
-        self._setting = Setting(config, tokenizer, scorer, self._proxy, workflow.turns)
+        self._endpoint = OpenAIEndpoint(tokenizer)
+        self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns)
         self.failures = 0
-        """Episodes whose workflow raised, fell silent or returned no finite number."""
+        """The number of episodes whose workflow raised, fell silent or returned no finite number."""
         self.untrained_answers = 0
-        """That agents have sampled beside the trajectory that is trained."""
-        self._empty, self._sampled = 0, False
+        """The number of answers that agents have sampled outside of the trajectories that are trained."""
+        self._failures_without_answer, self._answered = 0, False
 
     def account(self) -> dict[str, int]:
-        """Since the controller started."""
+        """Returns what was counted since the controller started, by the names of the metrics."""
         return {
             "workflow_failures": self.failures,
             "untrained_answers": self.untrained_answers,
-            "refused_calls": self._proxy.refused,
+            "refused_calls": self._endpoint.refused,
         }
 
     async def close(self) -> None:
-        await self._proxy.close()
+        await self._endpoint.close()
 
-    async def sample(self, sampling: Sampling, place: Place, n: int) -> list[ScoredTranscript] | None:
-        """n episodes that are seeded with seed + k; None if they were broken off.
+    async def sample(self, sampling: Sampling, spec: EpisodeSpec, n: int) -> list[ScoredTranscript] | None:
+        """Returns n trajectories, the k-th of an episode with seed + k; None if they were interrupted.
 
-        Raises EngineError if a request fails for good, ConfigError if no episode at all samples anything.
+        Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer.
         """
-        places = [replace(place, request_id=f"{place.request_id}-{k}", seed=place.seed + k) for k in range(n)]
+        specs = [replace(spec, request_id=f"{spec.request_id}-{k}", seed=spec.seed + k) for k in range(n)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._live(Episode(self._setting, sampling, own))) for own in places]
+                tasks = [group.create_task(self._run(Episode(self._resources, sampling, own))) for own in specs]
         except ExceptionGroup as e:
             if e.subgroup(Interrupted):
                 return None
@@ -77,10 +87,10 @@ class EpisodeRunner:
             raise
         return [task.result() for task in tasks]
 
-    async def _live(self, episode: Episode) -> ScoredTranscript:
+    async def _run(self, episode: Episode) -> ScoredTranscript:
         problem, score = "", None
         try:
-            score = await self._follow(episode)
+            score = await self._score_of(episode)
         except EpisodeOver:
             pass
         except Exception as e:  # the workflow is the user's, and so are the agents that it runs
@@ -94,18 +104,18 @@ class EpisodeRunner:
             score = 0.0
         elif score is None:
             score = (await episode.score()).score
-        self._sampled |= episode.context.answers > 0
+        self._answered |= episode.context.answers > 0
         self.untrained_answers += episode.answers - episode.context.answers
-        return self._ended(episode, score)
+        return self._finished(episode, score)
 
-    async def _follow(self, episode: Episode) -> float | None:
-        """What the workflow returns. Raises what it raises, and TimeoutError if it neither asks nor ends."""
-        limit = self._config.machine.timeout_s
+    async def _score_of(self, episode: Episode) -> float | None:
+        """Returns what the workflow returns. Raises what it raises, and TimeoutError if it is idle for too long."""
+        limit = self._config.rollout.workflow_timeout_s
         task = asyncio.ensure_future(_without_exit(self._workflow.run(episode)))
         try:
             while not (await asyncio.wait({task}, timeout=max(limit - episode.idle_s, limit / 10)))[0]:
                 if episode.idle_s > limit:
-                    raise TimeoutError(f"it neither asked nor ended within machine.timeout_s={limit:g} s")
+                    raise TimeoutError(f"it neither asked nor ended within rollout.workflow_timeout_s={limit:g} s")
         finally:
             task.cancel()
         if task.cancelled():
@@ -113,29 +123,32 @@ class EpisodeRunner:
         result = task.result()
         return None if result is None else checked(result)[0]
 
-    def _ended(self, episode: Episode, score: float) -> ScoredTranscript:
-        context, free = episode.context, episode.prompt.response_tokens is None
-        if not context.parts:  # a trajectory that no token is trained of, in place of none
-            context = context.told(self._tokenizer.stop_tokens[:1])
-        if context.cut and not self._scorer.scores_cut:
+    def _finished(self, episode: Episode, score: float) -> ScoredTranscript:
+        context, forced = episode.context, episode.prompt.response_tokens is not None
+        if not context.segments:  # a trajectory is never empty: it gets one token that is not trained
+            context = context.with_observation(self._tokenizer.stop_tokens[:1])
+        if context.truncated and not self._scorer.scores_truncated:
             score = 0.0
-        reward = self._scorer.reward(score * episode.discount, context.length, context.cut, free)
+        reward = self._scorer.reward(score * episode.discount, context.length, context.truncated, forced)
         return ScoredTranscript(context, replace(reward, correct=score >= 1))
 
-    def _count_failure(self, prompt: Prompt, problem: str, sampled: bool) -> None:
+    def _count_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
         self.failures += 1
         if self.failures <= 10 or self.failures % 1000 == 0:
             log.warning("workflow failure %d, prompt %d: %s", self.failures, prompt.id, problem)
-        self._empty += not sampled
-        if self._empty >= self._config.batch_size and not self._sampled:
+        self._failures_without_answer += not answered
+        if self._failures_without_answer >= self._config.batch_size and not self._answered:
             raise ConfigError(
-                f"{KEY}: none of the first {self._empty} episodes got an answer of the model; of the last one: "
-                f"{problem}"
+                f"{KEY}: none of the first {self._failures_without_answer} episodes got an answer of the model; of the "
+                f"last one: {problem}"
             )
 
 
 def runner_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> EpisodeRunner | None:
-    """None for `single_turn`, which asks for whole groups. Raises ConfigError."""
+    """Returns a runner of the config's workflow; None for `single_turn`, which samples whole groups and no episodes.
+
+    Raises ConfigError.
+    """
     workflow = load_workflow(config.rollout)
     return workflow and EpisodeRunner(config, workflow, tokenizer, scorer)
 

@@ -1,4 +1,4 @@
-"""The model may run Python: a block of it that an answer holds is run, and what it prints is the next message."""
+"""The tool-use workflow: a block of Python in an answer is run, and what it prints is the next message."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from areal_megatron.workflows.episode import Episode
 
 LIMITS = Limits(wall_s=5.0)
 _CHARACTERS = 2000
-"""Of what the model gets to see, and a quarter as many of an error's end."""
+"""How much of a program's output the model gets to see; of an error, the end, a quarter as long."""
 
 
 async def run(episode: Episode, program_of: Callable[[str], str | None] = last_program) -> None:
-    """An answer without a program is the last. Raises SandboxError if the machine fails to isolate one."""
+    """Samples until an answer holds no program, or no turn is left; the reward function scores the last answer.
+
+    Raises SandboxError if the machine fails to isolate a program.
+    """
     for turn in range(1, episode.turns + 1):
         program = program_of(await episode.sample())
         if program is None or turn == episode.turns:
@@ -30,12 +33,12 @@ async def run(episode: Episode, program_of: Callable[[str], str | None] = last_p
 
 
 async def run_program(program: str) -> ProgramResult:
-    """In the sandbox, off the event loop; waits while as many run as there are reward workers."""
+    """Runs a program in the sandbox, off the event loop; at most as many at a time as there are reward workers."""
     return await asyncio.get_running_loop().run_in_executor(_threads(), sandbox.run, program, "", LIMITS)
 
 
 def described(outcome: ProgramResult) -> str:
-    """What it printed, and how it ended if not well."""
+    """Returns what the program printed, and how it ended if it failed."""
     parts = [outcome.stdout.rstrip("\n")[:_CHARACTERS]]
     if outcome.ended in ("wall_s", "cpu_s"):
         parts.append(f"ended after {LIMITS.wall_s:g} s")

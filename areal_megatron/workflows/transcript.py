@@ -1,4 +1,7 @@
-"""What one trajectory has sampled so far, and what it was told between: exact tokens, never text again."""
+"""The transcript of a trajectory: the exact tokens of its answers and of the environment's messages between them.
+
+Text is never tokenised again.
+"""
 
 from __future__ import annotations
 
@@ -19,95 +22,101 @@ class _Segment:
     versions: np.ndarray
     sampled: bool
     routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
-    """Of all tokens without a route until then, but its own last one."""
+    """Those of all tokens that had none before, up to the last but one of this segment."""
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """Tokens of a prompt, and R tokens after it. A longer one shares the parts of the one that it goes on from."""
+    """The tokens of a prompt, and R tokens after it: answers of the model and messages of the environment.
+
+    It is immutable. A longer transcript shares the segments of the one that it extends.
+    """
 
     prompt: list[int]
     version: int
-    """Of what the environment says before any answer."""
-    parts: tuple[_Segment, ...] = ()
+    """The version of the environment's tokens before the first answer."""
+    segments: tuple[_Segment, ...] = ()
     ended: bool = False
-    """The model ended the last answer itself."""
-    cut: bool = False
-    """No token was left for the last answer, or for what would have followed it."""
+    """Whether the model ended the last answer itself."""
+    truncated: bool = False
+    """Whether no token was left to end the last answer, or to answer the message after it."""
 
     @property
     def length(self) -> int:
         """R"""
-        return sum(len(part.tokens) for part in self.parts)
+        return sum(len(segment.tokens) for segment in self.segments)
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [R]"""
-        return _joined([part.tokens for part in self.parts], np.int32)
+        return _joined([segment.tokens for segment in self.segments], np.int32)
 
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [R], 0 where the model did not sample the token"""
-        return _joined([part.logprobs for part in self.parts], np.float32)
+        return _joined([segment.logprobs for segment in self.segments], np.float32)
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [R]; the environment's tokens have that of the sampled token before them, so that they add no
-        version"""
-        return _joined([part.versions for part in self.parts], np.int32)
+        """int32 [R]; the environment's tokens have the version of the sampled token before them, so that they add
+        none"""
+        return _joined([segment.versions for segment in self.segments], np.int32)
 
     @property
     def loss_mask(self) -> np.ndarray:
         """uint8 [R], 1 where the model sampled the token"""
-        return _joined([np.full(len(part.tokens), part.sampled, np.uint8) for part in self.parts], np.uint8)
+        return _joined([np.full(len(s.tokens), s.sampled, np.uint8) for s in self.segments], np.uint8)
 
     @property
     def routes(self) -> np.ndarray:
-        """Flat, of all tokens but the last; of none where the engine returns none."""
-        found = [part.routes for part in self.parts if len(part.routes)]
+        """uint8 or uint16 [tokens, layers, k], flat: the experts of the first `routed` tokens, prompt included."""
+        found = [segment.routes for segment in self.segments if len(segment.routes)]
         return _joined(found, found[0].dtype if found else np.uint8)
 
     @property
     def routed(self) -> int:
-        """Of how many tokens."""
+        """The number of leading tokens, prompt included, whose routes are known; 0 if the engine returns no routes."""
         routed, end = 0, len(self.prompt)
-        for part in self.parts:
-            end += len(part.tokens)
-            routed = end - 1 if len(part.routes) else routed
+        for segment in self.segments:
+            end += len(segment.tokens)
+            routed = end - 1 if len(segment.routes) else routed
         return routed
 
     @property
     def answers(self) -> int:
-        return sum(part.sampled for part in self.parts)
+        """The number of answers."""
+        return sum(segment.sampled for segment in self.segments)
 
     @property
     def answered(self) -> bool:
-        """Whether it ends with an answer."""
-        return bool(self.parts) and self.parts[-1].sampled
+        """Whether the transcript ends with an answer."""
+        return bool(self.segments) and self.segments[-1].sampled
 
     @property
     def answer(self) -> list[int]:
-        """Tokens of the last answer, without what came after it."""
-        sampled = (part.tokens for part in reversed(self.parts) if part.sampled)
+        """The tokens of the last answer, without what came after it."""
+        sampled = (segment.tokens for segment in reversed(self.segments) if segment.sampled)
         return next(sampled, np.zeros(0, np.int32)).tolist()
 
-    def with_answer(self, completion: Completion, cut: bool) -> Transcript:
-        part = _Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
-        return replace(self, parts=(*self.parts, part), ended=completion.finish_reason == "stop", cut=cut)
+    def with_answer(self, completion: Completion, truncated: bool) -> Transcript:
+        """Returns this transcript with another answer."""
+        segment = _Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
+        ended = completion.finish_reason == "stop"
+        return replace(self, segments=(*self.segments, segment), ended=ended, truncated=truncated)
 
-    def told(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Transcript:
-        """With tokens of the environment. The end token that they may begin with is left out where the answer has
-        one."""
-        last = self.parts[-1] if self.parts else None
+    def with_observation(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Transcript:
+        """Returns this transcript with tokens of the environment. If both they begin and the last answer ends with a
+        stop token, theirs is left out."""
+        last = self.segments[-1] if self.segments else None
         if last and tokens and tokens[0] in stop_tokens and last.tokens[-1] in stop_tokens:
             tokens = tokens[1:]
         if not tokens:
             return self
         version, count = (last.versions[-1] if last else self.version), len(tokens)
-        part = _Segment(
+        segment = _Segment(
             np.array(tokens, np.int32), np.zeros(count, np.float32), np.full(count, version, np.int32), sampled=False
         )
-        return replace(self, parts=(*self.parts, part))
+        return replace(self, segments=(*self.segments, segment))
 
 
 def _joined(arrays: list[np.ndarray], kind: type) -> np.ndarray:

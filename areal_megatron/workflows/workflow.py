@@ -1,8 +1,8 @@
-"""How a prompt becomes trajectories; `rollout.workflow` names one: docs/workflows.md.
+"""Workflows: how a prompt becomes trajectories. `rollout.workflow` names one (docs/workflows.md).
 
-`single_turn` asks for a whole group at once. Every other workflow is an async function of an Episode
-(workflows/episode.py), which samples one trajectory, and returns its score, or None where the reward function is to
-score the last answer. Another one of this folder is a module with such a function `run` and its name in WORKFLOWS.
+`single_turn` samples a whole group with one request. Every other workflow is an async function of an Episode
+(workflows/episode.py), which samples one trajectory and returns its score, or None to have the reward function score
+the last answer. To add one to this folder, write a module with such a function `run`, and its name in WORKFLOWS.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ import difflib
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from areal_megatron.config import Config, ConfigError, Rollout
+from areal_megatron.config import Config, ConfigError, RolloutConfig
 from areal_megatron.user_function import import_function
-
-if TYPE_CHECKING:
-    from areal_megatron.workflows.episode import Episode
 
 KEY = "rollout.workflow"
 SINGLE_TURN = "single_turn"
@@ -26,21 +22,18 @@ WORKFLOWS = (SINGLE_TURN, "multi_turn", "tool_use")
 
 @dataclass(frozen=True)
 class Workflow:
-    run: Callable[[Episode], Awaitable[float | None]]
+    """A workflow that runs episodes."""
+
+    run: Callable[..., Awaitable[float | None]]
+    """Called with an Episode, whose class is not imported here: the launcher would import aiohttp with it."""
     turns: int
-    """Answers of an episode at most."""
+    """The number of answers that an episode may sample."""
 
 
-def load_workflow(rollout: Rollout) -> Workflow | None:
-    """What rollout.workflow names; None for `single_turn`. Raises ConfigError."""
-    if len(rollout.workflow) != 1:
-        raise ConfigError(
-            f"{KEY}: expected one with its turns at most, such as {{multi_turn: 3}}, is {rollout.workflow}"
-        )
-    ((name, turns),) = rollout.workflow.items()
+def load_workflow(rollout: RolloutConfig) -> Workflow | None:
+    """Returns the workflow that rollout.workflow names; None for `single_turn`. Raises ConfigError."""
+    name = rollout.workflow
     if name == SINGLE_TURN:
-        if turns != 1:
-            raise ConfigError(f"{KEY}: {name} has one turn, not {turns}; multi_turn has several")
         return None
     if name not in WORKFLOWS and not all(name.partition(":")):
         near = difflib.get_close_matches(name, WORKFLOWS, 1)
@@ -51,18 +44,18 @@ def load_workflow(rollout: Rollout) -> Workflow | None:
     function = import_function(f"{__package__}.{name}:run" if name in WORKFLOWS else name, KEY)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"{KEY}: {name} is no `async def` function of an episode")
-    return Workflow(function, turns)
+    return Workflow(function, rollout.turns)
 
 
 def check_workflow(config: Config) -> None:
-    """Raises ConfigError for a workflow that could not run: the launcher asks before anything starts."""
+    """Raises ConfigError for a workflow that could not run; the launcher calls it before it starts anything."""
     if load_workflow(config.rollout) is None:
         return
-    if "tool_use" in config.rollout.workflow:
+    if config.rollout.workflow == "tool_use":
         from areal_megatron.reward.sandbox import check_isolation
 
         check_isolation(KEY)
-    if not config.rollout.workflow.keys().isdisjoint(WORKFLOWS):
+    if config.rollout.workflow in WORKFLOWS:
         from areal_megatron.data.tokenizer import Tokenizer
 
         messages = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]

@@ -1,7 +1,7 @@
-"""How much memory a run needs, from its config and the model's config.json: pure, without torch.
+"""Estimates the memory that a run needs, from its config and the model's config.json: pure functions without torch.
 
-Figures are those of the fullest rank of each pool. What is allocated by our own code or by Megatron is counted from
-the layout tables of models; what CUDA, NCCL and vLLM take besides is an allowance and called so.
+Figures are those of the fullest rank of each pool. What this project and Megatron allocate is counted from the layout
+tables of models; what CUDA, NCCL and vLLM take besides is an allowance, and the table says so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_megatron.config import Config, ConfigError, Trainer
+from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import longest_answer, machine_bytes
 from launch.memory.activations import microbatch_tokens
 from launch.memory.engine import engine_memory, kv_tokens
@@ -24,14 +24,14 @@ class MemoryPlan:
     engine: RankMemory | None
     """None in supervised training."""
     checkpoint: int
-    """Bytes on disk."""
+    """The size of one on disk, in bytes."""
     checkpoints: int
-    """That lie there at the same time, the one being written included; more with checkpoint.keep_every."""
+    """How many are on disk at a time, including the one being written; checkpoint.keep_every adds to them."""
     gpu_gib: float
-    """Of one GPU; 0: not known."""
+    """Memory of one GPU in GiB; 0 if unknown."""
 
     def table(self) -> str:
-        """Every part in GiB, and the checkpoint."""
+        """Returns a line for each part, in GiB, and one for the checkpoint."""
         lines = [line for rank in (self.trainer, self.engine) if rank for line in _lines(rank, self.gpu_gib)]
         disk = f"checkpoint: {_gib(self.checkpoint)} GiB on disk"
         if self.checkpoints:
@@ -40,11 +40,12 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0, memory: int = 0) -> MemoryPlan:
-    """What a run of `config` (machine.device chosen) takes on slots of `gpu_gib` GiB; 0: not known, nothing checked.
+    """Returns the memory that a run of `config` takes, whose machine.device must be decided.
 
-    Raises ConfigError, with the figure, the limit and what to change, for trainers that do not fit, and for engines
-    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in
-    bytes that all engines share; 0: that of this machine.
+    `gpu_gib` is the memory of a GPU in GiB; if it is 0, unknown, nothing is checked on CUDA. Raises ConfigError with
+    the figure, the limit and what to change for trainers that do not fit, and for engines whose KV cache cannot hold
+    one answer of full length. On CPU only the latter is checked, against the `memory` in bytes that all engines share
+    (0: that of this machine).
     """
     on_cuda = config.machine.device == "cuda"
     trainer = trainer_memory(config, hf_config, on_cuda)
@@ -79,7 +80,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
 
 
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
-    """Other sizes on as many GPUs, those that cost the least speed first."""
+    """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
     t, longest = config.trainer, longest_answer(config) if config.mode != "sft" else 1
     if microbatch_tokens(config) > longest:
         yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
@@ -106,15 +107,14 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
 
 
 def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory) -> bool:
-    """vLLM itself refuses to start otherwise."""
+    """Returns whether the KV cache holds one answer of full length; vLLM refuses to start otherwise."""
     return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True) >= longest_answer(config)
 
 
 def _machine_too_small(config: Config, found: RankMemory, memory: int) -> str:
     return (
         f"rollout.max_new_tokens: an engine needs {_gib(found.total * config.rollout.tp)} GiB with a KV cache for "
-        f"one answer of "
-        f"{longest_answer(config):,} tokens with its prompt, this machine has {_gib(memory)}: lower it"
+        f"one answer of {longest_answer(config):,} tokens with its prompt, this machine has {_gib(memory)}: lower it"
     )
 
 

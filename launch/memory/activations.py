@@ -1,10 +1,10 @@
-"""Activations that a trainer rank keeps for the backward pass, by counting the tensors that autograd saves.
+"""Estimates the activations that a trainer rank keeps for the backward pass, by counting what autograd saves.
 
-The way of counting is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198, Section 4), whose 34 · s · b · h bytes a layer are for GELU, dropout and as many key heads as query
-heads. Here are none of these but SwiGLU, RMSNorm, grouped queries and experts, so the terms differ; as there,
-sequence parallelism divides by tp all that is not a whole row of tokens. The attention of trainer/attention.py never
-keeps scores, so recompute=selective, which spares those, saves next to nothing and is counted as none.
+The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198, Section 4), whose 34 · s · b · h bytes per layer are for GELU, dropout and as many key heads as query
+heads. The models here have SwiGLU, RMSNorm, grouped queries and experts instead, so the terms differ; as in the paper,
+sequence parallelism divides by tp everything that is not a whole row of tokens. The attention of trainer/attention.py
+never keeps scores, so recompute=selective, which drops those alone, saves next to nothing and is counted as `none`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_megatron.config import Config
+from areal_megatron.engine.kv_cache import longest_answer
 from areal_megatron.models.architecture import Architecture
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.parts import ITEMSIZE
@@ -19,37 +20,38 @@ from launch.memory.parts import ITEMSIZE
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer on one rank; figures are bytes for each token of a micro-batch."""
+    """One decoder layer on one rank. All sizes are bytes per token of a micro-batch."""
 
     model: Architecture
     chosen: int
-    """Experts of a token (num_experts_per_tok); 0 without experts."""
+    """Experts that a token is sent to (num_experts_per_tok); 0 without experts."""
     sizes: MegatronSizes
     element: int
+    """Bytes of an element of model.dtype."""
     fused_norms: bool = True
-    """CUDA's RMSNorm saves its input; elsewhere it is composed of operations that save it and the normalised input
-    in float32."""
+    """CUDA's RMSNorm saves its input; elsewhere the norm consists of operations that save the input and the normalised
+    input in float32."""
 
     @property
     def saved(self) -> float:
-        """What the layer's forward pass saves."""
+        """Bytes that the layer's forward pass saves without recomputation."""
         return (2 * self._norm + self._attention + self._mlp) / self.sizes.tp + self._rotation
 
     @property
     def input(self) -> float:
-        """What recompute=full keeps of it."""
+        """Bytes that recompute=full keeps of the layer."""
         return self.element * self.model.dimensions.hidden / self.sizes.tp
 
     @property
     def final_norm(self) -> float:
-        """Of the norm after the last layer; its output belongs to the log-probabilities."""
+        """Bytes that the norm after the last layer saves; its output is counted with the log-probabilities."""
         hidden = self.model.dimensions.hidden
         return ((self.element if self.fused_norms else 8) * hidden + 4) / self.sizes.tp
 
     @property
     def passing(self) -> float:
-        """Gradients alive at once in the layer's backward pass: those of the widest module's inner activations; with
-        sequence parallelism also its input and the gradient of that, gathered over tp."""
+        """The most gradients that are alive at once in the layer's backward pass: those of the inner activations of its
+        widest module; with sequence parallelism also the module's input and its gradient, gathered over tp."""
         d, e = self.model.dimensions, self.element
         attention = e * (2 * d.query + 2 * d.key_value) / self.sizes.tp
         mlp = 4 * e * d.ffn / self.sizes.tp + self._expert_tokens * e * (
@@ -59,22 +61,23 @@ class Layer:
 
     @property
     def _norm(self) -> float:
-        """Before attention and before the MLP: what the norm saves, its output (which the linear layer after it saves)
+        """The norm before attention or before the MLP: what it saves, its output (saved by the linear layer after it)
         and a float32 number."""
         hidden = self.model.dimensions.hidden
         return (self.element if self.fused_norms else 8) * hidden + self.element * hidden + 4
 
     @property
     def _attention(self) -> float:
-        """The fused projection, of which the values are a view, the rotated queries and keys, the output, and a float32
-        normaliser a head."""
+        """The fused projection (the values are a view of it), the rotated queries and keys, the output, and a float32
+        normaliser for each head."""
         d, e = self.model.dimensions, self.element
         kept = e * (d.query + 2 * d.key_value) + e * (d.query + d.key_value) + e * d.query + 4 * d.heads
         return kept + self._head_norms
 
     @property
     def _head_norms(self) -> float:
-        """Where queries and keys are normalised: the queries once more, which Megatron copies out of the projection."""
+        """Normalised queries and keys, in families that have them: Megatron copies the queries out of the projection,
+        so that they are saved once more."""
         d, e = self.model.dimensions, self.element
         if not any("q_layernorm" in row.megatron for row in self.model.family.layer):
             return 0
@@ -85,14 +88,14 @@ class Layer:
 
     @property
     def _rotation(self) -> float:
-        """Cosines and sines, once for queries and once for keys, of whole rows of tokens."""
+        """Cosines and sines of whole rows of tokens, once for queries and once for keys."""
         return 4 * self.element * self.model.dimensions.head_dim
 
     @property
     def _mlp(self) -> float:
-        """Dense: gate and up, and three times as much as one of them: its activation, the other factor, their product.
-        Experts: for each chosen one the token itself and, since the product is weighted, one more of them; also the
-        router's bookkeeping. An even load is assumed."""
+        """Dense: gate and up, and three tensors of the size of one of them: the activation, the other factor and their
+        product. Experts: for each chosen expert the token itself and, since the product is weighted, a fourth such
+        tensor; also the router's bookkeeping. The load of the experts is assumed to be even."""
         d, e = self.model.dimensions, self.element
         if not d.experts:
             return 5 * e * d.ffn
@@ -101,23 +104,27 @@ class Layer:
 
     @property
     def _expert_tokens(self) -> float:
-        """Tokens that reach the experts of a rank for each one of the micro-batch: its part of the row, gathered over
-        etp, as often as experts are chosen."""
+        """Tokens that reach the experts of a rank for each token of the micro-batch: the rank's part of the row,
+        gathered over etp, once for each chosen expert."""
         return self.chosen * self.sizes.expert_tp / self.sizes.tp
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Of the largest micro-batch: the cap, a longer trajectory, or all of a mini-batch that is smaller."""
+    """Returns the tokens of the largest micro-batch: trainer.microbatch_tokens, or a whole mini-batch if that is less,
+    but no fewer than the longest trajectory has; a multiple of tp."""
     cap, tp = config.trainer.microbatch_tokens, config.trainer.tp
     if config.mode != "sft":
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        longest = longest_answer(config)
         cap = max(longest, min(cap, config.batch_size // config.ppo.minibatches * longest))
     return -(-cap // tp) * tp
 
 
 def in_flight(config: Config, stage: int) -> int:
-    """Forward passes of one model chunk that stage `stage` keeps at once under 1F1B (with virtual stages the
-    interleaved schedule: megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches, and the one at hand)."""
+    """Returns how many forward passes of a model chunk a pipeline stage keeps at once under 1F1B.
+
+    With virtual stages: as many as the interleaved schedule warms up with
+    (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches), and the one at hand.
+    """
     t = config.trainer
     minibatches = config.ppo.minibatches if config.mode != "sft" else 1
     most = max(config.batch_size // (minibatches * t.dp), 1)
@@ -127,7 +134,7 @@ def in_flight(config: Config, stage: int) -> int:
 
 
 def activations(config: Config, layer: Layer, stage: int) -> int:
-    """Bytes that a rank of pipeline stage `stage` holds at the fullest moment, the first backward pass."""
+    """Returns the bytes that a rank of a pipeline stage holds at the peak, which is the first backward pass."""
     sizes, tokens, passes = layer.sizes, microbatch_tokens(config), in_flight(config, stage)
     layers = sizes.stage_sizes(layer.model.dimensions.layers)[stage] // sizes.vpp
     full = config.trainer.recompute == "full"

@@ -18,45 +18,48 @@ from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, MemoryPart, RankMemory
 
 UTILIZATION = 0.92
-"""Of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
+"""The share of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
 BATCHED_TOKENS = 8192
-"""Tokens of one forward pass of an engine on a GPU of 70 GiB and more (vLLM's default; less on smaller ones)."""
+"""Tokens of one forward pass of an engine on a GPU with 70 GiB or more (vLLM's default; fewer on smaller GPUs)."""
 BLOCK_TOKENS = {True: 16, False: kv_cache.CPU_BLOCK_TOKENS}
 """Tokens of a KV block, on CUDA and on CPU."""
 
 
 def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool) -> RankMemory:
-    """The fullest rank of an engine; its KV cache is what is left of the `available` bytes of a GPU (0: not known; may
-    be negative), on CPU what requests need on a machine of as many bytes. Raises ConfigError where the sizes do not fit
-    the model."""
+    """Returns the memory of the fullest rank of an engine.
+
+    On CUDA the KV cache is what is left of the `available` bytes of a GPU (0: unknown), which may be negative; on CPU
+    it is what the requests need on a machine with that many bytes. Raises ConfigError where the sizes do not fit the
+    model.
+    """
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
     layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
-    weights, staged = _elements(layout), staging_elements(layout, config.reshard.staging == "streamed")
+    weights, staged = _elements(layout), _staging_elements(layout, config.reshard.staging == "streamed")
     parts = [
         MemoryPart("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
         MemoryPart("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
     ]
     if on_cuda:
-        parts.append(
-            MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate")
-        )
         communicators = COMMUNICATOR * (sizes.ranks > 1) + LINK
-        parts.append(MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"))
+        parts += [
+            MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"),
+            MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"),
+        ]
         size = int(UTILIZATION * available) - sum(part.bytes for part in parts)
     else:
         size = kv_cache.cpu_bytes(config, hf_config, available)
     if available:
-        parts.append(MemoryPart("KV cache", size, kv_note(config, hf_config, size, on_cuda)))
+        parts.append(MemoryPart("KV cache", size, _kv_note(config, hf_config, size, on_cuda)))
     return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
 
 
 def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> int:
-    """Tokens whose keys and values an engine holds, in whole blocks."""
+    """Returns how many tokens' keys and values fit into `size` bytes of a rank, in whole blocks."""
     block = BLOCK_TOKENS[on_cuda]
     return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
 
 
-def kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
+def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
     tokens, longest = kv_tokens(config, hf_config, size, on_cuda), longest_answer(config)
     return (
         f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
@@ -64,8 +67,9 @@ def kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bo
     )
 
 
-def staging_elements(layout: Layout, streamed: bool) -> int:
-    """As reshard/staging.reserve: a second copy of the shard, or room for its largest layer and for two buckets."""
+def _staging_elements(layout: Layout, streamed: bool) -> int:
+    """reshard/staging.reserve: a second copy of the shard, or, if `streamed`, room for its largest layer and for two
+    buckets."""
     everything = _elements(layout)
     if not streamed:
         return everything
@@ -79,8 +83,8 @@ def _elements(layout: Layout) -> int:
 
 
 def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """The residual stream and a module's input and output, the widest inner activations, and for each running request
-    float32 logits three times: vLLM's sampler keeps log-probabilities and probabilities beside them."""
+    """Bytes of the residual stream, of a module's input and output, of the widest inner activations, and of three rows
+    of float32 for each running request: vLLM's sampler keeps logits, log-probabilities and probabilities."""
     d, tp, element = architecture(hf_config).dimensions, config.rollout.tp, ITEMSIZE[config.model.dtype]
     chosen = hf_config.get("num_experts_per_tok") or 0
     inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, chosen * (d.hidden + 3 * d.expert_ffn / tp))

@@ -1,4 +1,4 @@
-"""What the memory of a rank is made of, and how large the pieces are that every plan counts with. Bytes everywhere."""
+"""The parts that make up the memory of a rank, and the constants that all estimates share. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 GIB = 2**30
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-"""Of model.dtype."""
+"""Bytes of an element, by model.dtype."""
 CONTEXT = GIB
-"""CUDA context, cuBLAS workspaces and the allocator's rounding. An allowance: nobody has measured it here."""
+"""CUDA context, cuBLAS workspaces and the allocator's rounding. An allowance: it has not been measured."""
 COMMUNICATOR = 128 * 2**20
-"""Of one NCCL communicator: 16 channels that send from and receive into NCCL_BUFFSIZE = 4 MiB. An allowance too."""
+"""An NCCL communicator: 16 channels that send from and receive into NCCL_BUFFSIZE = 4 MiB each. Also an allowance."""
 LINK = 32 * 2**20
-"""Of a communicator that only sends to a few peers: four channels each way."""
+"""A communicator that only sends to a few peers: four channels each way."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,15 @@ class MemoryPart:
     name: str
     bytes: int
     note: str = ""
-    """How it comes about, for the table."""
+    """How the size comes about, for the table."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The fullest rank of a pool."""
+    """The memory of the fullest rank of a pool."""
 
     holder: str
+    """The rank, for messages and the table."""
     parts: tuple[MemoryPart, ...]
 
     @property

@@ -11,22 +11,22 @@ from areal_megatron.models.architecture import architecture
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.memory import activations
+from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
 from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, MemoryPart, RankMemory
 
 LOGITS_ELEMENTS = 2**27
-"""trainer/trainer.py's: logits that a rank holds at a time, with 12 bytes each."""
+"""Logits that a rank holds at a time, with 12 bytes each: the constant of trainer/trainer.py, which imports torch."""
 MOMENTS, MAIN = 8, 4
-"""Bytes of Adam's two moments and of a float32 copy."""
+"""Bytes that a parameter takes in Adam's two moments, and in a float32 copy."""
 
 
 class Held(NamedTuple):
-    """Parameters of a rank, in elements."""
+    """The parameters of a rank, in elements."""
 
     dense: int
     experts: int
     largest: int
-    """Of one tensor."""
+    """Elements of the largest tensor."""
 
     @property
     def all(self) -> int:
@@ -34,8 +34,10 @@ class Held(NamedTuple):
 
 
 def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic: bool = False) -> Held:
-    """Of the first rank of a pipeline stage; those beside it hold as many. A critic has a head with one row in place of
-    the output layer. Raises ConfigError."""
+    """Returns the parameters of the first rank of a pipeline stage; the stage's other ranks hold as many.
+
+    The output layer of a `critic` is a head with one row. Raises ConfigError where the sizes do not fit the model.
+    """
     layout = trainer_layout.layout(hf_config, sizes, stage * sizes.tp * sizes.cp * sizes.dp)
     if critic:
         layout = trainer_layout.without_head(layout)
@@ -48,7 +50,7 @@ def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic:
 
 
 def trainer_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> RankMemory:
-    """The fullest rank of the pipeline. Raises ConfigError where the sizes do not fit the model."""
+    """Returns the peak memory of the fullest rank. Raises ConfigError where the sizes do not fit the model."""
     return max(
         (stage_memory(config, hf_config, stage, on_cuda) for stage in range(config.trainer.pp)),
         key=lambda memory: memory.total,
@@ -56,108 +58,113 @@ def trainer_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) 
 
 
 def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cuda: bool) -> RankMemory:
-    """A rank of one pipeline stage, at its fullest: in a backward pass, in an optimizer step, or while it is built."""
+    """Returns the peak memory of a rank of one pipeline stage: in a backward pass, in an optimizer step, or while the
+    model is built."""
     t, sizes, element = config.trainer, MegatronSizes.of(config.trainer), ITEMSIZE[config.model.dtype]
-    model, own = architecture(hf_config), held(hf_config, MegatronSizes.of(config.trainer), stage)
-    layer = activations.layer_of(config, model, hf_config.get("num_experts_per_tok") or 0, on_cuda)
-    kept = activations.activations(config, layer, stage)
-    parts = [
-        # DDP with the distributed optimizer: the parameters lie in one buffer a kind, whole on every rank
-        MemoryPart("parameters", element * own.all, f"{own.all / 1e9:,.2f} billion in {config.model.dtype}"),
-        # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
-        MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank"),
-        MemoryPart("optimizer", *_optimizer(config, sizes, own)),
-        MemoryPart(
-            "reference",
-            element * own.all if config.mode != "sft" and config.ppo.has_reference else 0,
-            "frozen parameters",
-        ),
-        MemoryPart("critic", *_critic(config, hf_config, sizes, stage)),
-        MemoryPart("activations", kept, activations.describe(config, stage)),
-        MemoryPart(
-            "log-probabilities", _logprobs(config, hf_config, sizes) if stage == t.pp - 1 else 0, "last stage only"
-        ),
-        MemoryPart(
-            "sending weights",
-            _sending(config, own, element),
-            f"two buckets for each of {config.rollout.engines} engines",
-        ),
-        MemoryPart(
-            "CUDA and NCCL", _communication(config, hf_config, sizes, element) if on_cuda else 0, "an allowance"
-        ),
-    ]
-    fixed = sum(part.bytes for part in parts if part.name not in ("activations", "log-probabilities"))
-    working = sum(part.bytes for part in parts) - fixed
-    # torch's AdamW takes the roots of all second moments at once; TransformerEngine's and apex's need no room
-    step = MAIN * (own.dense // t.dp + own.experts // _expert_replicas(sizes))
+    model, own = architecture(hf_config), held(hf_config, sizes, stage)
+    # DDP with the distributed optimizer keeps the parameters of a dtype in one buffer, whole on every rank
+    parameters = MemoryPart("parameters", element * own.all, f"{own.all / 1e9:,.2f} billion in {config.model.dtype}")
+    # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
+    gradients = MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank")
+    optimizer = _optimizer(config, sizes, own)
+    has_reference = config.mode != "sft" and config.ppo.has_reference
+    layer = layer_of(config, model, hf_config.get("num_experts_per_tok") or 0, on_cuda)
+    kept = MemoryPart("activations", activations(config, layer, stage), describe(config, stage))
+    logprobs = _logprobs(config, hf_config, sizes, stage)
+    backward = kept.bytes + logprobs.bytes
     # DDP makes its buffers beside the parameters that the model was built with, before optimizer and activations
-    building = element * own.all - parts[2].bytes
-    parts.append(MemoryPart("step or start", max(step, building, working) - working, "beyond the backward pass"))
+    building = parameters.bytes - optimizer.bytes
+    more = max(_step(config, sizes, own), building, backward) - backward
+    parts = (
+        parameters,
+        gradients,
+        optimizer,
+        MemoryPart("reference", parameters.bytes if has_reference else 0, "frozen parameters"),
+        _critic(config, hf_config, sizes, stage),
+        kept,
+        logprobs,
+        _sending(config, own),
+        MemoryPart("CUDA and NCCL", _communication(config, hf_config, sizes) if on_cuda else 0, "an allowance"),
+        MemoryPart("step or start", more, "beyond the backward pass"),
+    )
     first, count = stage * t.tp * t.dp, t.tp * t.dp
     ranks = f"ranks {first}–{first + count - 1}" if count > 1 else f"rank {first}"
     return RankMemory(f"trainer rank (stage {stage} of {t.pp}, {ranks})", tuple(part for part in parts if part.bytes))
 
 
 def _expert_replicas(sizes: MegatronSizes) -> int:
-    """Ranks that hold the same experts."""
+    """Returns how many ranks of a stage hold the same experts."""
     return sizes.tp * sizes.cp * sizes.dp // (sizes.expert_tp * sizes.ep)
 
 
-def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> tuple[int, str]:
-    """Megatron's distributed optimizer: ranks that hold the same parameters divide the states of these; float32
-    parameters are their own main parameters."""
+def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> MemoryPart:
+    """Megatron's distributed optimizer shards the states of a parameter over the ranks that hold it. Parameters in
+    float32 are their own main parameters."""
     main = 0 if config.model.dtype == "float32" else MAIN
     states = "two moments" if not main else "main parameters and two moments"
     size = (main + MOMENTS) * (-(-own.dense // config.trainer.dp) + -(-own.experts // _expert_replicas(sizes)))
-    apart = f", of experts over {_expert_replicas(sizes)}" if own.experts else ""
-    return size, f"float32 {states}, divided over trainer.dp={config.trainer.dp}{apart}"
+    experts = f", of experts over {_expert_replicas(sizes)}" if own.experts else ""
+    return MemoryPart("optimizer", size, f"float32 {states}, sharded over trainer.dp={config.trainer.dp}{experts}")
 
 
-def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> tuple[int, str]:
-    """Its parameters, gradients and optimizer states, as the policy's; the activations of the two take turns."""
+def _step(config: Config, sizes: MegatronSizes, own: Held) -> int:
+    """torch's AdamW takes the roots of all second moments at once; TransformerEngine's and apex's need no room."""
+    return MAIN * (own.dense // config.trainer.dp + own.experts // _expert_replicas(sizes))
+
+
+def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
+    """The critic's parameters, gradients and optimizer states. Its activations are never there at the same time as
+    the policy's."""
     if config.mode == "sft" or not config.ppo.critic:
-        return 0, ""
-    own, element = held(hf_config, sizes, stage, critic=True), ITEMSIZE[config.model.dtype]
-    size = (element + 4) * own.all + _optimizer(config, sizes, own)[0]
-    return size, f"{own.all / 1e9:,.2f} billion parameters, gradients and optimizer as the policy's"
+        return MemoryPart("critic", 0)
+    own = held(hf_config, sizes, stage, critic=True)
+    size = (ITEMSIZE[config.model.dtype] + 4) * own.all + _optimizer(config, sizes, own).bytes
+    note = f"{own.all / 1e9:,.2f} billion parameters, gradients and optimizer as the policy's"
+    return MemoryPart("critic", size, note)
 
 
-def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:
+def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
     """trainer/logprobs.py: the logits of a chunk (12 bytes each), a gradient of the output layer in float32 and twice
-    in its dtype, and the final hidden states of a micro-batch gathered, picked, and their gradient."""
+    in its dtype, and the final hidden states of a micro-batch: gathered, picked, and their gradient."""
     model, element = architecture(hf_config).dimensions, ITEMSIZE[config.model.dtype]
-    tokens = activations.microbatch_tokens(config)
+    tokens = microbatch_tokens(config)
     chunk = max(1, LOGITS_ELEMENTS * sizes.tp // model.vocabulary)
     rows = sizes.padded_vocabulary(model.vocabulary) // sizes.tp
-    return (
-        12 * min(chunk, tokens) * rows + (4 + 2 * element) * rows * model.hidden + 3 * element * tokens * model.hidden
-    )
+    logits = 12 * min(chunk, tokens) * rows
+    output_layer = (4 + 2 * element) * rows * model.hidden
+    hidden_states = 3 * element * tokens * model.hidden
+    size = logits + output_layer + hidden_states if stage == sizes.pp - 1 else 0
+    return MemoryPart("log-probabilities", size, "last stage only")
 
 
-def _sending(config: Config, own: Held, element: int) -> int:
-    """reshard/publish.py: two buffers in turns for each link, kept from update to update."""
+def _sending(config: Config, own: Held) -> MemoryPart:
+    """reshard/publish.py: two buffers that each link uses in turn and keeps from update to update."""
     engines = config.rollout.engines if config.mode == "rl" else 0
-    return 2 * element * min(BUCKET_ELEMENTS, own.all) * engines
+    bucket = ITEMSIZE[config.model.dtype] * min(BUCKET_ELEMENTS, own.all)
+    return MemoryPart("sending weights", 2 * bucket * engines, f"two buckets for each of {engines} engines")
 
 
-def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, element: int) -> int:
-    """The context, a communicator for each group of several ranks, one for each link, and the buffer in which Megatron
-    gathers a row of tokens over tp for sequence parallelism."""
+def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:
+    """Bytes of the CUDA context, of a communicator for each group of several ranks and for each link, and of the buffer
+    in which Megatron gathers a row of tokens over tp for sequence parallelism."""
     t = config.trainer
     groups = [t.tp, t.dp, t.pp, sizes.ranks]
     if architecture(hf_config).dimensions.experts:
         groups += [sizes.ep * sizes.expert_tp, _expert_replicas(sizes)]
     links = config.rollout.engines if config.mode == "rl" else 0
-    gathered = element * activations.microbatch_tokens(config) * hf_config["hidden_size"] if t.tp > 1 else 0
+    gathered = ITEMSIZE[config.model.dtype] * microbatch_tokens(config) * hf_config["hidden_size"] if t.tp > 1 else 0
     return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups) + LINK * links + gathered
 
 
 def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """One checkpoint on disk: the parameters in their dtype and, in the shapes of the parameters, float32 main
-    parameters and two moments (`fully_reshardable`), each once whatever the number of ranks; of a critic too."""
+    """Returns the size of a checkpoint on disk, whatever the number of ranks.
+
+    The parameters are there once in their dtype, and once in their own shapes (`fully_reshardable`) as float32 main
+    parameters and two moments; a critic's likewise.
+    """
     model = architecture(hf_config)
     elements = sum(map(prod, model.canonical.values()))
-    if config.mode != "sft" and config.ppo.critic:
+    if config.mode != "sft" and config.ppo.has_critic:
         head = 0 if model.tied else model.dimensions.vocabulary * model.dimensions.hidden
         elements += elements - head + model.dimensions.hidden
     return (ITEMSIZE[config.model.dtype] + MAIN + MOMENTS) * elements

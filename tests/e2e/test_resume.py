@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from areal_megatron.audit import audit, drawing, surviving
 from areal_megatron.checkpoint.folder import complete, newest
-from areal_megatron.config import load
+from areal_megatron.config_file import load
 from areal_megatron.controller.state import read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
@@ -31,7 +31,7 @@ CHANGES = {
     "held_out": 4,
     "rollout.max_staleness": 2,
     "resume": "auto",
-    "rollout.pass_rate": [0, 1],
+    "rollout.filter_groups": True,
     "reward.function": "tests.support.rewards:coarse",
 }
 
@@ -53,7 +53,9 @@ def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
         "checkpoint.every": 2,
         "checkpoint.hf_every": 10,
         "data.train": rated(world),
-        "rollout.pass_rate": [0.9, 0.1],
+        "rollout.min_pass_rate": 0.1,
+        "rollout.max_pass_rate": 0.9,
+        "rollout.easiest_first": True,
         "rollout.dump": True,
         "rollout.max_running": 4,
     }

@@ -59,7 +59,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     afterwards."""
     changes = {
         "rollout.max_staleness": eta,
-        "rollout.pass_rate": [0, 1],
+        "rollout.filter_groups": True,
         "reward.function": "tests.support.rewards:coarse",
         "reshard.staging": "streamed" if eta == 1 else "full",
     }
@@ -69,7 +69,8 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
             "trainer.dp": 2,
             "machine.slots": 3,
             "rollout.max_new_tokens": 64,
-            "rollout.workflow": "{tests.support.workflows:twice: 2}",
+            "rollout.workflow": "tests.support.workflows:twice",
+            "rollout.turns": 2,
         }
     started = local_run(f"eta-{eta}", *small(world, **changes))
     assert started.wait() == 0, started.output

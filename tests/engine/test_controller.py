@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from areal_megatron.config import save
+from areal_megatron.config_file import save
 from areal_megatron.controller.state import read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
@@ -63,7 +63,7 @@ def start(world, tmp_path, engine):
         folder = tmp_path / f"run-{len(started)}"
         run, config = make_run(folder, world, rollout={"max_staleness": ETA, **(rollout or {})}, **keys)
         config.reward.function = "tests.support.rewards:coarse"
-        config.trainer.dp, config.machine.timeout_s = 2, timeout_s
+        config.trainer.dp, config.machine.peer_timeout_s = 2, timeout_s
         save(config, run.config)
         (run.folder / "secret").write_text(engine.token)
         run.announce("engine-0", engine.endpoint("engine-0"))
@@ -124,7 +124,7 @@ def check_parts(parts, config, prompts, tokenizer, version):
         assert t.truncated == (not ended)
         text = tokenizer.decode(t.response.tolist())
         right = ended and len(text) % 4 == 0
-        assert t.reward == (config.reward.range[1] if right else config.reward.range[0])
+        assert t.reward == (config.reward.right if right else config.reward.wrong)
     return trajectories
 
 
@@ -181,7 +181,7 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     assert updates[1]["loss"] == 0.5
     for update, trajectories, version in zip(updates, (first, second, third), (0, 0, 1), strict=True):
         assert update["reward_mean"] == pytest.approx(np.mean([t.reward for t in trajectories]))
-        assert update["accuracy"] == pytest.approx(np.mean([t.reward == config.reward.range[1] for t in trajectories]))
+        assert update["accuracy"] == pytest.approx(np.mean([t.reward == config.reward.right for t in trajectories]))
         assert update["trained_tokens"] == sum(len(t.response) for t in trajectories)
         assert update["truncated_share"] == np.mean([t.truncated for t in trajectories])
         assert update["staleness_max"] == max(version - t.admission_version for t in trajectories)

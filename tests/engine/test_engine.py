@@ -13,15 +13,16 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
-from areal_megatron.config import Rollout, load
+from areal_megatron.config import RolloutConfig
+from areal_megatron.config_file import load
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
 from tests.support.chat_world import Judge
 from tests.support.engines import ask, lengthened, make_run, started_engine
@@ -155,7 +156,7 @@ def test_answers_of_forced_length_have_it(run):
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=300)
 
     def sampled(client):
-        sampling = Sampling(client, Rollout(max_new_tokens=5), [1, 4, 8], cache_salt="v0")
+        sampling = Sampling(client, RolloutConfig(max_new_tokens=5), [1, 4, 8], cache_salt="v0")
         return single_turn.sample(sampling, prompt, 4, "forced", seed=1)
 
     assert [len(completion.tokens) for completion in ask(run, sampled)] == [300] * 4
@@ -198,7 +199,7 @@ def test_an_aborted_request_returns_what_it_has(run):
 def test_interrupted_answers_are_resumed(run, reference):
     """They are of one distribution and end at the length that was asked for; complete answers stay as they are."""
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=1000)
-    rollout = Rollout(temperature=TEMPERATURE)
+    rollout = RolloutConfig(temperature=TEMPERATURE)
 
     async def sampled(client):
         sampling = Sampling(client, rollout, [], cache_salt=None, may_interrupt=lambda: True)
@@ -262,7 +263,7 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
     async def sampled(client):
         try:
             sampling = Sampling(client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
-            return await episodes.sample(sampling, Place(prompt, 0, "group-0", 2**60, "train"), 3)
+            return await episodes.sample(sampling, EpisodeSpec(prompt, 0, "group-0", 2**60, "train"), 3)
         finally:
             await episodes.close()
 

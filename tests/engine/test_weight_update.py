@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from areal_megatron.config import load
+from areal_megatron.config_file import load
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline

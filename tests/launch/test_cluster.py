@@ -1,4 +1,4 @@
-"""The cluster that tests of launching use is Slurm itself: what such tests rely on."""
+"""What tests of launching rely on in their cluster, which is Slurm itself on virtual nodes."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ for i in {1..900}; do sleep 0.1; done
 
 @pytest.fixture(scope="module", autouse=True)
 def restarts(tmp_path_factory):
-    """A cluster, and its jobs that take half a minute to be started again while other tests run."""
+    """A cluster, and jobs on it whose restart takes half a minute, during which other tests run."""
     folder = tmp_path_factory.mktemp("restarts")
     batch = script(folder, ENDS_IN_ITS_SECOND_RUN)
     with Cluster(folder / "logs", grace_s=5) as cluster:
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """Starts a batch script of these lines; the id of the job."""
+    """Submits a batch script of these lines and returns the id of the job."""
     return lambda lines, *options: cluster.submit(script(tmp_path, lines), *options)
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class MpiRun:
-    """mpirun of launch.mpi; output in one file."""
+    """launch.mpi under mpirun, with its output in a file."""
 
     def __init__(self, folder: Path, count: int, *overrides: str):
         self._output = folder.with_suffix(".out")
@@ -80,7 +80,7 @@ def mpi_run(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run, world, tmp_path):
-    """A trainer rank is killed; the slots stay, start everything again, and the run ends as if nothing had been."""
+    """A trainer rank is killed; the slots stay, restart everything, and the run ends as if nothing had happened."""
     changes = {"updates": 20, "checkpoint.every": 1, "trainer.pp": 2, "rollout.engines": 2, "rollout.max_staleness": 2}
     marked = f"--python=rollout=env OWN_PYTHON=engines {sys.executable}"
     started, run = mpi_run("run", 4, "--restarts=1", marked, *small(world, **changes)), Run(tmp_path / "run")

@@ -13,10 +13,10 @@ import pytest
 from areal_megatron.audit import audit
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import check_network
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch import slurm, status
-from launch.network import check_network
 from launch.orders import NodeHello
 from launch.records import read_record
 from tests.e2e.test_run import small
@@ -279,5 +279,5 @@ def test_a_node_list_that_slurm_does_not_know(cluster, monkeypatch, capsys):
 def test_loopback_is_refused_on_several_machines():
     found = [NodeHello(f"node{n}", [], 0, 1, machine=str(n)) for n in range(2)]
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is a loopback address and the job has 2 nodes"):
-        check_network(Config(), found)
-    check_network(Config(), found[:1])
+        check_network(Config().machine.host, {hello.machine for hello in found})
+    check_network(Config().machine.host, {found[0].machine})

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_megatron.config import PPO, Config, Data, Model, Trainer
+from areal_megatron.config import Config, CriticConfig, DataConfig, ModelConfig, PPOConfig, TrainerConfig
 from areal_megatron.models.architecture import architecture, read_config
 from launch.memory import activations
 from launch.memory.parts import ITEMSIZE
@@ -40,10 +40,10 @@ def config(world, name, tp, dtype, recompute):
         name="t",
         updates=1,
         mode="sft",
-        model=Model(str(world / name), dtype),
-        data=Data(""),
+        model=ModelConfig(str(world / name), dtype),
+        data=DataConfig(""),
         batch_size=1,
-        trainer=Trainer(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
+        trainer=TrainerConfig(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
     )
 
 
@@ -57,7 +57,7 @@ def test_buffers_and_optimizer_states(world, measured, tp):
         assert plan.of("parameters") <= found["parameters"] <= 1.03 * plan.of("parameters"), (name, case)
         assert 4 * elements <= found["gradients"] <= 1.03 * 4 * elements, (name, case)
         assert plan.of("optimizer") == found["optimizer"], (name, case)
-        asked = replace(config(world, name, *case), mode="rl", ppo=PPO(critic={"lr": 1e-5}))
+        asked = replace(config(world, name, *case), mode="rl", ppo=PPOConfig(critic=CriticConfig(lr=1e-5)))
         critic = stage_memory(asked, read_config(world / name), 0, on_cuda=False).of("critic")
         assert critic <= found["critic"] <= 1.03 * critic, (name, case)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_megatron.config import Optimizer
+from areal_megatron.config import CorrectionConfig, CriticConfig, OptimizerConfig, PenaltyConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
@@ -36,12 +36,15 @@ CASES = {
 """Models and layouts that ranks try one after the other: to start them takes longer than to try one."""
 
 VARIANTS = {
-    "run-corrected-tokens": {"correction": {"truncated": 2.0, "icepop": 1.3, "sequence_mask": 1.1, "m2po": 0.03}},
-    "run-corrected-sequences": {"algorithm": "gspo", "correction": {"icepop": 1.05, "m2po": 0.03}},
-    "run-log-linear": {"objective": "loglinear", "penalty": {"entropy": 0.1, "kl_k1": 1.0}},
-    "run-penalties": {"algorithm": "grpo", "penalty": {"entropy": 0.1, "kl_k2": 0.5, "kl_k3": 0.3}},
-    "run-critic": {"critic": {"lr": 2e-3, "gamma": 0.99, "lambda": 0.9, "clip": 0.3}},
-    "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": {"lr": 1e-3, "warmup": 1}},
+    "run-corrected-tokens": {"correction": CorrectionConfig(truncate=2.0, icepop=1.3, sequence_mask=1.1, m2po=0.03)},
+    "run-corrected-sequences": {
+        "algorithm": "gspo",
+        "correction": CorrectionConfig(truncate=0.0, icepop=1.05, m2po=0.03),
+    },
+    "run-log-linear": {"objective": "loglinear", "penalty": PenaltyConfig(entropy=0.1, kl=1.0, kl_form="k1")},
+    "run-penalties": {"algorithm": "grpo", "penalty": PenaltyConfig(entropy=0.1, kl=0.5, kl_form="k2")},
+    "run-critic": {"critic": CriticConfig(lr=2e-3, gamma=0.99, gae_lambda=0.9, clip=0.3)},
+    "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": CriticConfig(lr=1e-3, warmup=1)},
 }
 """Settings of PPO: every correction, on tokens and on whole sequences; the interpolated proximal policy; every penalty;
 critics."""
@@ -132,7 +135,7 @@ def test_logits_of_all_tokens_are_never_alive(folder, on_ranks):
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 def test_learning_rate_warms_up_and_falls(shape):
     optimizer = SimpleNamespace(param_groups=[{}])
-    subject = schedule(Optimizer(lr=0.1, schedule={shape: 0.1}), 100, optimizer)
+    subject = schedule(OptimizerConfig(lr=0.1, schedule=shape, warmup=0.1), 100, optimizer)
     found = []
     for _ in range(100):
         subject.step(1)

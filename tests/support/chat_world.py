@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template, and an engine whose answers are written down."""
+"""A tokenizer with a chat template, and an engine client that answers from a script."""
 
 import json
 from types import SimpleNamespace
@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from areal_megatron.config import Config, Data, Model, Reward, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from areal_megatron.data import tokenizer as product
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
 from areal_megatron.reward.function import checked
 from areal_megatron.reward.worker import Scored
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -35,7 +35,7 @@ TEMPLATE = """\
 
 
 def make_tokenizer(folder, template=TEMPLATE):
-    """One token a character, but for `ab`."""
+    """Makes a tokenizer of one token a character, except for `ab`, which is one token too."""
     library = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Split(Regex(r"ab|[\s\S]"), "isolated")
     library.decoder = decoders.Fuse()
@@ -48,13 +48,16 @@ def make_tokenizer(folder, template=TEMPLATE):
 
 
 def spelled(text):
-    """Token ids by characters: not how the tokenizer would write `ab`."""
+    """Returns the token ids of the single characters, also of `ab`, unlike the tokenizer."""
     return [IDS[character] for character in text]
 
 
 class Scripted:
-    """An engine's client. `answer(prompt tokens, number of the call)` → text; an end token follows unless it ends in
-    `…`."""
+    """An engine's client that answers with `answer(prompt tokens, number of the call)`.
+
+    A text gets an end token, or if it ends in `…` is repeated for as long as tokens are left; a Completion is returned
+    as it is, an exception raised.
+    """
 
     name = "engine-0"
 
@@ -89,7 +92,7 @@ def completed(result):
 
 
 class Judge:
-    """In the workers' place: the reward function, in this process."""
+    """Takes the place of the reward workers: calls the reward function in this process."""
 
     def __init__(self, function):
         self._function, self.asked = function, []
@@ -114,9 +117,9 @@ class World:
         answer,
         *,
         turns=3,
-        longest=400,
+        max_new_tokens=400,
         reward=equals,
-        rule="incorrect",
+        truncated="incorrect",
         template=TEMPLATE,
         timeout_s=5.0,
         batch_size=8,
@@ -125,18 +128,18 @@ class World:
             name="x",
             updates=1,
             batch_size=batch_size,
-            model=Model(path=str(folder)),
-            data=Data(train="x"),
-            rollout=Rollout(group_size=2, max_new_tokens=longest),
-            reward=Reward(truncated=rule),
+            model=ModelConfig(path=str(folder)),
+            data=DataConfig(train="x"),
+            rollout=RolloutConfig(group_size=2, max_new_tokens=max_new_tokens),
+            reward=RewardConfig(truncated=truncated),
         )
-        self.config.machine.timeout_s = timeout_s
+        self.config.rollout.workflow_timeout_s = timeout_s
         self.config.data.max_prompt_tokens = 400
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)
-        scorer = Scorer(self.config.reward, self.judge, longest)
+        scorer = Scorer(self.config.reward, self.judge, max_new_tokens)
         self.episodes = EpisodeRunner(self.config, Workflow(run, turns), self.tokenizer, scorer)
-        self.breaking_off = False
+        self.interrupting = False
 
     def prompt(self, text="hi?", answer="right", forced=None):
         (tokens,) = self.tokenizer.prompts([text])
@@ -144,11 +147,11 @@ class World:
 
     async def sample(self, n=1, seed=100, version=0, **prompt):
         sampling = Sampling(
-            self.client, self.config.rollout, self.tokenizer.stop_tokens, None, lambda: self.breaking_off
+            self.client, self.config.rollout, self.tokenizer.stop_tokens, None, lambda: self.interrupting
         )
         try:
             return await self.episodes.sample(
-                sampling, Place(self.prompt(**prompt), version, "group-3", seed, "train"), n
+                sampling, EpisodeSpec(self.prompt(**prompt), version, "group-3", seed, "train"), n
             )
         finally:
             await self.episodes.close()

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import psutil
 
-from areal_megatron.config import Config, Data, Machine, Model, Rollout, save
+from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, RolloutConfig
+from areal_megatron.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.run import Run
 
@@ -24,12 +25,12 @@ def make_run(folder, world, *, rollout=None, **keys):
         name=folder.name,
         runs_dir=str(folder.parent),
         **{"updates": 3, "batch_size": 16} | keys,
-        model=Model(path=str(world / "model"), dtype="float32"),
-        data=Data(train=str(world / "train.jsonl"), max_prompt_tokens=32),
-        machine=Machine(device="cpu", timeout_s=60),
+        model=ModelConfig(path=str(world / "model"), dtype="float32"),
+        data=DataConfig(train=str(world / "train.jsonl"), max_prompt_tokens=32),
+        machine=MachineConfig(device="cpu", peer_timeout_s=60),
     )
     settings = {"group_size": 4, "max_new_tokens": 24, "max_running": 16, "temperature": 0.7}
-    config.rollout = Rollout(**settings | (rollout or {}))
+    config.rollout = RolloutConfig(**settings | (rollout or {}))
     run = Run(folder)
     run.create()
     save(config, run.config)

@@ -1,4 +1,4 @@
-"""A web server in an engine's place that is asked to generate once, by the product's client."""
+"""A web server in place of an engine, which the product's client asks to generate once."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from areal_megatron.engine.client import Completion, EngineClient
 
 
 def generated(choices: list[dict], prompt: list[int], **options) -> tuple[list[Completion], dict]:
-    """What the client makes of an answer with these choices, and the body of what it asked for."""
+    """Returns what the client makes of an answer with these choices, and the body of its request."""
     bodies = []
 
     async def answer(request):

@@ -133,7 +133,7 @@ def _compute_update(config: Config) -> dict[str, Any]:
     if config.ppo.critic:
         valued = oracle.Valued(copy.deepcopy(model))
         results, values = _compute_critic(learner, valued, config)
-    if not config.ppo.critic.get("warmup"):
+    if not config.ppo.critic.warmup:
         learner.ppo_update(*update_data(), values)
     return {"gradient": gradients(exact), "parameters": model.state_dict(), **results}
 

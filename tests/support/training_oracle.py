@@ -90,7 +90,7 @@ def assess(valued: Valued, trajectories: list[Trajectory], config: Config) -> tu
     for t in trajectories:
         values.append(valued.values(t))
         rewards = [0.0] * (len(values[-1]) - 1) + [t.reward] * bool(len(values[-1]))
-        raw.append(np.array(gae(rewards, values[-1].tolist(), settings.get("gamma", 1.0), settings.get("lambda", 1.0))))
+        raw.append(np.array(gae(rewards, values[-1].tolist(), settings.gamma, settings.gae_lambda)))
         returns.append(torch.from_numpy(raw[-1]) + values[-1])
     weights = np.concatenate(
         [np.full(len(own), 1.0 if config.ppo.algorithm == "ppo" else 1 / max(len(own), 1)) for own in raw]
@@ -102,7 +102,7 @@ def assess(valued: Valued, trajectories: list[Trajectory], config: Config) -> tu
 
 def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -> Tensor:
     """Of a mini-batch: the clipped squared error of Schulman's ppo2, the mean over trained tokens."""
-    clip, parts = config.ppo.critic.get("clip"), [torch.zeros(0)]
+    clip, parts = config.ppo.critic.clip, [torch.zeros(0)]
     for t, old, target in zip(trajectories, before, returns, strict=True):
         now = valued.values(t)
         errors = (now - target) ** 2
@@ -115,7 +115,7 @@ def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -
 def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
     """Of the trained tokens of one sequence, from the logarithms of the uncorrected ones."""
     ratio, weights = lag.exp(), lag.exp()
-    if cap := correction.get("truncated"):
+    if cap := correction.get("truncate"):
         weights = torch.minimum(weights, torch.tensor(cap))
     if bound := correction.get("icepop"):
         weights = weights * ((ratio >= 1 / bound) & (ratio <= bound))
@@ -133,7 +133,7 @@ def within_second_moment(trajectories, proximals, config: Config) -> list[Tensor
         for i, t in enumerate(trajectories)
         for k in np.flatnonzero(t.loss_mask)
     }
-    while moments and np.mean(list(moments.values())) > config.ppo.correction.get("m2po", math.inf):
+    while moments and np.mean(list(moments.values())) > (config.ppo.correction.m2po or math.inf):
         i, k = max(moments, key=moments.get)
         keep[i][k] = False
         del moments[i, k]
@@ -163,9 +163,9 @@ def ppo_loss(
 
     `proximals`, `references`: [R] of each trajectory.
     """
-    algorithm, (low, high) = config.ppo.algorithm, config.ppo.clip
+    algorithm, low, high = config.ppo.algorithm, config.ppo.clip_low, config.ppo.clip_high
     sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
-    penalty = config.ppo.penalty
+    penalty = config.ppo.penalty.coefficients
     for t, advantage, proximal, reference, kept in zip(
         trajectories, advantages, proximals, references, keep, strict=True
     ):
@@ -183,7 +183,7 @@ def ppo_loss(
         )
         if algorithm == "gspo":  # one ratio and one weight a sequence
             drift, lag = drift.mean().expand(len(trained)), lag.mean().expand(len(trained))
-        weight = weights(lag, config.ppo.correction) * kept[trained]
+        weight = weights(lag, config.ppo.correction.thresholds) * kept[trained]
         clipped = torch.clamp(drift.exp(), 1 - low, 1 + high)
         gain = torch.min(drift.exp() * advantage, clipped * advantage)
         if algorithm == "cispo":
@@ -224,7 +224,7 @@ class Adam:
         decay = [p for p in model.parameters() if p.dim() > 1]
         plain = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": decay, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr, settings.adam[:2], settings.adam[2])
+        self.optimizer = torch.optim.AdamW(groups, lr, (settings.beta1, settings.beta2), settings.eps)
 
     def step(self, loss: Tensor) -> float:
         self.optimizer.zero_grad()
@@ -242,7 +242,7 @@ class Learner(Adam):
         self.reference = copy.deepcopy(model)
 
     def critic_update(self, valued: Valued, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
-        critic = Adam(valued, self.config, self.config.ppo.critic["lr"])
+        critic = Adam(valued, self.config, self.config.ppo.critic.lr)
         before, returns, _ = assess(valued, trajectories, self.config)
         for members in minibatches:
             chosen = [[items[i] for i in members] for items in (trajectories, before, returns)]

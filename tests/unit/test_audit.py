@@ -6,7 +6,8 @@ import pytest
 
 from areal_megatron.audit import audit, main
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.config import PPO, Config, Data, Model, Rollout, Trainer, save
+from areal_megatron.config import Config, DataConfig, ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
+from areal_megatron.config_file import save
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Cursor
@@ -27,11 +28,11 @@ class Past:
             runs_dir=str(folder),
             updates=50,
             batch_size=BATCH,
-            model=Model(path="m"),
-            data=Data(train=str(folder / "data.jsonl")),
-            trainer=Trainer(dp=2),
-            ppo=PPO(minibatches=1),
-            rollout=Rollout(group_size=GROUP, max_staleness=1),
+            model=ModelConfig(path="m"),
+            data=DataConfig(train=str(folder / "data.jsonl")),
+            trainer=TrainerConfig(dp=2),
+            ppo=PPOConfig(minibatches=1),
+            rollout=RolloutConfig(group_size=GROUP, max_staleness=1),
         )
         save(self.config, self.run.config)
         self.begin(None)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout, Trainer
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from areal_megatron.model_check import check_model
 
 GOOD = {
@@ -33,9 +33,14 @@ EXPERTS = {
 def config(folder, hf=GOOD, **trainer) -> Config:
     (folder / "config.json").write_text(json.dumps(hf))
     (folder / "model.safetensors").touch()
-    rollout = Rollout(max_new_tokens=64)
+    rollout = RolloutConfig(max_new_tokens=64)
     return Config(
-        name="t", updates=1, model=Model(str(folder)), data=Data(""), trainer=Trainer(**trainer), rollout=rollout
+        name="t",
+        updates=1,
+        model=ModelConfig(str(folder)),
+        data=DataConfig(""),
+        trainer=TrainerConfig(**trainer),
+        rollout=rollout,
     )
 
 
@@ -86,17 +91,19 @@ def test_what_does_not_fit_is_named(tmp_path, hf, trainer, message):
         check_model(config(tmp_path, GOOD | hf, **trainer))
 
 
-@pytest.mark.parametrize("asked", ["parallel", "replay"])
+@pytest.mark.parametrize("asked", ["expert_parallel", "replay_routes"])
 def test_what_engines_do_with_experts_needs_some_and_cuda(tmp_path, asked):
     subject = config(tmp_path, GOOD | EXPERTS)
-    subject.rollout.experts, subject.machine.device = [asked], "cuda"
+    setattr(subject.rollout, asked, True)
+    subject.machine.device = "cuda"
     check_model(subject)
     subject.machine.device = "cpu"
-    with pytest.raises(ConfigError, match=r"rollout.experts: on CPU vLLM's kernels fail .* set it to \[\]"):
+    with pytest.raises(ConfigError, match=rf"rollout.{asked}: on CPU vLLM's kernels fail .* leave it out"):
         check_model(subject)
     subject = config(tmp_path, GOOD)
-    subject.rollout.experts, subject.machine.device = [asked], "cuda"
-    with pytest.raises(ConfigError, match=r"rollout.experts: \['.*'\], but the model of .* has none"):
+    setattr(subject.rollout, asked, True)
+    subject.machine.device = "cuda"
+    with pytest.raises(ConfigError, match=rf"rollout.{asked}: the model of .* has no experts"):
         check_model(subject)
 
 

@@ -4,8 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from areal_megatron import config as configuration
-from areal_megatron import report
+from areal_megatron import config_file, report
 from areal_megatron.config import Config
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline
@@ -43,7 +42,7 @@ def make_run(tmp_path, updates, mode="rl"):
     run.create()
     config = Config(name="run", mode=mode, updates=updates)
     config.model.path, config.data.train = "model", "<train>.jsonl"
-    configuration.save(config, run.config)
+    config_file.save(config, run.config)
     return run
 
 

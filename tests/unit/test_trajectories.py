@@ -9,7 +9,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from areal_megatron import trajectories
-from areal_megatron.config import Config, Data, Model, save
+from areal_megatron.config import Config, DataConfig, ModelConfig
+from areal_megatron.config_file import save
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
@@ -50,7 +51,7 @@ def answer(tokenizer, uid, text, **changes):
 def run(tmp_path, model):
     run, tokenizer = Run(tmp_path / "run"), Tokenizer(model)
     run.create()
-    save(Config(name="run", updates=2, model=Model(str(model)), data=Data("d")), run.config)
+    save(Config(name="run", updates=2, model=ModelConfig(str(model)), data=DataConfig("d")), run.config)
     first = [answer(tokenizer, 0, "eins"), answer(tokenizer, 1, "zwei, größer", reward=5.0)]
     versions = np.array([0, 0, 1, 1, 1], np.int32)
     second = [

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from statistics import NormalDist, mean
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import overlap, read_spans, union
@@ -105,7 +105,7 @@ def measure(folder: Path) -> dict[str, float]:
     spans = read_spans(run)
     answering = [(s.start, s.end, s.args["answers"]) for s in spans if s.name == "generate"]
     training = union([(s.start, s.end) for s in spans if s.name in ("train", "proximal")])
-    generation, tail = generation_seconds(answering, begin, end, TAIL * configuration.load(run.config).batch_size)
+    generation, tail = generation_seconds(answering, begin, end, TAIL * config_file.load(run.config).batch_size)
     return {
         "tokens_per_s": sum(u["trained_tokens"] for u in measured) / (end - begin),
         "update_s": (end - begin) / len(measured),

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_megatron.config import Config, Data, Machine, Model
-from areal_megatron.config import Trainer as Sizes
+from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, TrainerConfig
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.run import Run
 from areal_megatron.trainer import checkpoint
@@ -56,10 +55,10 @@ def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[fl
         updates=10**6,
         batch_size=SEQUENCES,
         mode="sft",
-        model=Model(str(folder / "model"), "float32"),
-        data=Data("none"),
-        machine=Machine(device="cpu"),
-        trainer=Sizes(microbatch_tokens=SEQUENCES * TOKENS),
+        model=ModelConfig(str(folder / "model"), "float32"),
+        data=DataConfig("none"),
+        machine=MachineConfig(device="cpu"),
+        trainer=TrainerConfig(microbatch_tokens=SEQUENCES * TOKENS),
     )
     run = Run(folder / "run")
     run.create()

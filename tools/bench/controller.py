@@ -26,7 +26,16 @@ import msgspec
 import numpy as np
 import psutil
 
-from areal_megatron.config import Checkpoint, Config, Data, Machine, Model, Reward, Rollout, load, save
+from areal_megatron.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from areal_megatron.config_file import load, save
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
@@ -52,13 +61,13 @@ def make_run(folder: Path, in_flight: int) -> Run:
         runs_dir=str(folder),
         updates=10**6,
         batch_size=BATCH,
-        model=Model(str(world / "model"), "float32"),
-        data=Data(str(world / "train.jsonl")),
-        machine=Machine(device="cpu", timeout_s=120),
-        checkpoint=Checkpoint(),
-        reward=Reward("tools.bench.controller:reward"),
+        model=ModelConfig(str(world / "model"), "float32"),
+        data=DataConfig(str(world / "train.jsonl")),
+        machine=MachineConfig(device="cpu", peer_timeout_s=120),
+        checkpoint=CheckpointConfig(),
+        reward=RewardConfig("tools.bench.controller:reward"),
     )
-    config.rollout = Rollout(
+    config.rollout = RolloutConfig(
         engines=ENGINES,
         group_size=GROUP,
         max_staleness=-(-2 * in_flight // BATCH),

@@ -19,7 +19,7 @@ from statistics import median
 
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.observe.spans import read_spans, speed_by_company
+from areal_megatron.observe.spans import read_spans, speeds_with_and_without
 from areal_megatron.run import Run
 from tools.bench.figures import line, spreads
 from tools.make_arithmetic import save_model
@@ -75,7 +75,7 @@ def figures(run: Run) -> dict[str, float]:
     """Of the updates after the first five."""
     spans = [span for span in read_spans(run) if span.process == "trainer-0"]
     steps = [span for span in spans if span.name == "train"][5 * MINIBATCHES :]
-    speeds = speed_by_company(steps, [span for span in spans if span.name == "publish"])
+    speeds = speeds_with_and_without(steps, [span for span in spans if span.name == "publish"])
     if speeds is None:
         sys.exit(f"error: too few mini-batches met a publish in {run.folder}")
     updates = [line for line in read_metrics(run) if line["kind"] == "update"][5:]

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.checkpoint import hf
-from areal_megatron.config import Config, load
+from areal_megatron.config import Config
+from areal_megatron.config_file import load
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import trainer_layout
@@ -188,7 +189,7 @@ class TrainerRank:
         from areal_megatron.trainer.parallel import STORE, initialise
 
         self.config = config = load(run.config)
-        self.rank, self._say, self._timeout_s = rank, say, config.machine.timeout_s
+        self.rank, self._say, self._timeout_s = rank, say, config.machine.peer_timeout_s
         self._parallel = initialise(config, run, rank)
         sizes = parallel_sizes(config, self._parallel.device)
         (self._model,) = build_model(config, sizes, self._parallel.device)

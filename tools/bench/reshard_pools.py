@@ -18,7 +18,16 @@ from typing import Any
 
 import aiohttp
 
-from areal_megatron.config import Config, Data, Machine, Model, Reshard, Rollout, Trainer, save
+from areal_megatron.config import (
+    Config,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    ReshardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from areal_megatron.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.engine.server import reserve_port, server_command, server_environment
 from areal_megatron.run import Run
@@ -67,17 +76,17 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str) -> 
         name="run",
         runs_dir=str(out),
         updates=1,
-        model=Model(path=str(out / "model"), dtype="bfloat16"),
-        data=Data(train="none", max_prompt_tokens=PROMPT_TOKENS),
-        machine=Machine(device="cpu", timeout_s=120),
-        trainer=Trainer() if core_each else Trainer(tp=2, pp=2),
-        rollout=Rollout(
+        model=ModelConfig(path=str(out / "model"), dtype="bfloat16"),
+        data=DataConfig(train="none", max_prompt_tokens=PROMPT_TOKENS),
+        machine=MachineConfig(device="cpu", peer_timeout_s=120),
+        trainer=TrainerConfig() if core_each else TrainerConfig(tp=2, pp=2),
+        rollout=RolloutConfig(
             engines=1 if core_each else 2,
             tp=1 if core_each else 2,
             max_new_tokens=MAX_TOKENS,
             max_running=16,
         ),
-        reshard=Reshard(staging=staging),
+        reshard=ReshardConfig(staging=staging),
     )
     run = Run(config.run_dir)
     run.create()
@@ -167,7 +176,9 @@ class Engine(EngineClient):
 
     def __init__(self, run: Run, config: Config, index: int, children: Children, cores: list[int]):
         port, self._reservation = reserve_port(config.machine.host)
-        super().__init__(f"engine-{index}", f"http://{config.machine.host}:{port}", run.token, config.machine.timeout_s)
+        super().__init__(
+            f"engine-{index}", f"http://{config.machine.host}:{port}", run.token, config.machine.peer_timeout_s
+        )
         self.index = index
         python, _, _, *arguments = server_command(config, config.machine.host, port)
         command = [python, str(Path(__file__).with_name("reshard_engine.py")), *arguments]
@@ -222,7 +233,7 @@ async def pools(run: Run, config: Config) -> AsyncIterator[tuple[Trainers, list[
         ]
         try:
             async with Trainers(
-                run, config.trainer_ranks, config.machine.timeout_s, cores[-1:] if apart else cores
+                run, config.trainer_ranks, config.machine.peer_timeout_s, cores[-1:] if apart else cores
             ) as trainers:
                 ready = (engine.ready(START_TIMEOUT_S) for engine in engines)
                 await asyncio.gather(trainers.ready(START_TIMEOUT_S), *ready)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from areal_megatron.config import Config, Data, Machine, Model, Optimizer
+from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, OptimizerConfig
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
@@ -145,10 +145,10 @@ def measure(folder: Path, repetitions: int, seconds: float) -> list[dict[str, fl
         updates=1,
         batch_size=4,
         mode="sft",
-        model=Model(str(folder / "model"), "float32"),
-        data=Data("none"),
-        optimizer=Optimizer(),
-        machine=Machine(device="cpu", timeout_s=TIMEOUT_S),
+        model=ModelConfig(str(folder / "model"), "float32"),
+        data=DataConfig("none"),
+        optimizer=OptimizerConfig(),
+        machine=MachineConfig(device="cpu", peer_timeout_s=TIMEOUT_S),
     )
     run = Run(folder / "run")
     run.create()

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import ConfigError
 from areal_megatron.files import write_atomically, write_json
 from areal_megatron.observe.metrics import read_metrics
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SETTINGS = [
     "updates=64",
     "batch_size=128",
-    "optimizer.schedule={constant: 0}",
+    "optimizer.warmup=0",
     "rollout.max_running=512",
 ]
 """What differs from configs/tiny_cpu.yaml in every cell. Small batches and many running answers, so that the trainer is
@@ -100,7 +100,7 @@ class Sweep:
 
     def __init__(self, out: Path, overrides: list[str]):
         self.out, self.results_file, self.base = out.absolute(), out / "results.json", out.absolute() / "base"
-        configuration.load(ROOT / "configs" / "tiny_cpu.yaml", [*SETTINGS, *overrides])  # before anything is made
+        config_file.load(ROOT / "configs" / "tiny_cpu.yaml", [*SETTINGS, *overrides])  # before anything is made
         self.results: Results = {"overrides": [*SETTINGS, *overrides], "cells": {}}
         if self.results_file.exists():
             there = json.loads(self.results_file.read_text())
@@ -196,7 +196,7 @@ class RunFailed(RuntimeError):
 def measure(folder: Path) -> dict[str, Any]:
     """Held-out accuracy of the last version, and what was trained for it. Raises RunFailed if updates are missing."""
     run = Run(folder)
-    config, lines = configuration.load(run.config), read_metrics(run)
+    config, lines = config_file.load(run.config), read_metrics(run)
     updates = [line for line in lines if line["kind"] == "update"]
     evaluations = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["version"])
     if len(updates) != config.updates or len(evaluations) != 2 or evaluations[1]["version"] != config.updates:

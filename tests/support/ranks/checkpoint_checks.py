@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from areal_megatron.config import PPO, Config
+from areal_megatron.config import Config, CriticConfig, PenaltyConfig, PPOConfig
 from areal_megatron.packing.partition import split
 from areal_megatron.run import RunError
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
@@ -21,7 +21,8 @@ from tests.support.ranks.trainer_checks import make_config, make_trajectories, o
 from tools.bench.checkpoint_peers import save_as_megatron_does
 
 UPDATES = 4
-CRITIC = {"lr": 2e-3, "lambda": 0.9, "clip": 0.5}
+CRITIC = CriticConfig(lr=2e-3, gae_lambda=0.9, clip=0.5)
+PENALTY = PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")
 REPORTED = ("loss", "grad_norm", "lr", "ratio_mean", "entropy")
 OF_CRITIC = ("value_loss", "value_grad_norm", "explained_variance")
 
@@ -31,7 +32,7 @@ def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: 
 
     resumed: run folder → layout. Starting ranks takes longer than any of it.
     """
-    ppo = PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}, critic=CRITIC if critic else {})
+    ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=CRITIC if critic else CriticConfig())
     if saved is not None:
         check_straight(folder, rank, make_config(folder, model, saved, ppo=ppo))
     for run, layout in resumed.items():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from areal_megatron.config import Optimizer
+from areal_megatron.config import OptimizerConfig
 from areal_megatron.packing.partition import split
 from areal_megatron.trainer.trainer import Trainer
 from tests.support.plain_results import plain_logits
@@ -30,9 +30,7 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) 
     from areal_megatron.trainer import checkpoint
 
     for run, (model, trainer, dtype) in cases.items():
-        config = make_config(
-            folder, model, trainer, dtype=dtype, optimizer=Optimizer(lr=0.0, schedule={"constant": 0.0})
-        )
+        config = make_config(folder, model, trainer, dtype=dtype, optimizer=OptimizerConfig(lr=0.0, warmup=0.0))
         with open_trainer(folder, rank, config, run) as subject:
             parts = split(
                 make_trajectories(12, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0

@@ -13,8 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from areal_megatron.config import Config, Data, Model
-from areal_megatron.config import Trainer as Sizes
+from areal_megatron.config import Config, DataConfig, ModelConfig, TrainerConfig
 from areal_megatron.trainer import trainer
 from areal_megatron.trainer.batch import pack
 from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
@@ -30,9 +29,9 @@ def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]
         name="t",
         updates=1,
         mode="sft",
-        model=Model(str(folder), dtype),
-        data=Data(""),
-        trainer=Sizes(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
+        model=ModelConfig(str(folder), dtype),
+        data=DataConfig(""),
+        trainer=TrainerConfig(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
     )
     found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
     chunk, parts = found[Policy]

@@ -14,8 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import PPO, Config, Data, Machine, Model, Optimizer, Rollout
-from areal_megatron.config import Trainer as TrainerSettings
+from areal_megatron.config import (
+    Config,
+    CorrectionConfig,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PenaltyConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
@@ -50,19 +60,19 @@ trainer_step.LOGITS_ELEMENTS = 50 * 250
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {
-        "optimizer": Optimizer(lr=1e-3, schedule={"constant": 0.0}, weight_decay=0.1),
-        "ppo": PPO(minibatches=2, penalty={"entropy": 0.3, "kl_k3": 0.2}),
-        "rollout": Rollout(group_size=4, temperature=0.7, max_new_tokens=100),
+        "optimizer": OptimizerConfig(lr=1e-3, warmup=0.0, weight_decay=0.1),
+        "ppo": PPOConfig(minibatches=2, penalty=PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")),
+        "rollout": RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100),
         **sections,
     }
     return Config(
         name="test",
         updates=50,
         batch_size=12,
-        model=Model(path=str(folder / family), dtype=sections.pop("dtype", "float32")),
-        data=Data(train="", max_prompt_tokens=8),
-        machine=Machine(timeout_s=60),
-        trainer=TrainerSettings(**{"microbatch_tokens": 128, **layout}),
+        model=ModelConfig(path=str(folder / family), dtype=sections.pop("dtype", "float32")),
+        data=DataConfig(train="", max_prompt_tokens=8),
+        machine=MachineConfig(peer_timeout_s=60),
+        trainer=TrainerConfig(**{"microbatch_tokens": 128, **layout}),
         **sections,
     )
 
@@ -170,7 +180,7 @@ class MiniBatch:
                 for values in (self.proximals, self.references)
             )
             batches.append(batch)
-        if threshold := subject.config.ppo.correction.get("m2po"):
+        if threshold := subject.config.ppo.correction.m2po:
             subject._mask(batches, threshold)
         loss = partial(subject._objective.ppo, taken=1, tally=TokenSums())
         subject.policy.optimizer.zero_grad()
@@ -181,7 +191,8 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
     """Gradients of a mini-batch far from its proximal policy, and a whole update. cases: run folder → settings of
     PPO."""
     for run, settings in cases.items():
-        ppo = PPO(**{"minibatches": 2, "clip": [0.1, 0.25], "correction": {"truncated": 3.0}, **settings})
+        correction = CorrectionConfig(truncate=3.0)
+        ppo = PPOConfig(**{"minibatches": 2, "clip_low": 0.1, "clip_high": 0.25, "correction": correction, **settings})
         config = make_config(folder, "qwen3", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:
             expected = plain_update(subject)
@@ -350,7 +361,7 @@ def check_variants(folder: Path, rank: int) -> None:
         for name, value in weights[model, "none"].items():
             torch.testing.assert_close(changed[name], value, atol=1e-7, rtol=0)
 
-    settings = PPO(minibatches=2, objective="naive", algorithm="ppo_sequence")
+    settings = PPOConfig(minibatches=2, objective="naive", algorithm="ppo_sequence")
     config = make_config(folder, "llama", {}, ppo=settings)
     with open_trainer(folder, rank, config) as subject:
         reference = load_oracle(folder / "llama")
@@ -378,8 +389,8 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 
 def check_decay(folder: Path, rank: int) -> None:
     """Without a gradient only weight decay moves parameters: matrices, but no bias and no norm."""
-    optimizer = Optimizer(lr=0.1, weight_decay=0.5, schedule={"constant": 0.0})
-    config = make_config(folder, "qwen2", {}, ppo=PPO(minibatches=2), optimizer=optimizer)
+    optimizer = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup=0.0)
+    config = make_config(folder, "qwen2", {}, ppo=PPOConfig(minibatches=2), optimizer=optimizer)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
         trajectories = make_trajectories(12, 0)
@@ -411,6 +422,6 @@ def check_logprob_memory(folder: Path, rank: int) -> None:
 
 def check_missing_peer(folder: Path, rank: int) -> None:
     config = make_config(folder, "qwen3", {"dp": 2})
-    config.machine.timeout_s = 3
+    config.machine.peer_timeout_s = 3
     with pytest.raises(RunError, match="trainer-0: not all 2 trainer ranks joined within 3 s"):
         Trainer(config, Run(folder / "run"), rank)

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
 from areal_megatron.config import ConfigError
 from areal_megatron.run import Run
 from tests.conftest import ROOT
@@ -88,7 +88,7 @@ def test_cells_are_the_grid_and_then_whole_seeds():
     assert all((cell.objective, cell.eta) == ("naive", 0) for cell in cells[:12])
     for cell in cells:  # settings and cells are words of the configuration
         overrides = [*sweep.SETTINGS, *cell.overrides] if cell.rate else [*sweep.SETTINGS, *cell.overrides[:-1]]
-        config = configuration.load(ROOT / "configs" / "tiny_cpu.yaml", overrides)
+        config = config_file.load(ROOT / "configs" / "tiny_cpu.yaml", overrides)
         assert (config.ppo.objective, config.rollout.max_staleness, config.seed) == (
             cell.objective,
             cell.eta,
@@ -174,12 +174,12 @@ def test_a_run_is_measured_over_all_its_answers(tmp_path):
         update(2, {"0": 16, "1": 48}, {"0": 400, "1": 100}),
         {"time": 0.0, "kind": "eval", "version": 2, "accuracy": 0.9, "items": 1000},
     ]
-    config = configuration.load(
+    config = config_file.load(
         ROOT / "configs" / "tiny_cpu.yaml", ["name=cell", "updates=2", "batch_size=64", "rollout.max_staleness=1"]
     )
     run = Run(tmp_path / "cell")
     run.create()
-    configuration.save(config, run.config)
+    config_file.save(config, run.config)
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = sweep.measure(run.folder)
     assert (figures["accuracy"], figures["accuracy_before"], figures["items"]) == (0.9, 0.45, 1000)

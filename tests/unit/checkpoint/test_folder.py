@@ -5,7 +5,7 @@ import os
 import pytest
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.config import Checkpoint, ConfigError
+from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.run import IncarnationStart, Run
 from launch import start
 
@@ -82,7 +82,7 @@ def test_the_one_before_is_there_when_writing_the_same_version_again_breaks_off(
 def test_the_last_ones_and_every_nth_stay(run):
     for version in range(1, 10):
         save(run, version)
-        checkpoint_folder.tidy(run, Checkpoint(every=1, keep=2, keep_every=4))
+        checkpoint_folder.tidy(run, CheckpointConfig(every=1, keep=2, keep_every=4))
     assert [folder.name[-1] for folder in checkpoint_folder.complete(run)] == ["4", "8", "9"]
 
 

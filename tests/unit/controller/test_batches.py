@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, Data, Machine, Model, Rollout, Trainer
+from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, RolloutConfig, TrainerConfig
 from areal_megatron.controller.batches import Batches, describe
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.trajectory import Trajectory
@@ -18,11 +18,11 @@ def batches():
         name="t",
         updates=10,
         batch_size=4,
-        model=Model("m"),
-        data=Data("d"),
-        trainer=Trainer(dp=2),
-        rollout=Rollout(group_size=2),
-        machine=Machine(timeout_s=0.4),
+        model=ModelConfig("m"),
+        data=DataConfig("d"),
+        trainer=TrainerConfig(dp=2),
+        rollout=RolloutConfig(group_size=2),
+        machine=MachineConfig(peer_timeout_s=0.4),
     )
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=1, updates=10)
     return Batches(config, schedule, generation=None, flops=None)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
@@ -17,6 +17,19 @@ from areal_megatron.workflows.scoring import Score
 
 def scores(*rewards, right=1.0):
     return [Score(reward=reward, correct=reward >= right, truncated=False, trained=True) for reward in rewards]
+
+
+def rollout(pass_rate, easiest_first=False):
+    """Filters by the bounds `pass_rate`, if there are any."""
+    low, high = pass_rate or (0.0, 1.0)
+    return RolloutConfig(
+        group_size=2,
+        max_staleness=10**6,
+        filter_groups=bool(pass_rate),
+        min_pass_rate=low,
+        max_pass_rate=high,
+        easiest_first=easiest_first,
+    )
 
 
 def prompt(number, pass_rate=None, tokens=1):
@@ -36,36 +49,34 @@ def prompt(number, pass_rate=None, tokens=1):
         ([0.25, 0.5], [0, 0, 0, 1], False),
         ([0.25, 0.5], [0, 1, 0, 1], False),
         ([0.25, 0.5], [0, 1, 1, 1], True),
-        ([0.5, 0.25], [0, 1, 1, 1], True),
-        ([0.5, 0.25], [0, 0, 1, 0], False),
         ([0.3, 0.5], [0, 0, 0.9, 1], True),
     ],
 )
 def test_groups_outside_of_the_range_and_uniform_ones_are_filtered(pass_rate, rewards, filtered):
-    subject = Difficulty(pass_rate)
+    subject = Difficulty(rollout(pass_rate))
     assert subject.filters(prompt(7), scores(*rewards)) == filtered
     assert subject.measured == {7: sum(reward >= 1 for reward in rewards) / 4}
 
 
 def test_the_last_group_counts_and_only_then_the_row():
-    subject = Difficulty([0.25, 0.75])
+    subject = Difficulty(rollout([0.25, 0.75]))
     assert subject.reason_to_skip(prompt(1, 0.9)) == "pass rate 0.9"
     assert not subject.reason_to_skip(prompt(1)) and not subject.reason_to_skip(prompt(1, 0.25))
     subject.filters(prompt(1, 0.9), scores(0, 1))
     assert not subject.reason_to_skip(prompt(1, 0.9))
     subject.filters(prompt(1, 0.9), scores(0, 0))
     assert subject.reason_to_skip(prompt(1, 0.9)) == "pass rate 0"
-    assert not Difficulty([]).reason_to_skip(prompt(1, 0.0))
+    assert not Difficulty(rollout([])).reason_to_skip(prompt(1, 0.0))
 
 
-def config(pass_rate):
+def config(pass_rate, easiest_first=False):
     return Config(
         name="x",
         updates=10**6,
         batch_size=2,
-        model=Model("m"),
-        data=Data("d.jsonl", max_prompt_tokens=4),
-        rollout=Rollout(group_size=2, max_staleness=10**6, pass_rate=pass_rate),
+        model=ModelConfig("m"),
+        data=DataConfig("d.jsonl", max_prompt_tokens=4),
+        rollout=rollout(pass_rate, easiest_first),
     )
 
 
@@ -75,8 +86,8 @@ def generation(asked, prompts):
     return schedule, Generation(asked, schedule, [], prompts, [], None, None, lambda: None, None)
 
 
-@pytest.mark.parametrize("order", [[0.2, 0.8], [0.8, 0.2]])
-def test_every_prompt_of_an_epoch_has_one_disposition_also_after_a_resume(order):
+@pytest.mark.parametrize("easiest_first", [False, True])
+def test_every_prompt_of_an_epoch_has_one_disposition_also_after_a_resume(easiest_first):
     """The real schedule under draws with known and measured rates; a model of the rule beside it."""
     rng = random.Random(3)
     prompts = [
@@ -86,7 +97,7 @@ def test_every_prompt_of_an_epoch_has_one_disposition_also_after_a_resume(order)
     known = {p.id: p.pass_rate for p in prompts}
 
     async def play():
-        schedule, subject = generation(config(order), prompts)
+        schedule, subject = generation(config([0.2, 0.8], easiest_first), prompts)
         expected = {}
         for step in range(60):
             before = set(schedule.dispositions)
@@ -108,7 +119,7 @@ def test_every_prompt_of_an_epoch_has_one_disposition_also_after_a_resume(order)
             assert schedule.dispositions == expected
             if step % 20 == 7:
                 saved = subject.save()
-                schedule, subject = generation(config(order), prompts)
+                schedule, subject = generation(config([0.2, 0.8], easiest_first), prompts)
                 subject.restore(saved)
                 schedule.add_engine(0, 0) if not schedule.engines else None
         return schedule
@@ -126,14 +137,14 @@ def test_when_no_prompt_is_left_the_run_ends_with_a_reason():
         epoch, drawn = subject._draw()
         schedule.admit(0, epoch, drawn.id)
         subject._difficulty.filters(drawn, scores(1, 1))
-    with pytest.raises(RunError, match=r"rollout.pass_rate: no prompt is left .* for \[0.4, 0.6\]"):
+    with pytest.raises(RunError, match=r"rollout.filter_groups: no prompt is left that is not too easy"):
         subject._draw()
 
 
 def test_a_range_that_leaves_nothing_and_an_order_by_nothing_are_refused():
-    with pytest.raises(ConfigError, match=r"every prompt of d.jsonl has one outside of \[0.4, 0.6\]"):
+    with pytest.raises(ConfigError, match=r"every prompt of d.jsonl has a pass_rate outside of min_pass_rate=0.4"):
         _check_pass_rates(config([0.4, 0.6]), [prompt(0, 0.1), prompt(1, 0.5, tokens=9)])
     with pytest.raises(ConfigError, match=r"no row of d.jsonl has a pass_rate to order by"):
-        _check_pass_rates(config([0.6, 0.4]), [prompt(0), prompt(1)])
-    _check_pass_rates(config([0.6, 0.4]), [prompt(0), prompt(1, 0.1)])
+        _check_pass_rates(config([], easiest_first=True), [prompt(0), prompt(1)])
+    _check_pass_rates(config([0.4, 0.6], easiest_first=True), [prompt(0), prompt(1, 0.1)])
     _check_pass_rates(config([]), [prompt(0, 0.1)])

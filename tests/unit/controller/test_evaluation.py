@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, Data, Model, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.workflows import single_turn
+from areal_megatron.workflows import sampling
 from areal_megatron.workflows.scoring import Score
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1], response_tokens=None) for number in range(6)]
@@ -38,16 +38,16 @@ class Right:
 
 @pytest.fixture
 def evaluate(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_turn, "_RETRY_S", 0.0)
+    monkeypatch.setattr(sampling, "_RETRY_S", 0.0)
 
     def run(*answers, version=0):
         config = Config(
             name="x",
             updates=3,
             batch_size=4,
-            model=Model(path="x"),
-            data=Data(train="x", eval="x"),
-            rollout=Rollout(group_size=2, max_running=2),
+            model=ModelConfig(path="x"),
+            data=DataConfig(train="x", eval="x"),
+            rollout=RolloutConfig(group_size=2, max_running=2),
         )
         timeline = Timeline(tmp_path / "timeline", "controller")
         engines = [Engine(number, Client(f"engine-{number}", count), timeline) for number, count in enumerate(answers)]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from areal_megatron.config import Config, Data, Model, Reshard, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, ReshardConfig, RolloutConfig
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
@@ -26,10 +26,10 @@ class Scene:
             name="t",
             updates=10,
             batch_size=4,
-            model=Model("m"),
-            data=Data("d"),
-            rollout=Rollout(group_size=GROUP),
-            reshard=Reshard(staging=staging, timeout_s=5),
+            model=ModelConfig("m"),
+            data=DataConfig("d"),
+            rollout=RolloutConfig(group_size=GROUP),
+            reshard=ReshardConfig(staging=staging, timeout_s=5),
         )
         self.calls, self.committed, self.dead = [], [], asyncio.Event()
         self.dies_in = ""

@@ -1,4 +1,4 @@
-"""Dumped batches: whole or not there, in their order, and gone with the line of the run that is given up."""
+"""Dumps of batches: written whole or not at all, in order, and removed with the work that a resume discards."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from areal_megatron.config import PPO, Config, ConfigError, Data, Model, Reward, Rollout
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, PPOConfig, RewardConfig, RolloutConfig
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.replay import Recording
 from areal_megatron.data.dumps import Dump, dumped, forget, read, recorded, write
@@ -89,11 +89,11 @@ def batches(recording, first=0, dumps=None):
         name="t",
         updates=5,
         batch_size=BATCH,
-        model=Model("m"),
-        data=Data("d"),
-        ppo=PPO(minibatches=2),
-        rollout=Rollout(group_size=GROUP),
-        reward=Reward(range=[-1, 1]),
+        model=ModelConfig("m"),
+        data=DataConfig("d"),
+        ppo=PPOConfig(minibatches=2),
+        rollout=RolloutConfig(group_size=GROUP),
+        reward=RewardConfig(wrong=-1, right=1),
     )
     return Batches(config, recording, recording, flops=None, first=first, dumps=dumps)
 

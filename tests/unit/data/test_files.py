@@ -1,4 +1,4 @@
-"""Rows from files of every kind, from folders, from the hub's cache, and from several at once."""
+"""Reading rows: files of every kind, folders, the hub's cache, and mixtures."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_parquet_files_give_the_rows_that_were_written(tmp_path):
 
 
 def test_a_folder_that_the_datasets_library_saved(tmp_path):
-    """Its save_to_disk writes Arrow streams beside state.json and dataset_info.json."""
+    """Dataset.save_to_disk writes Arrow streams, state.json and dataset_info.json."""
     pyarrow = pytest.importorskip("pyarrow")
     for shard, row in enumerate(NESTED):
         table = pyarrow.Table.from_pylist([row], schema=pyarrow.Table.from_pylist(NESTED).schema)
@@ -124,7 +124,7 @@ def test_without_pyarrow_parquet_is_refused_with_what_to_do(tmp_path, monkeypatc
 
 
 def test_files_of_the_hub_come_from_its_cache(tmp_path):
-    """The cache as huggingface_hub lays it out; no network."""
+    """A cache with the layout of huggingface_hub, and no network."""
     cache = tmp_path / "datasets--owner--name"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs" / "main").write_text("0" * 40)

@@ -1,4 +1,4 @@
-"""Rows of published data sets, as their cards show them, and what becomes of them."""
+"""Rows of published data sets, as their cards show them, and the items that they become."""
 
 import base64
 import json
@@ -128,7 +128,7 @@ CALLS_ROW = {
 
 
 def packed(cases, protocol=None):
-    """As the published files have private tests: with the real pickle."""
+    """Packs text as the private tests of the published files are, with the real pickle."""
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases), protocol))).decode()
 
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.state import ControllerState
 from areal_megatron.controller.state import read as read_state
@@ -19,6 +19,18 @@ TEMPLATE = (
     "{% for m in messages %}\n<|user|>{{ m['content'] | trim }}<|end|>\n{% endfor %}\n"
     "{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}{{ {'é': 1} | tojson }}{{ eos_token }}"
 )
+
+MASKED_TEMPLATE = """\
+{%- for m in messages %}
+    {%- if m['role'] == 'assistant' %}
+<|assistant|>{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}
+
+    {%- else %}
+<|user|>{{ m['content'] }}<|end|>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""A template that marks the tokens to train with transformers' tag."""
 
 
 @pytest.fixture
@@ -51,9 +63,9 @@ def reference(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def with_template(folder):
+def with_template(folder, template=TEMPLATE):
     tokenizer = reference(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 
 
@@ -75,6 +87,24 @@ def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     expected = reference(folder).apply_chat_template(chats, add_generation_prompt=True).input_ids
     assert Tokenizer(folder).prompts(TEXTS) == expected
+
+
+def test_a_template_with_generation_tags_has_the_tokens_that_transformers_gives(folder):
+    with_template(folder, MASKED_TEMPLATE)
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, TEXTS, strict=True)]
+    tokenizer, expected = Tokenizer(folder), reference(folder)
+    whole = expected.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    assert tokenizer.conversation(messages) == whole
+    before = expected.apply_chat_template(messages[:1], add_generation_prompt=True).input_ids
+    answer = expected(TEXTS[1], add_special_tokens=False).input_ids
+    assert [*before, *answer, *tokenizer.continuation(messages, answer=1)] == whole
+
+
+def test_a_template_that_does_not_parse_is_refused(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match="the chat template cannot be read: Unexpected end of template"):
+        Tokenizer(folder)
 
 
 def test_messages_have_the_tokens_that_transformers_gives(folder, tmp_path):
@@ -126,6 +156,7 @@ def test_end_tokens_of_tokenizer_and_generation_config_both_stop(folder):
 
 
 def test_reading_prompts_imports_no_torch(folder):
+    with_template(folder)
     code = "import sys, areal_megatron.data.prompts as p; p.Tokenizer(sys.argv[1]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
 
@@ -187,9 +218,9 @@ def config(folder, **data):
     return Config(
         name="x",
         updates=1,
-        model=Model(path=str(folder)),
-        data=Data(**{key: str(value) if key != "max_prompt_tokens" else value for key, value in data.items()}),
-        rollout=Rollout(max_new_tokens=8),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(**{key: str(value) if key != "max_prompt_tokens" else value for key, value in data.items()}),
+        rollout=RolloutConfig(max_new_tokens=8),
     )
 
 
@@ -224,7 +255,7 @@ def test_the_cursor_visits_every_prompt_once_an_epoch_in_a_new_order():
 
 
 def test_the_order_of_prompts_stays_what_it_was():
-    """Checkpoints hold a place in it."""
+    """A checkpoint stores a position in this order."""
     assert [position for _, position in (cursor.next() for cursor in [Cursor(6, seed=3)] for _ in range(12))] == [
         2,
         5,
@@ -268,7 +299,9 @@ def test_a_mixture_goes_on_exactly_where_it_was(after):
 
 def test_prompts_are_drawn_easiest_first_and_a_resumed_run_goes_on_exactly():
     rates = [None, 0.5, 0.9, 0.1, 0.5, None, 1.0, 0.5]
-    ordered = Config(name="x", updates=1, model=Model("m"), data=Data("d"), rollout=Rollout(pass_rate=[1, 0]))
+    ordered = Config(
+        name="x", updates=1, model=ModelConfig("m"), data=DataConfig("d"), rollout=RolloutConfig(easiest_first=True)
+    )
     ranks = ranks_of(ordered, rates)
     whole = Cursor(8, seed=3, ranks=ranks)
     drawn = [whole.next() for _ in range(24)]
@@ -286,7 +319,7 @@ def test_prompts_are_drawn_easiest_first_and_a_resumed_run_goes_on_exactly():
     mixed = Cursor(8, 3, shares=[(4, 4), (4, 2)], ranks=ranks)
     order = [mixed.next()[1] for _ in range(6)]
     assert [ranks[position] for position in order] == sorted(ranks[position] for position in order)
-    ordered.rollout.pass_rate = [0, 1]
+    ordered.rollout.easiest_first = False
     assert ranks_of(ordered, rates) == [] and Cursor(8, 3).order == 0 != whole.order
     assert whole.order != Cursor(8, 3, ranks=ranks[::-1]).order
 
@@ -331,7 +364,9 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
     )
     write_state(saved, tmp_path / "state")
     assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
-    with pytest.raises(ConfigError, match=r"rollout.pass_rate: the checkpoint was made with prompts in another order"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.easiest_first: the checkpoint was made with prompts in another order"
+    ):
         read_state(tmp_path / "state", 40, 3, MIXTURE, order=7)
     for other in ([], [(10, 5), (30, 5)]):
         with pytest.raises(ConfigError, match=r"data.train: the checkpoint was made with other weights"):

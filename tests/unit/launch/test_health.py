@@ -10,7 +10,7 @@ from launch.health import Health
 
 @pytest.fixture
 def look(tmp_path, monkeypatch):
-    """look(engine-0=(state, losses), …): what a health that has started engine-0 and engine-1 wants to end then."""
+    """look(engine_0=(state, losses), …) returns what a Health that has started engine-0 and engine-1 wants to end."""
     monkeypatch.setattr(health, "_LOOK_S", 0)
     run = Run(tmp_path / "run")
     run.create()

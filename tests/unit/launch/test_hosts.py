@@ -1,4 +1,4 @@
-"""A supervisor over pipes, as srun holds it, and what becomes of a launcher whose nodes fall silent."""
+"""A supervisor over pipes, as srun connects it, and a launcher whose nodes fall silent."""
 
 import os
 import queue
@@ -27,24 +27,16 @@ SLEEPS = (
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """One supervisor of node `n1`."""
+    """Nodes with one supervisor, that of node n1."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     with Nodes(Srun([[sys.executable, "-m", "launch.node"]])) as nodes:
         assert nodes.gather(["n1"], 20)[0].cpus >= 1
         yield nodes
 
 
-def start(nodes, tmp_path, code, name="child", **order):
-    nodes.start(
-        StartOrder(
-            order.pop("node", "n1"),
-            name,
-            [sys.executable, "-c", code],
-            order.pop("settings", {}),
-            str(tmp_path / f"{name}.log"),
-            order.pop("cores", []),
-        )
-    )
+def start(nodes, tmp_path, code, name="child", node="n1", settings=None, cores=()):
+    log = str(tmp_path / f"{name}.log")
+    nodes.start(StartOrder(node, name, [sys.executable, "-c", code], settings or {}, log, list(cores)))
     return nodes.by_name[name]
 
 
@@ -127,7 +119,7 @@ def test_processes_end_with_their_launcher(monkeypatch, tmp_path):
 
 
 class Fixed:
-    """A channel on which nothing comes but what is given."""
+    """A channel that delivers the events that it was given, and keeps the orders."""
 
     def __init__(self, *events):
         self.events = list(events)
@@ -148,7 +140,7 @@ def test_nodes_that_do_not_answer_are_named():
 
 
 @pytest.mark.parametrize(
-    ("second", "goes_on"),
+    ("second", "continues"),
     [
         (["engine-1"], True),
         ([], True),
@@ -158,9 +150,9 @@ def test_nodes_that_do_not_answer_are_named():
         (["engine-0", "engine-1.1"], False),
     ],
 )
-def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second, goes_on):
-    """The run goes on without it if only engines were on it, and others are left. Engine 1 may have a part on each
-    node."""
+def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second, continues):
+    """The run continues without it if only engines were on it, and other engines are left. Engine 1 may have a part on
+    each node."""
     monkeypatch.setattr(hosts, "_SILENCE_S", 1.0)
     channel = Fixed(NodeHello("n1", [], 0, 1, "m"), NodeHello("n2", [], 0, 1, "m"))
     nodes = Nodes(channel)
@@ -171,7 +163,7 @@ def test_a_node_that_falls_silent_is_lost(monkeypatch, capsys, tmp_path, second,
         start(nodes, tmp_path, "", name, node="n2" if name in second else "n1")
     time.sleep(1.1)
     channel.events = [Alive("n1")]
-    if goes_on:
+    if continues:
         nodes.refresh()
         nodes.refresh()
         assert nodes.lost == {*second, *(["engine-1"] if "engine-1.1" in second else [])}

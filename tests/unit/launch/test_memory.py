@@ -12,7 +12,19 @@ import torch
 import transformers
 import yaml
 
-from areal_megatron.config import PPO, Config, ConfigError, Data, Machine, Model, Reshard, Rollout, Trainer
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    CriticConfig,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    PenaltyConfig,
+    PPOConfig,
+    ReshardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from areal_megatron.engine import kv_cache
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.reshard import engine_layout
@@ -54,18 +66,18 @@ def config(trainer=None, rollout=None, dtype="bfloat16", device="cuda", **rest):
     return Config(
         name="x",
         updates=1,
-        model=Model("m", dtype),
-        data=Data("t"),
-        machine=Machine(device=device),
-        trainer=Trainer(**{"recompute": "full", **(trainer or {})}),
-        rollout=Rollout(**(rollout or {})),
+        model=ModelConfig("m", dtype),
+        data=DataConfig("t"),
+        machine=MachineConfig(device=device),
+        trainer=TrainerConfig(**{"recompute": "full", **(trainer or {})}),
+        rollout=RolloutConfig(**(rollout or {})),
         **rest,
     )
 
 
 @pytest.fixture(scope="module")
 def built():
-    """Model → name and elements of each of its parameters, as transformers builds it."""
+    """The number of elements of each parameter of each model, as transformers builds it."""
     result = {}
     for name, hf in HF.items():
         with torch.device("meta"):
@@ -86,8 +98,8 @@ def test_parameters_of_all_ranks_are_the_models(built, name, tp, pp):
 
 @pytest.mark.parametrize("name", HF)
 def test_parts_in_bytes_of_a_parameter(built, name):
-    """16 bytes a parameter and replica for weights, float32 gradients and states, of which data parallelism divides
-    12; a checkpoint has 14."""
+    """Bytes per parameter: 2 of weights, 4 of gradients, 12 of optimizer states, which data parallelism shards; and 14
+    in a checkpoint."""
     parameters = sum(built[name].values())
     plan = stage_memory(config({"dp": 4}), HF[name], 0, on_cuda=True)
     assert plan.of("parameters") == pytest.approx(2 * parameters, rel=1e-4)
@@ -99,8 +111,8 @@ def test_parts_in_bytes_of_a_parameter(built, name):
 
 def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
     plain, asked = (
-        stage_memory(config({"tp": 2}, ppo=PPO(penalty={name: 0.1})), DENSE, 0, on_cuda=True)
-        for name in ("entropy", "kl_k2")
+        stage_memory(config({"tp": 2}, ppo=PPOConfig(penalty=penalty)), DENSE, 0, on_cuda=True)
+        for penalty in (PenaltyConfig(entropy=0.1), PenaltyConfig(kl=0.1))
     )
     assert not plain.of("reference") and asked.of("reference") == asked.of("parameters")
     assert asked.total - plain.total == asked.of("parameters")
@@ -109,7 +121,7 @@ def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
 @pytest.mark.parametrize("name", HF)
 def test_a_critic_is_another_model_but_for_the_output_layer(built, name):
     parameters = sum(n for key, n in built[name].items() if "lm_head" not in key) + HF[name]["hidden_size"]
-    plain, asked = (config({"dp": 4}, ppo=PPO(critic=critic)) for critic in ({}, {"lr": 1e-5}))
+    plain, asked = (config({"dp": 4}, ppo=PPOConfig(critic=CriticConfig(lr=lr))) for lr in (0, 1e-5))
     without, found = (stage_memory(each, HF[name], 0, on_cuda=True) for each in (plain, asked))
     assert not without.of("critic") and found.of("critic") == pytest.approx((2 + 4 + 12 / 4) * parameters, rel=1e-3)
     assert found.total - without.total == found.of("critic")
@@ -117,8 +129,8 @@ def test_a_critic_is_another_model_but_for_the_output_layer(built, name):
     assert checkpoints[1] - checkpoints[0] == 14 * parameters
 
 
-def test_experts_are_divided_over_their_own_replicas(built):
-    """Of 8 ranks ep=4 share the experts with whole ones each (etp=1): each is held by two ranks."""
+def test_states_of_experts_are_sharded_over_their_own_replicas(built):
+    """8 ranks with ep=4 and etp=1: each expert is whole, on two ranks."""
     experts = sum(n for name, n in built["Qwen3-30B-A3B"].items() if ".experts." in name)
     dense = sum(built["Qwen3-30B-A3B"].values()) - experts
     plan = stage_memory(config({"tp": 2, "dp": 4, "ep": 4, "etp": 1}), HF["Qwen3-30B-A3B"], 0, on_cuda=True)
@@ -129,7 +141,7 @@ def test_experts_are_divided_over_their_own_replicas(built):
 @pytest.mark.parametrize(("name", "tp", "streamed"), [*product(HF, (1, 4, 8), (False, True))])
 def test_engine_weights_and_staging(built, name, tp, streamed):
     staging = "streamed" if streamed else "full"
-    asked = config(rollout={"tp": tp}, reshard=Reshard(staging=staging))
+    asked = config(rollout={"tp": tp}, reshard=ReshardConfig(staging=staging))
     plan = engine_memory(asked, HF[name], 0, on_cuda=True)
     layout = engine_layout.layout(HF[name], EngineSizes(tp=tp), 0)
     parameters = {
@@ -191,8 +203,8 @@ def test_the_first_stage_holds_no_more_passes_than_there_are_micro_batches():
     assert activations.in_flight(config({"pp": 8, "dp": 2}, batch_size=16), 0) == 2
 
 
-def test_full_recomputation_keeps_two_bytes_an_element_and_a_layer():
-    """2 · s · b · h bytes a layer (Korthikanti et al., Section 5), divided by tp with sequence parallelism."""
+def test_full_recomputation_keeps_two_bytes_per_element_and_layer():
+    """2 · s · b · h bytes per layer (Korthikanti et al., Section 5), divided by tp with sequence parallelism."""
     layer = activations.layer_of(config({"tp": 4}), architecture(DENSE), 0, True)
     assert layer.input == 2 * DENSE["hidden_size"] / 4
     assert layer.saved > 10 * layer.input
@@ -200,7 +212,7 @@ def test_full_recomputation_keeps_two_bytes_an_element_and_a_layer():
 
 @pytest.mark.parametrize(("cap", "batch", "tokens"), [(32768, 512, 32768), (8192, 512, 28672), (10**7, 4, 28672)])
 def test_the_largest_micro_batch(cap, batch, tokens):
-    """Not below the longest trajectory, not above a mini-batch; here of a quarter of the batch."""
+    """No smaller than the longest trajectory and no larger than a mini-batch, here a quarter of the batch."""
     assert activations.microbatch_tokens(config({"microbatch_tokens": cap}, batch_size=batch)) == tokens
 
 

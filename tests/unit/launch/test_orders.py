@@ -1,11 +1,11 @@
-"""How the parts of an engine that lies on several nodes are started."""
+"""How the parts of an engine on several nodes are started."""
 
 import itertools
 import json
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.engine.server import NodePart, headless_command, server_command, server_environment
 from areal_megatron.run import Run
 from launch import plan
@@ -14,13 +14,15 @@ from launch.pools import Node, allocate
 
 
 def config(device, tp):
-    made = Config(name="x", updates=1, model=Model(path="m"), data=Data(train="t"), rollout=Rollout(tp=tp))
+    made = Config(
+        name="x", updates=1, model=ModelConfig(path="m"), data=DataConfig(train="t"), rollout=RolloutConfig(tp=tp)
+    )
     made.machine.device = device
     return made
 
 
 def values(command):
-    """Of its options."""
+    """Returns the options of a command by name."""
     return {name: value for name, value in itertools.pairwise(command) if name.startswith("--")}
 
 
@@ -46,7 +48,7 @@ def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
 def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path):
     asked = config("cuda", 2)
     before = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
-    asked.rollout.experts = ["replay"]
+    asked.rollout.replay_routes = True
     command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
     assert [part for part in command if part not in before[0]] == ["--enable-return-routed-experts"]
     assert environment == before[1] | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -59,11 +61,8 @@ def test_parts_agree_on_all_but_their_number(tmp_path):
     assert {name for name in head if name in other and head[name] != other[name]} == {"--node-rank"}
     assert (head["--node-rank"], other["--node-rank"]) == ("0", "1")
     assert (other["--nnodes"], other["--master-addr"], other["--master-port"]) == ("2", "10.0.0.1", "9000")
-    assert (
-        head["--host"] == "10.0.0.1"
-        and not {"--host", "--port", "--middleware"} & other.keys()
-        and "--headless" in other
-    )
+    assert head["--host"] == "10.0.0.1"
+    assert "--headless" in other and not {"--host", "--port", "--middleware"} & other.keys()
     assert json.loads(other["--weight-transfer-config"])["backend"] == "areal"
     assert values(headless_command(asked, NodePart(1, 2, "fd00::1:9000")))["--master-addr"] == "fd00::1"
 
@@ -78,6 +77,6 @@ def test_what_vllm_cannot_do_on_cpu_is_refused():
     """It takes a machine without GPUs for one rank."""
     asked, nodes = config("cpu", 4), [Node("a", (0, 1)), Node("b", (0, 1)), Node("c", (0, 1))]
     with pytest.raises(
-        ConfigError, match=r"rollout.tp: an engine of 4 lies on 2 nodes with 2 cores each: .* machine.slots=1"
+        ConfigError, match=r"rollout.tp: an engine of 4 spans 2 nodes with 2 cores each: .* machine.slots=1"
     ):
         plan.plan(asked, nodes, weights=False)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, Data, Model, Rollout, Trainer
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.pools import Node, Slot, allocate, whole
 
@@ -14,10 +14,10 @@ def config(tp=1, pp=1, dp=1, engines=1, engine_tp=1, mode="rl"):
         name="x",
         updates=1,
         mode=mode,
-        model=Model(path="m"),
-        data=Data(train="t"),
-        trainer=Trainer(tp=tp, pp=pp, dp=dp),
-        rollout=Rollout(engines=engines, tp=engine_tp),
+        model=ModelConfig(path="m"),
+        data=DataConfig(train="t"),
+        trainer=TrainerConfig(tp=tp, pp=pp, dp=dp),
+        rollout=RolloutConfig(engines=engines, tp=engine_tp),
     )
 
 
@@ -26,7 +26,7 @@ def slots(count):
 
 
 def cluster(*sizes, name="n", cpus=0):
-    """Nodes of so many slots each."""
+    """Returns a node for each size, which is its number of slots."""
     return [Node(f"{name}{number:02}", tuple(range(size)), cpus) for number, size in enumerate(sizes)]
 
 

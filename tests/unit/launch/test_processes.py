@@ -76,7 +76,7 @@ def test_shared_memory_of_children_that_ended_by_themselves_goes_too(tmp_path, m
 
 
 def test_what_others_have_put_into_shared_memory_stays(tmp_path):
-    """A model, say: it is older than the run or lies in a folder."""
+    """A model, for example: it is older than the run, or in a folder."""
     maps = (
         "import mmap, sys, time; f = [open(p, 'r+b') for p in sys.argv[1:]]; "
         "m = [mmap.mmap(i.fileno(), 0) for i in f]; print('mapped', flush=True); time.sleep(60)"

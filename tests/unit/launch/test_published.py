@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from areal_megatron import config as configuration
+from areal_megatron import config_file
+from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture, read_config
 from launch.memory.engine import kv_tokens
 from launch.memory.parts import GIB
@@ -26,9 +27,9 @@ GPU_GIB = 80
 
 class Published(NamedTuple):
     nodes: int = 0
-    """0: of another GPU, or not published."""
+    """0 if not published, or for another GPU."""
     updates: int = 0
-    """0: not published."""
+    """0 if not published."""
     prompts: int = 512
     answers: int = 16
     prompt_tokens: int = 1024
@@ -44,7 +45,7 @@ class Published(NamedTuple):
     temperature: float = 1.0
     staleness: int = 8
     engines: str = ""
-    """Engines × tp, where the layout is published, and tp × pp × dp of the trainer."""
+    """Engines × tp, then tp × pp × dp of the trainer; empty if the layout is not published."""
 
 
 BOBA2 = Published(prompts=128, prompt_tokens=2048, microbatch_tokens=30720, minibatches=1, staleness=16)
@@ -86,10 +87,10 @@ PARAMETERS = {
 
 
 def load(run):
-    """The run's config, its model replaced by the config.json of the same name."""
+    """Returns the run's config with configs/models/ in place of the folder of its model."""
     path = ROOT / "configs" / f"{run}.yaml"
-    name = Path(configuration.load(path).model.path).name
-    return configuration.load(path, [f"model.path={MODELS / name}"])
+    name = Path(config_file.load(path).model.path).name
+    return config_file.load(path, [f"model.path={MODELS / name}"])
 
 
 def option(script, name):
@@ -114,7 +115,7 @@ def test_a_config_is_short_says_whose_numbers_it_has_and_repeats_no_default(run)
     text = (ROOT / "configs" / f"{run}.yaml").read_text()
     assert len(text.splitlines()) <= 30
     assert re.match(r"# .*(arXiv 2505\.24298|AReaL's (blog|examples)).*docs/published_runs\.md$", text.splitlines()[0])
-    tree, defaults = yaml.safe_load(text), configuration.Config()
+    tree, defaults = yaml.safe_load(text), Config()
     for key, value in tree.items():
         for name, leaf in value.items() if isinstance(value, dict) else [(key, value)]:
             section = getattr(defaults, key) if isinstance(value, dict) else defaults
@@ -135,18 +136,18 @@ def test_hyper_parameters_are_the_published_ones(run):
         r.max_new_tokens,
         t.microbatch_tokens,
         p.minibatches,
-        tuple(p.clip),
+        (p.clip_low, p.clip_high),
         o.lr,
         o.weight_decay,
-        tuple(o.adam),
+        (o.beta1, o.beta2, o.eps),
         o.clip_grad,
-        o.schedule.get("constant"),
+        o.warmup if o.schedule == "constant" else None,
         r.temperature,
         r.max_staleness,
         layout if published.engines else "",
     )
     assert found == published
-    assert (p.objective, config.reward.range) == ("decoupled", [-5.0, 5.0])
+    assert (p.objective, config.reward.wrong, config.reward.right) == ("decoupled", -5.0, 5.0)
 
 
 @pytest.mark.parametrize("run", PUBLISHED)
@@ -161,7 +162,7 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
 
 @pytest.mark.parametrize("run", PUBLISHED)
 def test_an_engine_has_keys_and_values_for_all_that_it_may_run(run):
-    """8,000 tokens for each of rollout.max_running answers, a multiple of the group."""
+    """At least 8,000 tokens for each of rollout.max_running answers, whose number is a multiple of the group's."""
     config, found = planned(run)
     tokens = kv_tokens(config, read_config(config.model.path), found.memory.engine.of("KV cache"), True)
     assert tokens >= 8000 * config.rollout.max_running

@@ -1,15 +1,15 @@
-"""Queueing a job again while slurmctld is too busy to answer; Slurm's client programs are scripts here."""
+"""Requeueing a job while slurmctld is too busy to answer; Slurm's client programs are scripts here."""
 
 import pytest
 
-from launch import slurm, stranded
+from launch import node, slurm
 
 BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Writes a script for each; `$ASKED`: how often it was called before."""
+    """Writes a script for each program; in it `$ASKED` is how often it has been called before."""
 
     def write(**bodies: str):
         for name, body in bodies.items():
@@ -42,7 +42,7 @@ def test_one_that_refuses_for_good_is_believed(programs, capsys):
     assert said.out == "queueing the job again\n" and programs.requeued() > 1
 
 
-def test_supervisors_that_are_left_alone_go_on_until_the_job_is_queued_again(programs):
+def test_supervisors_that_are_left_alone_stay_until_the_job_is_requeued(programs):
     """The batch host is taken out at the second look; the first two requests are refused."""
     programs(
         squeue='case $ASKED in 0) echo "RUNNING node0 node[0-1]";; 1|2|3) echo "RUNNING node0 node1";; '
@@ -50,11 +50,11 @@ def test_supervisors_that_are_left_alone_go_on_until_the_job_is_queued_again(pro
         scontrol='if [ "$1" = show ]; then echo "$3" | sed "s/node.0-1./node0\\nnode1/"; exit; fi\n'
         f'[ $ASKED -ge 4 ] || {{ echo "{BUSY}" >&2; exit 1; }}',
     )
-    stranded.queue_again(longest_s=30, look_s=0.01)
+    node.requeue_stranded_job(longest_s=30, look_s=0.01)
     assert programs.requeued() == 3
 
 
 def test_supervisors_of_a_job_that_is_over_leave(programs):
     programs(squeue='echo "COMPLETING node0 node[0-1]"', scontrol="exit 1")
-    stranded.queue_again(longest_s=30, look_s=0.01)
+    node.requeue_stranded_job(longest_s=30, look_s=0.01)
     assert programs.requeued() == 0

@@ -14,7 +14,7 @@ UPDATE = {"effective_tokens_per_s": 1234.0, "accuracy": 0.5, "staleness_max": 3}
 
 
 def make(tmp_path, ranks=2, engines=2):
-    """A run that has trained, and the processes of its launcher."""
+    """Returns a run that has trained, its recorder, and the processes of its launcher."""
     run = Run(tmp_path / "tiny")
     run.create()
     run.config.touch()

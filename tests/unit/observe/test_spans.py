@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from areal_megatron.observe.spans import Span, busy_share, merge, overlap, read_spans, speed_by_company, union
+from areal_megatron.observe.spans import Span, busy_share, merge, overlap, read_spans, speeds_with_and_without, union
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
 
@@ -89,12 +89,12 @@ def test_speed_of_work_that_meets_a_publish():
     work = [Span("a", "main", "train", k, k + (0.5 if k % 2 else 0.4), {"tokens": 40}) for k in range(60)]
     publish = [Span("a", "sender", "publish", k + 0.1, k + 0.15) for k in range(1, 60, 2)]
     elsewhere = [Span("b", "sender", "publish", 0, 100)]
-    assert speed_by_company(work, publish + elsewhere) == pytest.approx((80, 100))
+    assert speeds_with_and_without(work, publish + elsewhere) == pytest.approx((80, 100))
 
 
 def test_speed_is_unknown_without_both_kinds_of_work():
     work = [Span("a", "main", "train", k, k + 1, {"tokens": 100}) for k in range(60)]
-    assert speed_by_company(work, []) is None
-    assert speed_by_company(work, [Span("a", "sender", "publish", 0, 200)]) is None
-    assert speed_by_company(work, [Span("a", "sender", "publish", 1.1, 1.2)]) is None, "one span tells nothing"
-    assert speed_by_company([], []) is None
+    assert speeds_with_and_without(work, []) is None
+    assert speeds_with_and_without(work, [Span("a", "sender", "publish", 0, 200)]) is None
+    assert speeds_with_and_without(work, [Span("a", "sender", "publish", 1.1, 1.2)]) is None, "one span tells nothing"
+    assert speeds_with_and_without([], []) is None

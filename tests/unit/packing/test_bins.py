@@ -15,7 +15,7 @@ SIZES = st.lists(st.integers(1, CAP), min_size=1, max_size=9).map(lambda sizes: 
 
 
 def optimum(sizes: np.ndarray, cap: int) -> int:
-    """Fewest bins of all packings: for each subset of the sizes, the fewest bins and then the least in the last one."""
+    """Returns the fewest bins possible; for each subset of the sizes, `fewest` has (bins, least load of the last)."""
 
     @cache
     def fewest(subset: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Batches divided over replicas, mini-batches and micro-batches."""
+"""Batches split over replicas, mini-batches and micro-batches."""
 
 from itertools import product
 
@@ -127,7 +127,7 @@ def test_costs_and_multiples_keep_the_promises_too(lengths, replicas, minibatche
 
 @pytest.mark.parametrize("seed", range(20))
 def test_few_sequences_are_about_as_level_as_any_choice_of_the_same_bins(seed):
-    """All ways to put seven sequences into two bins on each of two replicas, the ones over the cap left out."""
+    """Compares with all ways to put seven sequences into two bins under the cap on each of two replicas."""
     random = np.random.default_rng(seed)
     sizes = random.integers(5, 40, 7)
     costs, cap, bins = sizes * 50.0 + sizes**2, 70, np.array([0, 0, 1, 1, 2, 2, 3])
@@ -152,7 +152,7 @@ def test_generated_lengths_reach_the_bound_and_the_balance(name, seed):
 
 
 def test_one_more_microbatch_where_full_ones_leave_nothing_to_shift():
-    """200 tokens fill one micro-batch of each replica, but then 60² + 4 · 10² stand against 40² + 6 · 10²."""
+    """200 tokens fill one micro-batch of each replica, but then costs are 60² + 4 · 10² and 40² + 6 · 10²."""
     lengths = [60, 40, *[10] * 10]
     costs = np.square(lengths).astype(np.float64)
     plan = partition(lengths, 2, 1, 100, 0, costs)

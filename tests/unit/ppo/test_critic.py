@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import PPO
+from areal_megatron.config import CRITIC_ALGORITHMS, CriticConfig, PPOConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.critic import at_the_end, explained_variance, gae, value_loss
-from areal_megatron.ppo.settings import OF_CRITIC
 
 LENGTHS = (5, 1, 0, 33, 2, 64, 1, 0)
 
@@ -116,8 +115,8 @@ def rest(values, returns):
 
 
 def test_the_config_knows_what_a_critic_goes_with():
-    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.critic} == set(OF_CRITIC)
+    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.critic} == set(CRITIC_ALGORITHMS)
     lengths = torch.tensor([4.0, 1.0])
     assert ALGORITHMS["ppo"].critic(lengths).tolist() == [1, 1]
     assert ALGORITHMS["ppo_sequence"].critic(lengths).tolist() == [0.25, 1]
-    assert PPO().critic == {}
+    assert not PPOConfig().has_critic and PPOConfig(critic=CriticConfig(lr=1e-5)).has_critic

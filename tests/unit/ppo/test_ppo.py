@@ -2,14 +2,14 @@
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import PPO
+from areal_megatron.config import CorrectionConfig, PenaltyConfig, PPOConfig
 from areal_megatron.ppo import correction, loss, penalty
 from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
@@ -17,14 +17,14 @@ from areal_megatron.ppo.loss import Bounds, Tokens
 from areal_megatron.ppo.selection import quantile
 
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
-BOUNDS = Bounds(LOW, HIGH, {"truncated": CAP})
+BOUNDS = Bounds(LOW, HIGH, {"truncate": CAP})
 LENGTHS = (1, 17, 30, 12)
 CORRECTIONS = {
     "none": {},
-    "truncated": {"truncated": CAP},
+    "truncate": {"truncate": CAP},
     "icepop": {"icepop": 1.6},
     "sequence_mask": {"sequence_mask": 1.45},
-    "all": {"sequence_mask": 1.7, "icepop": 1.9, "truncated": 1.2},
+    "all": {"sequence_mask": 1.7, "icepop": 1.9, "truncate": 1.2},
 }
 
 
@@ -50,7 +50,7 @@ def plain_weights(proximal, behaviour, thresholds):
     ratios = [math.exp(p - b) for p, b in zip(proximal, behaviour, strict=True)]
     geometric, found = math.prod(ratios) ** (1 / len(ratios)), []
     for ratio in ratios:
-        weight = min(ratio, thresholds.get("truncated", math.inf))
+        weight = min(ratio, thresholds.get("truncate", math.inf))
         if (bound := thresholds.get("icepop")) and not 1 / bound <= ratio <= bound:
             weight = 0.0
         if (bound := thresholds.get("sequence_mask")) and not 1 / bound <= geometric <= bound:
@@ -243,7 +243,7 @@ def test_masked_tokens_are_counted(name, whole):
         weights = plain_weights(*columns, CORRECTIONS[name])
         masked += sum(weight == 0 or i == 40 for i, weight in zip(own, weights, strict=True))
     assert found == masked
-    assert (masked > 1) == (name not in ("none", "truncated")), "the example masks what it is to mask"
+    assert (masked > 1) == (name not in ("none", "truncate")), "the example masks what it is to mask"
 
 
 def test_a_weight_that_is_not_a_number_is_not_masked():
@@ -397,7 +397,9 @@ def test_weights_make_a_mean_over_tokens_one_over_sequences():
 
 
 def test_the_config_names_every_algorithm_correction_and_penalty():
-    names = {key: set(field.metadata.get("choices", ())) for key, field in PPO.__dataclass_fields__.items()}
-    assert set(ALGORITHMS) == names["algorithm"]
-    assert {*correction.CORRECTIONS, correction.SECOND_MOMENT} == names["correction"]
-    assert {*penalty.PENALTIES, penalty.IN_REWARD} == names["penalty"]
+    (algorithms,) = (f.metadata["choices"] for f in fields(PPOConfig) if f.name == "algorithm")
+    assert set(ALGORITHMS) == set(algorithms)
+    assert {*correction.CORRECTIONS, correction.SECOND_MOMENT} == {f.name for f in fields(CorrectionConfig)}
+    (forms,) = (f.metadata["choices"] for f in fields(PenaltyConfig) if f.name == "kl_form")
+    named = {name for form in forms for name in PenaltyConfig(entropy=1, kl=1, kl_form=form).coefficients}
+    assert {*penalty.PENALTIES, penalty.IN_REWARD} == named

@@ -1,4 +1,4 @@
-"""Programs against tests, by the real workers in the real sandbox."""
+"""Programs scored against tests, by real workers in the real sandbox."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.reward.code import last_program, parse_tests, same_output, score
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
@@ -21,10 +21,10 @@ def fenced(program: str, language: str = "python") -> str:
 
 
 def scored(answers: list[tuple[str, str]], timeout_s: float = 60) -> tuple[list[float], int, float]:
-    """Scores, counted failures and seconds."""
+    """Returns scores, counted failures and seconds."""
 
     async def scores():
-        pool = RewardWorkers(Reward(function="code", timeout_s=timeout_s))
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=timeout_s))
         await pool.start()
         began = time.monotonic()
         try:
@@ -174,7 +174,7 @@ def test_malformed_tests_are_counted_as_failures():
 
 
 def test_a_problem_ends_before_the_worker_would_be_killed():
-    """A slow program is a wrong answer, no failure: also one of many tests, each of them quick enough."""
+    """A slow program is a wrong answer and no failure, even if each of many tests is quick enough."""
     many = json.dumps({"inputs": ["1\n"] * 1000, "outputs": ["1\n"] * 1000})
     slow = [fenced("import time\ntime.sleep(100)"), fenced("while True: pass"), fenced("print(input())")]
     scores, failures, took_s = scored([(program, many) for program in slow], timeout_s=4)

@@ -8,14 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 
 
 class Service(BaseHTTPRequestHandler):
-    """What the answer says is what it replies with."""
+    """A service that replies with what the answer says."""
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -69,7 +69,7 @@ def url():
 
 def scored(url, answers, timeout_s=20.0, ask=RewardWorkers.score):
     async def scores():
-        pool = RewardWorkers(Reward(function=url, timeout_s=timeout_s))
+        pool = RewardWorkers(RewardConfig(function=url, timeout_s=timeout_s))
         await pool.start()
         before = {worker._process.pid for worker in pool._workers}
         try:

@@ -8,7 +8,7 @@ import math_verify
 import psutil
 import pytest
 
-from areal_megatron.config import ConfigError, Reward
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.math import last_boxed, score
 from areal_megatron.reward.worker import Answer
@@ -84,7 +84,7 @@ def user_function(tmp_path, monkeypatch):
 
 def run(function, answers, workers=1, timeout_s=30.0, ask=RewardWorkers.score):
     async def scores():
-        pool = RewardWorkers(Reward(function=function, timeout_s=timeout_s), count=workers)
+        pool = RewardWorkers(RewardConfig(function=function, timeout_s=timeout_s), count=workers)
         await pool.start()
         try:
             return await asyncio.gather(*(ask(pool, group) for group in answers)), pool.failures
@@ -156,11 +156,11 @@ def test_a_worker_in_user_code_dies_with_its_controller(user_function, tmp_path)
     pids = tmp_path / "pid"
     code = f"""
 import asyncio, os
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.reward.worker import Answer
 async def main():
-    pool = RewardWorkers(Reward(function={user_function!r}, timeout_s=100))
+    pool = RewardWorkers(RewardConfig(function={user_function!r}, timeout_s=100))
     await pool.start()
     (pid,) = await pool.score([Answer("", "", "pid")])
     open({str(pids)!r}, "w").write(str(int(pid)))

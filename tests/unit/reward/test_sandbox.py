@@ -1,4 +1,4 @@
-"""The sandbox against hostile programs; what they did is looked for outside."""
+"""Hostile programs in the sandbox; the tests look for their effects outside."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.sandbox import Limits, SandboxError, check_isolation, run
 from areal_megatron.reward.worker import Answer
@@ -30,7 +30,7 @@ SMALL = Limits(memory_mb=256, threads=16, scratch_mb=16, output_mb=1)
 
 
 class Outside:
-    """What a program might read, reach or harm."""
+    """Files, processes and servers that a program might read, reach or harm."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "files"
@@ -91,7 +91,7 @@ class Outside:
             return False
 
     def harm(self) -> list[str]:
-        """Names of what is no more as it was, and servers that were reached."""
+        """Returns the names of what has changed, and of servers that were reached."""
         harmed = [name for name, value in self._state().items() if value != self._before[name]]
         for server in self._servers:
             with contextlib.suppress(BlockingIOError):
@@ -119,7 +119,7 @@ def outside(tmp_path, monkeypatch):
 
 
 def sandboxed() -> list[int]:
-    """Processes of the machine in another pid namespace that see a program of this test as theirs."""
+    """Returns the machine's processes in another pid namespace that run a program of this test."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -186,7 +186,7 @@ def test_a_program_sees_no_more_of_stderr_than_its_first_64_kib_kept():
 
 
 def test_memory_is_held_below_its_limit():
-    """By the kernel's own count of the largest descendant, in KiB."""
+    """The peak is the kernel's own count for the largest descendant, in KiB."""
     code = """
 import resource
 from areal_megatron.reward.sandbox import Limits, run
@@ -238,7 +238,7 @@ def test_the_same_programs_do_escape_without_a_sandbox(outside, name):
 
 
 def test_workers_stay_healthy_under_hostile_programs(outside):
-    """All of them as answers of a policy, scored by two workers with a limit of 1.2 s."""
+    """Two workers score hostile programs as answers of a policy, with a limit of 1.2 s for each."""
     names = [
         "fork bomb",
         "thread bomb",
@@ -259,7 +259,7 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
     good = Answer("", "```python\nprint(int(input()) ** 2)\n```", tests)
 
     async def scores():
-        pool = RewardWorkers(Reward(function="code", timeout_s=1.5), count=2)
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=1.5), count=2)
         await pool.start()
         try:
             before = {worker._process.pid for worker in pool._workers}
@@ -278,7 +278,7 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
 
 @pytest.mark.parametrize("target", ["worker", "guard"])
 def test_a_program_dies_with_the_worker_and_with_the_guard(target):
-    """Whatever it does to be left alone."""
+    """The program clears its parent-death signal and ignores every signal that it can."""
     stubborn = PRELUDE + f"# {TOKEN}\nlibc.prctl(1, 0, 0, 0, 0)\nignore_signals()\nforever()"
     code = f"from areal_megatron.reward.sandbox import Limits, run\nrun({stubborn!r}, limits=Limits(wall_s=100))"
     worker = psutil.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
@@ -297,8 +297,9 @@ def test_a_sandbox_that_cannot_start_is_no_outcome(monkeypatch):
 TRY = {
     "check": "from areal_megatron.reward.sandbox import check_isolation\ncheck_isolation()",
     "load": "from areal_megatron.reward.function import load_function\nload_function('code')",
-    "workers": "import asyncio\nfrom areal_megatron.config import Reward\nfrom areal_megatron.reward.workers import "
-    "RewardWorkers\nasyncio.run(RewardWorkers(Reward(function='code')).start())",
+    "workers": "import asyncio\nfrom areal_megatron.config import RewardConfig\n"
+    "from areal_megatron.reward.workers import RewardWorkers\n"
+    "asyncio.run(RewardWorkers(RewardConfig(function='code')).start())",
 }
 
 

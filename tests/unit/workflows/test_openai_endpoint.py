@@ -1,4 +1,4 @@
-"""Agents that speak the OpenAI API, over real HTTP, on an engine whose answers are written down."""
+"""Agents that speak the OpenAI API, over real HTTP, on a scripted engine."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from areal_megatron.workflows.openai_messages import BadCall, answer_of, plain
+from areal_megatron.workflows.openai_messages import BadCall, normalized, parsed_answer
 from tests.support.chat_world import END, TEMPLATE, World, spelled
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -30,14 +30,14 @@ async def post(api, key=None, **body):
 
 
 async def ask(api, messages, **body):
-    """The message that the model answers, as it came."""
+    """Returns the message with which the model answers, as it came."""
     status, reply = await post(api, messages=messages, model="policy", **body)
     assert status == 200, reply
     return reply["choices"][0]["message"]
 
 
 def run(tmp_path, agent, answer, **settings):
-    """What the episode of an agent gives, and the world it lived in."""
+    """Returns the trajectory of an episode with this agent, and its world."""
 
     async def workflow(episode):
         async with episode.openai() as api:
@@ -96,12 +96,12 @@ def test_a_conversation_is_one_trajectory_of_exact_tokens(tmp_path):
     assert world.episodes.account() == {"workflow_failures": 0, "untrained_answers": 0, "refused_calls": 0}
 
 
-def test_a_call_that_does_not_go_on_is_a_trajectory_of_its_own_and_the_last_is_trained(tmp_path):
+def test_a_call_that_continues_from_none_is_a_trajectory_of_its_own_and_the_last_is_trained(tmp_path):
     async def agent(api, episode):
         first = await ask(api, [user("one")])
         await ask(api, [user("one"), first, user("two")])
         await ask(api, [user("summarise: one")])  # a history of its own
-        branch = await ask(api, [user("one"), first, user("other")])  # goes on from the first answer again
+        branch = await ask(api, [user("one"), first, user("other")])  # continues from the first answer again
         await ask(api, [user("one"), first | {"content": "edited"}, user("x")])
         await ask(api, [user("one"), first, user("other"), branch, user("last")])
         return 1.0
@@ -143,7 +143,7 @@ def test_tools_are_offered_called_and_answered(tmp_path):
     assert ended.context.answers == 2 and world.episodes.untrained_answers == 0
 
 
-def test_a_template_that_refuses_the_answer_without_its_tool_calls_begins_anew(tmp_path):
+def test_a_template_that_refuses_the_answer_without_its_tool_calls_begins_a_trajectory(tmp_path):
     strict = TEMPLATE.replace(
         "{%- for call",
         "{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
@@ -174,7 +174,7 @@ def test_a_stream_carries_the_whole_answer(tmp_path):
     assert first["delta"]["tool_calls"][0]["index"] == 0 and last["delta"] == {}
 
 
-def test_an_answer_that_the_agent_cuts_goes_on_with_its_end_token(tmp_path):
+def test_an_answer_that_the_agent_cuts_is_continued_with_its_end_token(tmp_path):
     async def agent(api, episode):
         _, reply = await post(api, messages=[user("one")], max_completion_tokens=3)
         assert reply["choices"][0]["finish_reason"] == "length" and reply["usage"]["completion_tokens"] == 3
@@ -259,8 +259,8 @@ def test_only_the_key_of_a_running_episode_opens_it(tmp_path):
     assert world.episodes.failures == 0 and len({api.key for api in kept}) == 2 and len(world.client.calls) == 2
 
 
-def test_an_agent_that_goes_away_leaves_what_was_answered(tmp_path):
-    """It gives up a call, and ends while another is running."""
+def test_an_agent_that_goes_away_leaves_its_answered_calls(tmp_path):
+    """The agent gives up a call, and ends while another is running."""
     started, cancelled = [], []
 
     async def reached(calls):
@@ -306,18 +306,18 @@ def test_turns_and_tokens_that_are_used_up_are_told_to_the_agent(tmp_path):
 
     ended, _ = run(tmp_path, agent, lambda *_: "right", turns=2)
     assert ended.context.answers == 2 and ended.score.reward == 5
-    ended, _ = run(tmp_path, agent, lambda *_: "right", longest=60)
+    ended, _ = run(tmp_path, agent, lambda *_: "right", max_new_tokens=60)
     assert ended.score.truncated and ended.score.reward == -5 and len(ended.tokens) <= 60
     assert codes == [(400, "turns_exceeded"), (400, "context_length_exceeded")]
 
 
-def test_a_first_call_longer_than_the_prompt_takes_of_what_is_left(tmp_path):
+def test_a_first_call_longer_than_the_prompt_leaves_fewer_tokens_for_answers(tmp_path):
     async def agent(api, episode):
         await ask(api, [user("x" * 500)])
         status, reply = await post(api, messages=[user("x" * 800)])
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
 
-    ended, _ = run(tmp_path, agent, lambda *_: "x…", longest=400, rule="scored")
+    ended, _ = run(tmp_path, agent, lambda *_: "x…", max_new_tokens=400, truncated="scored")
     assert len(ended.context.prompt) > 400 and len(ended.context.prompt) + len(ended.tokens) == 800
     assert ended.score.truncated
 
@@ -351,12 +351,12 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
     ],
 )
 def test_what_is_no_tool_call_stays_text(text):
-    assert answer_of(text, True) == {"role": "assistant", "content": text}
+    assert parsed_answer(text, True) == {"role": "assistant", "content": text}
 
 
 def test_without_tools_nothing_is_a_tool_call():
-    assert answer_of(CALL, False)["content"] == CALL
-    assert answer_of(CALL, True) == {
+    assert parsed_answer(CALL, False)["content"] == CALL
+    assert parsed_answer(CALL, True) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
@@ -374,6 +374,6 @@ def test_messages_are_compared_without_what_sdks_add():
             {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}
         ],
     }
-    assert plain(sent) == answer_of(CALL, True)
+    assert normalized(sent) == parsed_answer(CALL, True)
     with pytest.raises(BadCall):
-        plain({"role": None})
+        normalized({"role": None})

@@ -1,4 +1,4 @@
-"""Experts that engines chose: from their answers into trajectories."""
+"""Routes, the experts that engines chose: from their answers into trajectories."""
 
 import asyncio
 import base64
@@ -7,14 +7,15 @@ import io
 import numpy as np
 import pytest
 
-from areal_megatron.config import Rollout
+from areal_megatron.config import RolloutConfig
 from areal_megatron.controller.generation import _trajectory
 from areal_megatron.controller.schedule import Group
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.workflows import multi_turn
-from areal_megatron.workflows.single_turn import INTERRUPTED, Sampling, sample
+from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
+from areal_megatron.workflows.single_turn import sample
 from tests.support.chat_world import END, World, spelled
 from tests.support.generating import generated
 
@@ -22,20 +23,20 @@ LAYERS, CHOSEN = 3, 2
 
 
 def routes_of(places, call):
-    """uint8 [places, layers, k]: another expert at each place, in each call."""
+    """Returns uint8 [places, layers, k], with different experts at each place and in each call."""
     places = np.asarray(places)[:, None, None]
     return ((places * 7 + call * 50 + np.arange(LAYERS * CHOSEN).reshape(LAYERS, CHOSEN)) % 256).astype(np.uint8)
 
 
 def encoded(routes):
-    """As vLLM writes them: base64 of a file of numpy."""
+    """Returns routes as vLLM sends them: base64 of a numpy file."""
     with io.BytesIO() as file:
         np.save(file, routes)
         return base64.b64encode(file.getvalue()).decode()
 
 
 def generate(routes, routes_from, tokens=(5, 6, 7)):
-    """What the client makes of an answer to a prompt of four tokens, and what it asked for."""
+    """Returns what the client makes of an answer to a prompt of four tokens, and where it asked for routes from."""
     choice = {
         "token_ids": tokens,
         "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)},
@@ -52,14 +53,14 @@ def generate(routes, routes_from, tokens=(5, 6, 7)):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize("start", [0, 3])
-def test_they_come_with_the_answer_from_the_token_on_that_was_asked_for(start, dtype):
+def test_routes_come_with_the_answer_from_the_token_that_was_asked_for(start, dtype):
     routes = routes_of(range(start, 4 + 3 - 1), 0).astype(dtype)
     completion, asked = generate(routes, start)
     assert asked == start and completion.routes.dtype == dtype
     np.testing.assert_array_equal(completion.routes, routes.reshape(-1))
 
 
-def test_none_are_asked_for_without_replay():
+def test_no_routes_are_asked_for_without_replay():
     completion, asked = generate(None, None)
     assert asked is None and len(completion.routes) == 0
 
@@ -68,18 +69,18 @@ def test_none_are_asked_for_without_replay():
     "routes",
     [None, routes_of(range(5), 0), routes_of(range(7), 0), routes_of(range(6), 0)[0], routes_of(range(6), 0) + 0.5],
 )
-def test_others_than_were_asked_for_are_an_error_of_the_engine(routes):
+def test_other_routes_than_were_asked_for_are_an_error_of_the_engine(routes):
     with pytest.raises(EngineError, match=r"engine-7 .* unreadable answer to x: (no )?routed_experts"):
         generate(routes, 0)
 
 
-def test_an_answer_that_was_aborted_at_once_has_none():
+def test_an_answer_that_was_aborted_at_once_has_no_routes():
     completion, _ = generate(None, 0, tokens=())
     assert len(completion.routes) == 0
 
 
 class Routed:
-    """An engine in whose calls every token has routes; the first call is broken off after `begun` tokens."""
+    """An engine that returns routes; it interrupts the first call after `begun` tokens."""
 
     name = "engine-0"
 
@@ -103,8 +104,8 @@ class Routed:
 
 
 @pytest.mark.parametrize("begun", [0, 1, 3])
-def test_answers_that_go_on_keep_those_they_had(begun):
-    rollout = Rollout(group_size=1, max_new_tokens=9, experts=["replay"])
+def test_answers_that_are_resumed_keep_the_routes_they_had(begun):
+    rollout = RolloutConfig(group_size=1, max_new_tokens=9, replay_routes=True)
     client, prompt = Routed(begun), Prompt(id=0, text="", answer="", tokens=[1, 2, 3], response_tokens=None)
     sampling = Sampling(client, rollout, [0], None, lambda: True)
 
@@ -119,9 +120,9 @@ def test_answers_that_go_on_keep_those_they_had(begun):
     np.testing.assert_array_equal(whole.routes, np.concatenate(expected).reshape(-1))
 
 
-def test_tokens_of_several_turns_keep_those_of_the_turn_that_first_saw_them(tmp_path):
+def test_tokens_of_several_turns_keep_the_routes_of_the_turn_that_first_saw_them(tmp_path):
     world = World(tmp_path, multi_turn.run, lambda _, number: ["no", "right"][number])
-    world.config.rollout.experts = ["replay"]
+    world.config.rollout.replay_routes = True
     plain, calls = world.client.generate, []
 
     async def generate(prompt, *, routes_from, **options):

@@ -1,5 +1,4 @@
-"""Workflows on an engine whose answers are written down: which tokens a trajectory has, and what becomes of
-failures."""
+"""Workflows on a scripted engine: which tokens a trajectory has, and what becomes of failures."""
 
 import asyncio
 import contextlib
@@ -12,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_megatron.config import ConfigError, Rollout
+from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.controller.batches import describe
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.workflows import multi_turn, single_turn, tool_use
+from areal_megatron.workflows import multi_turn, sampling, tool_use
 from areal_megatron.workflows.episode import EpisodeOver
 from areal_megatron.workflows.workflow import check_workflow, load_workflow
 from tests.support.chat_world import END, IDS, World, make_tokenizer, spelled
@@ -31,12 +30,12 @@ def in_turn(*answers):
     return lambda _, number: answers[min(number, len(answers) - 1)]
 
 
-def run(world, **place):
-    return asyncio.run(world.sample(**place))
+def run(world, **spec):
+    return asyncio.run(world.sample(**spec))
 
 
 def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
-    """`ab` is sampled as two tokens, which the tokenizer would write as one."""
+    """`ab` is sampled as two tokens, where the tokenizer would have one."""
 
     def reward(prompt, response, answer):
         return (1.0, "") if response == answer else (0.25, f"not {response}")
@@ -56,7 +55,7 @@ def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
     ).all()
     assert context.versions.tolist() == [0] * (3 + len(told)) + [1] * 6
     assert world.judge.asked == ["ab", "right"]
-    low, high = world.config.reward.range
+    low, high = world.config.reward.wrong, world.config.reward.right
     assert score.reward == pytest.approx(low + (high - low) * multi_turn.DISCOUNT)
     assert score.correct and score.trained and not score.truncated
     assert context.tokens.dtype == context.versions.dtype == np.int32 and context.logprobs.dtype == np.float32
@@ -65,11 +64,11 @@ def test_a_wrong_answer_is_told_so_and_tried_again(tmp_path):
 def test_tries_end_with_the_first_right_answer_and_with_the_last_turn(tmp_path):
     right = World(tmp_path, multi_turn.run, in_turn("right"))
     (ended,) = run(right)
-    assert len(right.client.calls) == 1 and ended.score.reward == right.config.reward.range[1]
+    assert len(right.client.calls) == 1 and ended.score.reward == right.config.reward.right
     wrong = World(tmp_path, multi_turn.run, in_turn("wrong"))
     (ended,) = run(wrong)
     assert len(wrong.client.calls) == ended.context.answers == 3
-    assert ended.score.reward == wrong.config.reward.range[0] and not ended.score.truncated
+    assert ended.score.reward == wrong.config.reward.wrong and not ended.score.truncated
     assert wrong.tokenizer.decode(ended.context.tokens.tolist()).count(multi_turn.FEEDBACK) == 2
 
 
@@ -78,7 +77,12 @@ def test_tries_end_with_the_first_right_answer_and_with_the_last_turn(tmp_path):
 )
 def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
     world = World(
-        tmp_path, multi_turn.run, in_turn("no", "x…"), rule=rule, longest=150, reward=lambda _, r, __: float(r != "no")
+        tmp_path,
+        multi_turn.run,
+        in_turn("no", "x…"),
+        truncated=rule,
+        max_new_tokens=150,
+        reward=lambda _, r, __: float(r != "no"),
     )
     (ended,) = run(world)
     assert len(ended.tokens) == 150 and ended.score.truncated and ended.score.trained == trained
@@ -87,10 +91,10 @@ def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_feedback_that_leaves_no_token_for_an_answer_is_left_out(tmp_path, left):
+def test_feedback_that_leaves_no_token_for_an_answer_is_dropped(tmp_path, left):
     text = f"\n<|im_start|>user\n{multi_turn.FEEDBACK}<|im_end|>\n<|im_start|>assistant\n"
     feedback = len(make_tokenizer(tmp_path)._tokenizer.encode(text).ids)
-    world = World(tmp_path, multi_turn.run, in_turn("no"), longest=3 + feedback + left, turns=2)
+    world = World(tmp_path, multi_turn.run, in_turn("no"), max_new_tokens=3 + feedback + left, turns=2)
     (ended,) = run(world)
     assert ended.context.answers == 1 + left
     assert len(ended.tokens) == (3 + feedback + left if left else 3)
@@ -117,7 +121,7 @@ def test_seeds_of_the_first_answers_are_those_of_a_single_turn(tmp_path):
     assert len(first) == len(second) == 3
 
 
-def test_programs_are_run_and_their_output_is_told(tmp_path, isolation):
+def test_programs_are_run_and_their_output_is_the_next_message(tmp_path, isolation):
     def answer(prompt, number):
         return "```python\nprint(6 * 7)\n```" if number == 0 else "```python\n1 / 0\n```" if number == 1 else "42"
 
@@ -130,7 +134,7 @@ def test_programs_are_run_and_their_output_is_told(tmp_path, isolation):
     assert sampled == [token for number in range(3) for token in [*spelled(answer(None, number)), END]]
 
 
-def test_what_a_program_shows(isolation):
+def test_the_output_of_a_program(isolation):
     show = lambda program: tool_use.described(asyncio.run(tool_use.run_program(program)))  # noqa: E731
     assert show("print('x' * 10**6)") == "x" * 2000
     assert show("import sys; print(1); sys.exit('no')") == "1\nno"
@@ -185,12 +189,12 @@ async def nothing(episode):
         (not_a_number, "returned nan, expected a finite number"),
         (a_text, "returned '1', expected a finite number"),
         (cancels, "it cancelled itself"),
-        (hangs, "it neither asked nor ended within machine.timeout_s=0.2 s"),
+        (hangs, "it neither asked nor ended within rollout.workflow_timeout_s=0.2 s"),
         (says_first, "there is no answer yet"),
         (nothing, "it ended without an answer of the model"),
     ],
 )
-def test_what_a_workflow_does_wrong_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
+def test_a_workflow_that_fails_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
     world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2 if workflow is hangs else 60.0)
     ended = run(world, n=2)
     assert [one.score.reward for one in ended] == [-5, -5] and not any(one.score.correct for one in ended)
@@ -212,8 +216,8 @@ def test_workflows_that_never_get_an_answer_end_the_run_with_the_reason(tmp_path
         run(world, n=3)
 
 
-def test_an_engine_that_fails_is_not_the_workflows_to_hide(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_turn, "_RETRY_S", 0)
+def test_a_workflow_cannot_hide_an_engine_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "_RETRY_S", 0)
 
     async def hides(episode):
         for _ in range(3):
@@ -227,14 +231,14 @@ def test_an_engine_that_fails_is_not_the_workflows_to_hide(tmp_path, monkeypatch
     assert world.episodes.failures == 0
 
 
-def test_episodes_that_are_broken_off_begin_again(tmp_path):
-    """One has its request aborted, another is at its second turn."""
+def test_episodes_that_are_interrupted_begin_again(tmp_path):
+    """One is interrupted by the abort of its request, the other before its second turn."""
     world = World(tmp_path, multi_turn.run, None)
 
     def answer(prompt, number):
         if number == 0:
             return "wrong"
-        world.breaking_off = True
+        world.interrupting = True
         return Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
 
     world.client.answer = answer
@@ -242,7 +246,7 @@ def test_episodes_that_are_broken_off_begin_again(tmp_path):
     assert world.episodes.failures == 0
 
 
-def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
+def test_an_episode_is_limited_in_turns_and_tokens(tmp_path):
     codes = []
 
     async def greedy(episode):
@@ -255,7 +259,7 @@ def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
 
     (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=4))
     assert ended.context.answers == 4 and ended.score.correct
-    (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=100, longest=20))
+    (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=100, max_new_tokens=20))
     assert len(ended.tokens) == 20 and ended.score.truncated
     assert codes == ["turns_exceeded", "context_length_exceeded"]
 
@@ -264,21 +268,18 @@ def test_turns_and_tokens_are_the_episodes_limits(tmp_path):
     ("name", "problem"),
     [
         (
-            {"multi_trun": 3},
+            "multi_trun",
             "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, or package.module:function; "
             "did you mean 'multi_turn'?",
         ),
-        ({"single_turn": 2}, "single_turn has one turn, not 2"),
-        ({"multi_turn": 2, "tool_use": 2}, "expected one with its turns at most"),
-        ({}, "expected one with its turns at most"),
-        ({"nowhere:run": 2}, "cannot import nowhere: ModuleNotFoundError"),
-        ({"json:nothing": 2}, "json has no function nothing"),
-        ({"json:dumps": 2}, "json:dumps is no `async def` function of an episode"),
+        ("nowhere:run", "cannot import nowhere: ModuleNotFoundError"),
+        ("json:nothing", "json has no function nothing"),
+        ("json:dumps", "json:dumps is no `async def` function of an episode"),
     ],
 )
 def test_workflows_that_cannot_be_loaded_are_named(name, problem):
     with pytest.raises(ConfigError, match=r"^rollout\.workflow: ") as error:
-        load_workflow(Rollout(workflow=name))
+        load_workflow(RolloutConfig(workflow=name))
     assert problem in str(error.value)
 
 
@@ -292,13 +293,13 @@ def test_workflows_that_cannot_be_loaded_are_named(name, problem):
 )
 def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, template, problem):
     world = World(tmp_path, multi_turn.run, lambda *_: "wrong", template=template)
-    world.config.rollout.workflow = {"multi_turn": 2}
+    world.config.rollout.workflow = "multi_turn"
     with pytest.raises(ConfigError, match="several turns need a template that takes them") as error:
         check_workflow(world.config)
     assert problem in str(error.value)
-    world.config.rollout.workflow = {"single_turn": 1}
+    world.config.rollout.workflow = "single_turn"
     check_workflow(world.config)
-    (ended,) = run(world)  # should it fail at a later message only: counted
+    (ended,) = run(world)  # a template that fails at a later message only is a failure of the workflow
     assert world.episodes.failures == 1 and ended.context.answers == 1
 
 
@@ -347,7 +348,7 @@ def generation_of(world, tmp_path, client):
     return schedule, subject
 
 
-def test_groups_that_are_broken_off_are_admitted_again_and_those_of_a_single_turn_too(tmp_path):
+def test_groups_that_are_interrupted_are_admitted_again_and_those_of_a_single_turn_too(tmp_path):
     world = World(tmp_path, multi_turn.run, lambda *_: "wrong", turns=2)
 
     async def stopped():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal_megatron.config import Reward
+from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
 from areal_megatron.reward.workers import RewardWorkers
@@ -34,7 +34,7 @@ def completion(text, finish_reason="stop"):
 
 
 def scores(model, rule, completions, answer="7", response_tokens=None):
-    config = Reward(truncated=rule, range=[-0.3, 0.7])
+    config = RewardConfig(truncated=rule, wrong=-0.3, right=0.7)
     prompt = Prompt(id=0, text="3+4=", answer=answer, tokens=[1], response_tokens=response_tokens)
 
     async def score():

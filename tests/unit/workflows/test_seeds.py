@@ -1,11 +1,11 @@
-"""Which seed a prompt is asked with: the same one whenever, wherever and for the how-manieth time it is asked."""
+"""Seeds: a prompt is sampled with the same one whenever, wherever and however often it is asked."""
 
 import asyncio
 from types import SimpleNamespace
 
 import numpy as np
 
-from areal_megatron.config import Config, Data, Model, Rollout
+from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.generation import Generation
@@ -14,15 +14,14 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Score
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import Sampling
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1 + number], response_tokens=None) for number in range(6)]
 
 
 class Asked:
-    """An engine's client that keeps (prompt, seed) of each request; it never answers the prompts of `silent`."""
+    """An engine's client that records (prompt, seed) of each request, and never answers the prompts of `silent`."""
 
     name = "engine-0"
 
@@ -51,16 +50,16 @@ def setting(tmp_path, client):
         updates=3,
         batch_size=4,
         seed=11,
-        model=Model(path="x"),
-        data=Data(train="x"),
-        rollout=Rollout(group_size=2, max_running=64, max_staleness=2),
+        model=ModelConfig(path="x"),
+        data=DataConfig(train="x"),
+        rollout=RolloutConfig(group_size=2, max_running=64, max_staleness=2),
     )
     timeline = Timeline(tmp_path / "timeline", "controller")
     return config, [Engine(0, client, timeline)], timeline
 
 
 def admitted(tmp_path, client, state=None):
-    """The state of a run of six groups, of two epochs of three prompts, after it has asked all that it may."""
+    """Returns the state of a run of two epochs of three prompts when all its six groups have been admitted."""
     config, engines, timeline = setting(tmp_path, client)
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
     subject = Generation(
@@ -101,15 +100,15 @@ def test_prompts_that_are_asked_again_after_a_resume_have_the_seeds_they_had(tmp
 
 
 class Slow(Asked):
-    """Answers nothing until it is told to break off; then one answer of two is whole, the other has three tokens."""
+    """Answers nothing until it is told to abort; then one answer of two is complete, the other has three tokens."""
 
     def __init__(self):
         super().__init__()
-        self.told = asyncio.Event()
+        self.aborted = asyncio.Event()
 
     async def generate(self, prompt, *, seed, **_):
         self.seeds.append((prompt[0] - 1, seed))
-        await self.told.wait()
+        await self.aborted.wait()
         return [
             Completion(
                 np.full(tokens, seed % 97, np.int32),
@@ -121,11 +120,11 @@ class Slow(Asked):
         ]
 
     async def abort(self, prefix):
-        self.told.set()
+        self.aborted.set()
 
 
-class GoingOn(Asked):
-    """Adds two tokens of version 1 to whatever it is asked for."""
+class Resuming(Asked):
+    """Adds two tokens of version 1 to every answer."""
 
     async def generate(self, prompt, *, n, seed, max_tokens, **_):
         assert n == 1 and len(prompt) == 4 and max_tokens == 24 - 3
@@ -133,7 +132,7 @@ class GoingOn(Asked):
         return [Completion(np.full(2, 98, np.int32), np.full(2, -1.0, np.float32), np.ones(2, np.int32), "stop")]
 
 
-def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp_path):
+def test_answers_that_were_interrupted_are_resumed_with_random_numbers_of_their_own(tmp_path):
     config, engines, timeline = setting(tmp_path, Slow())
     config.rollout.max_new_tokens = 24
 
@@ -154,7 +153,7 @@ def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp
 
     state = asyncio.run(stopped())
     assert not state.again and len(state.schedule.interrupted) == len(state.interrupted) == 6
-    first, client = engines[0].client.seeds, GoingOn()
+    first, client = engines[0].client.seeds, Resuming()
     engines[0].client = client
 
     async def resumed():
@@ -169,15 +168,15 @@ def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp
 
     finished = asyncio.run(resumed())
     assert len(finished) == 6 and len(client.seeds) == 6 and not {s for _, s in first} & {s for _, s in client.seeds}
-    for group, (whole, gone_on) in finished:
+    for group, (whole, joined) in finished:
         mark = sampling_seed(11, "train", group.epoch, group.prompt_id) % 97
-        assert whole.response.tolist() == [mark] * 5 and gone_on.response.tolist() == [mark] * 3 + [98] * 2
-        assert gone_on.versions.tolist() == [0, 0, 0, 1, 1] and gone_on.logprobs.tolist() == [-0.5] * 3 + [-1.0] * 2
-        assert whole.admission_version == gone_on.admission_version == group.admission_version == 0
+        assert whole.response.tolist() == [mark] * 5 and joined.response.tolist() == [mark] * 3 + [98] * 2
+        assert joined.versions.tolist() == [0, 0, 0, 1, 1] and joined.logprobs.tolist() == [-0.5] * 3 + [-1.0] * 2
+        assert whole.admission_version == joined.admission_version == group.admission_version == 0
 
 
 def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
-    monkeypatch.setattr(single_turn, "_RETRY_S", 0)
+    monkeypatch.setattr("areal_megatron.workflows.sampling._RETRY_S", 0)
     seeds = []
 
     async def broken(*_, seed, **__):
@@ -186,7 +185,7 @@ def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
             raise EngineError("broken")
         return []
 
-    sampling = Sampling(SimpleNamespace(name="engine-0", generate=broken), Rollout(), [], cache_salt=None)
+    sampling = Sampling(SimpleNamespace(name="engine-0", generate=broken), RolloutConfig(), [], cache_salt=None)
     assert asyncio.run(single_turn.sample(sampling, PROMPTS[0], 2, "x", seed=5)) == []
     assert seeds == [5, 5, 5]
 

@@ -1,0 +1,201 @@
+"""Loads a run's config from a YAML file and overrides, and saves it.
+
+Every wrong line or override is refused with one line that says where it is, what is wrong and what is right.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_megatron.config import Config, ConfigError, check, config_fields, describe
+from areal_megatron.files import write_atomically
+
+_FIELDS = {key: f for key, f, value in config_fields(Config()) if not is_dataclass(value)}
+_SECTIONS = {key for key, _, value in config_fields(Config()) if is_dataclass(value)}
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Defaults, then the YAML file, then `key=value` overrides, of which the last one of a key holds; checked.
+
+    Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), an old spelling
+    (with the new one), a key given twice in the file, a value of the wrong type or out of range, and keys that
+    contradict each other.
+    """
+    path = Path(path)
+    config, places = OmegaConf.structured(Config), {}
+    for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
+        _refuse_old_spelling(key, node, place)
+        _check_known(key, place.text)
+        places[key] = place.text
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{place.text}: {key}: must be {describe(_FIELDS[key])}, is {_value(node)}")
+        try:
+            OmegaConf.update(config, key, node.value)
+        except OmegaConfBaseException:
+            raise ConfigError(f"{place.text}: {key}: must be {describe(_FIELDS[key])}, is {node.value!r}") from None
+    if missing := OmegaConf.missing_keys(config):
+        raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
+    config = OmegaConf.to_object(config)
+    check(config, lambda key: f"{places.get(key, path)}: {key}")
+    return config
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes the resolved config as YAML; `load` reads it back to an equal Config."""
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def known_keys() -> list[str]:
+    """Every valid dotted key, in the order of config.py."""
+    return list(_FIELDS)
+
+
+class _Place:
+    """Where a value was written, for errors, and how another one is written there."""
+
+    def __init__(self, text: str, in_file: bool):
+        self.text, self._in_file = text, in_file
+
+    def spelled(self, values: dict[str, Any]) -> str:
+        """`values` (dotted key → value) as they are to be written in this place."""
+        texts = {
+            key: "true" if value is True else "false" if value is False else value for key, value in values.items()
+        }
+        if not self._in_file:
+            return " ".join(f"{key}={value}" for key, value in texts.items())
+        section = next(iter(values)).rpartition(".")[0]
+        inner = ", ".join(f"{key.rpartition('.')[2]}: {value}" for key, value in texts.items())
+        return f"{inner} below {section}:"
+
+
+Entry = tuple[str, yaml.Node, _Place]
+"""A dotted key, its value, and where it was written."""
+
+
+def _read_file(path: Path) -> list[Entry]:
+    try:
+        tree = yaml.compose(path.read_text(), yaml.SafeLoader)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not YAML: {e.reason}") from None
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', e)}") from None
+    if tree is not None and not isinstance(tree, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected `key: value` lines")
+    return list(_entries(path, tree, "", {}) if tree else [])
+
+
+def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> Iterator[Entry]:
+    for name, node in tree.value:
+        line = name.start_mark.line + 1
+        place = _Place(f"{path}:{line}", in_file=True)
+        if not isinstance(name, yaml.ScalarNode) or "." in name.value:
+            raise ConfigError(
+                f"{place.text}: {_value(name)!r} is no key: in a file, keys stand indented below sections"
+            )
+        key = f"{prefix}{name.value}"
+        if key in lines:
+            raise ConfigError(f"{place.text}: {key}: was given on line {lines[key]} already")
+        lines[key] = line
+        if key in _SECTIONS and isinstance(node, yaml.MappingNode):
+            yield from _entries(path, node, f"{key}.", lines)
+        elif key not in _SECTIONS or _value(node) is not None:  # a section may be empty
+            yield key, node, place
+
+
+def _read_override(text: str) -> Entry:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: expected key=value, e.g. optimizer.lr=1e-5")
+    try:
+        node = yaml.compose(value, yaml.SafeLoader) or yaml.ScalarNode("tag:yaml.org,2002:str", "")
+        _value(node)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value is not YAML") from None
+    return key, node, _Place(f"override {text!r}", in_file=False)
+
+
+def _value(node: yaml.Node) -> Any:
+    """The value of a YAML node as Python has it."""
+    return yaml.safe_load(yaml.serialize(node))
+
+
+def _check_known(key: str, where: str) -> None:
+    if key in _FIELDS:
+        return
+    if key in _SECTIONS:
+        first = next(known for known in _FIELDS if known.startswith(f"{key}."))
+        raise ConfigError(f"{where}: {key} is a section: give its keys one by one, such as {first}")
+    same_leaf = [known for known in _FIELDS if known.split(".")[-1] == key.split(".")[-1]]
+    near = difflib.get_close_matches(key, [*_FIELDS, *_SECTIONS], 1)
+    found = (same_leaf or near or [None])[0]
+    known = f", which is {describe(_FIELDS[found])}" if found in _FIELDS else ""
+    raise ConfigError(f"{where}: unknown key {key!r}" + (f", did you mean {found!r}{known}?" if found else ""))
+
+
+def _refuse_old_spelling(key: str, node: yaml.Node, place: _Place) -> None:
+    """Raises ConfigError for what was spelled otherwise before every setting had a key of its own."""
+    if key not in _OLD or (key in _FIELDS and isinstance(node, yaml.ScalarNode)):
+        return
+    try:
+        new = place.spelled(_OLD[key](_value(node)))
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError):
+        raise ConfigError(
+            f"{place.text}: {key}: is an old spelling; see areal_megatron/config.py for its keys"
+        ) from None
+    raise ConfigError(f"{place.text}: {key}: is an old spelling, write {new}")
+
+
+def _pair(first: str, second: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: dict(zip((first, second), value, strict=True))
+
+
+def _one_entry(name_key: str, value_key: str) -> Callable[[Any], dict[str, Any]]:
+    def spelled(value: dict[str, Any]) -> dict[str, Any]:
+        ((name, number),) = value.items()
+        return {name_key: name, value_key: number}
+
+    return spelled
+
+
+def _pass_rate(value: list[float]) -> dict[str, Any]:
+    if not value:
+        return {"rollout.filter_groups": False}
+    low, high = sorted(value)
+    found = {"rollout.filter_groups": True, "rollout.min_pass_rate": low, "rollout.max_pass_rate": high}
+    return found | ({"rollout.easiest_first": True} if value[0] > value[1] else {})
+
+
+def _experts(value: list[str]) -> dict[str, Any]:
+    return {"rollout.expert_parallel": "parallel" in value, "rollout.replay_routes": "replay" in value}
+
+
+_OLD: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "optimizer.adam": lambda value: dict(
+        zip(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), value, strict=True)
+    ),
+    "optimizer.schedule": _one_entry("optimizer.schedule", "optimizer.warmup"),
+    "ppo.clip": _pair("ppo.clip_low", "ppo.clip_high"),
+    "ppo.correction.truncated": lambda value: {"ppo.correction.truncate": value},
+    "ppo.penalty.kl_k1": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k1"},
+    "ppo.penalty.kl_k2": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k2"},
+    "ppo.penalty.kl_k3": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k3"},
+    "ppo.critic.lambda": lambda value: {"ppo.critic.gae_lambda": value},
+    "rollout.pass_rate": _pass_rate,
+    "rollout.experts": _experts,
+    "rollout.workflow": _one_entry("rollout.workflow", "rollout.turns"),
+    "reward.range": _pair("reward.wrong", "reward.right"),
+    "machine.timeout_s": lambda value: {"machine.peer_timeout_s": value},
+}
+"""Old key → the new keys for its value. Where the key is still one, only a dict or list is old."""

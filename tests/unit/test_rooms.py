@@ -1,0 +1,119 @@
+"""The table of rooms in docs/design.md is what the code does: who may import whom, and which heavy library."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = {"megatron", "mpi4py", "torch", "transformers", "vllm"}
+EVERYBODY = "everybody"
+"""The room of the files that every other room may import."""
+
+
+def table():
+    """Room → {room or library that it may import: the files that may, or all of them if none is named}."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    row = r"^\| (`[^|]+`) \|[^|]*\|[^|]*\|([^|]*)\|$"
+    allowed = r"`([^`]+)`(?: in ((?:`[^`]+`(?: and )?)+))?"
+    return {
+        name: {other: re.findall(r"`([^`]+)`", files) for other, files in re.findall(allowed, cell)}
+        for names, cell in re.findall(row, text.partition("## Rooms")[2], re.M)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+
+
+def modules():
+    """Dotted name → file, of all that is installed."""
+    files = (path for top in ("areal_megatron", "launch") for path in sorted((ROOT / top).rglob("*.py")))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+MODULES = modules()
+ROOMS = table()
+
+
+def room_of(module):
+    """`launch`, the folder below areal_megatron, or the file at its top."""
+    path = MODULES[module].relative_to(ROOT)
+    return path.parts[0] + "/" if path.parts[0] == "launch" else f"{path.parts[1]}{'/' * (len(path.parts) > 2)}"
+
+
+def imported(nodes):
+    """Dotted names that these nodes import: of our own modules, and of libraries their first name."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for name in node.names:
+                whole = f"{node.module}.{name.name}"
+                yield whole if whole in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def trees():
+    return {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+TREES = trees()
+EVERY_IMPORT = {module: set(imported(ast.walk(tree))) for module, tree in TREES.items()}
+"""Those inside functions and under TYPE_CHECKING too."""
+AT_START = {module: set(imported(tree.body)) for module, tree in TREES.items()}
+
+
+def test_every_file_has_a_room_and_every_room_a_file():
+    assert {room_of(module) for module in MODULES} - {"__init__.py"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_its_row_allows(room):
+    wrong = []
+    for module, names in EVERY_IMPORT.items():
+        if room_of(module) != room:
+            continue
+        for name in names:
+            other = room_of(name) if name in MODULES else name.partition(".")[0]
+            if other == room or (name not in MODULES and other not in LIBRARIES):
+                continue
+            if other in ROOMS and EVERYBODY in ROOMS[other]:
+                continue
+            files = ROOMS[room].get(other)
+            if files is None or (files and MODULES[module].name not in files):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    done = set()
+
+    def visit(module, path):
+        assert module not in path, f"a circle: {' → '.join([*path[path.index(module) :], module])}"
+        if module not in done:
+            for name in EVERY_IMPORT[module] & MODULES.keys():
+                visit(name, [*path, module])
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, [])
+
+
+@pytest.mark.parametrize("library", ["torch", "vllm", "megatron"])
+def test_who_may_not_import_a_library_does_not_by_way_of_others(library):
+    """A login node and the controller do without torch: also in what they import when they start."""
+
+    def loads(module, seen):
+        seen.add(module)
+        names = AT_START[module]
+        if any(name.partition(".")[0] == library for name in names):
+            return [module]
+        for name in names & MODULES.keys() - seen:
+            if found := loads(name, seen):
+                return [module, *found]
+        return []
+
+    for module in MODULES:
+        room = room_of(module)
+        if room != "__init__.py" and library not in ROOMS[room]:
+            chain = loads(module, set())
+            assert not chain, f"{' → '.join(chain)} → {library}"
