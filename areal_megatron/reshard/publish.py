@@ -282,7 +282,7 @@ class Transmission:
 
     def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor]):
         self.outlet, self.version, self._parameters = outlet, version, parameters
-        self._deadline = Deadline(outlet.trainer.timeout_s)  # from `publish` to the last word of the engine's ranks
+        self._deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
         self._read = threading.Event()
         """Set when no live parameter is read any more."""
         outlet.updates += 1

@@ -43,7 +43,7 @@ class Shard:
     rank: int
     streamed: bool = False
     repack: Callable[[], None] = lambda: None
-    """Called after a commit: updates what vLLM has derived from the parameters."""
+    """Called at the end of a commit: updates what vLLM has derived from the parameters."""
 
 
 def reserve(parameters: Mapping[str, Tensor], streamed: bool = False) -> Tensor:
@@ -148,7 +148,7 @@ class Reception:
         inlet.updates += 1
         self.abandoned = False
         self._inlet, self._number = inlet, inlet.updates
-        self._deadline = Deadline(inlet.timeout_s)  # from /start_weight_update to this rank's last message
+        self._deadline = Deadline(inlet.timeout_s)  # from /start_weight_update; transport.py lists all limits
         self._error = "not received yet"
         before = after._thread if after else None
         self._thread = threading.Thread(target=self._run, args=(before,), name=f"receive-{self._number}", daemon=True)

@@ -18,15 +18,15 @@ are unusable after a timeout, so the controller gives the link a new generation.
 
 | limit | value | set in |
 |---|---|---|
-| of a trainer rank, from `publish` until all engine ranks have received the update | timeout_s | publish.Transmission |
-| of the optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
-| of an engine rank, from /start_weight_update until it has received the update | timeout_s | staging.Reception |
-| to connect to the store; NCCL's for an operation of the group | timeout_s | `connect`, `_process_group` |
-| of one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_process_group` |
-| of the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
+| a trainer rank, from `publish` until its last message is sent; rank 0, until all have arrived | timeout_s | publish |
+| an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
+| an engine rank, from /start_weight_update until it has its last message | timeout_s | staging.Reception |
+| connecting to the store; an operation of an NCCL group | timeout_s | `connect`, `_process_group` |
+| one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_process_group` |
+| the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
 
-The controller's is twice as long because trainers that are alive report the end of their own limit; only if they are
-dead does it pass.
+The controller waits twice as long because trainers that are alive report the end of their own limit; its limit passes
+only if one is dead.
 """
 
 from __future__ import annotations
