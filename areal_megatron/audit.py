@@ -1,10 +1,10 @@
-"""Whether a run lost nothing and trained nothing twice, whatever happened to it.
+"""Checks that a run lost nothing and trained nothing twice, however often it was interrupted.
 
     python -m areal_megatron.audit runs/NAME
 
-Joins what the trainer ranks wrote down for themselves (ledger/) with the incarnations of the run and with the
-controller's state in the newest checkpoint, and looks at the surviving line only: work after a checkpoint from
-which the run went on has been done again. Exit code 0: clean, 1: faults, a line each, 2: no such run.
+Joins the ledgers that the trainer ranks wrote (ledger/) with the incarnations of the run and with the controller's
+state in the newest checkpoint. Only the surviving line counts: work after a checkpoint from which the run was resumed
+has been done again. Exit code 0: clean, 1: faults, a line each, 2: no such run.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Prompt = tuple[int, int]
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the surviving line, of all replicas together."""
+    """One batch of the surviving line, with the parts of all replicas."""
 
     number: int
     version: int
     applied: bool
     uids: list[int]
     admitted: list[int]
-    """Admission version of each trajectory."""
+    """The admission version of each trajectory."""
     prompts: list[Prompt]
-    """Of each trajectory."""
+    """The prompt of each trajectory."""
     max_staleness: int
     """η of the incarnation that trained it."""
 
 
 def audit(run: Run) -> list[str]:
-    """What is wrong with the run; [] if nothing is. Raises ConfigError if there is no such run."""
+    """Returns the faults of the run, a line each. Raises ConfigError if there is no such run."""
     config = config_file.load(run.config)
     batches, faults = surviving(run, config)
     faults += check_versions(run.starts(), batches)
@@ -60,7 +60,10 @@ def audit(run: Run) -> list[str]:
 
 
 def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int | None]]:
-    """The incarnations whose work counts, oldest first, each with the number of the batch before which it ends."""
+    """Returns the incarnations whose work counts, oldest first, each with the number of the batch before which it ends.
+
+    That number is None for the last one.
+    """
     line, end = [], None
     start = starts[-1] if starts else None
     while start:
@@ -70,7 +73,7 @@ def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int 
 
 
 def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
-    """The batches that all replicas have written down, and what does not fit together in them."""
+    """Returns the batches that are in the ledgers of all replicas, and faults where the ledgers disagree."""
     ledgers = [_lines(run.ledger(replica)) for replica in range(config.trainer.dp)]
     batches, faults = [], []
     for start, end in line_of(run.starts()):
@@ -81,7 +84,7 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
             if None in parts:
                 if end is not None:
                     faults.append(f"batch {number} is missing in the ledger of replica {parts.index(None)}")
-                break  # the run died before that replica came to write it
+                break  # the run died before that replica had written it
             if len({(part["version"], part["applied"]) for part in parts}) > 1:
                 faults.append(f"batch {number}: replicas disagree on its version or whether it was applied")
             merged = {
@@ -106,11 +109,12 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
 
 
 def number_after(batches: list[Batch], start: IncarnationStart) -> int:
+    """Returns the number of the batch after the last of `batches`, or the first of the incarnation."""
     return batches[-1].number + 1 if batches else start.batches
 
 
 def check_versions(starts: list[IncarnationStart], batches: list[Batch]) -> list[str]:
-    """Every batch trains the version that the one before left."""
+    """Checks that every batch trains the version that the one before it produced."""
     faults = []
     expected = line_of(starts)[0][0].version if starts else 0
     for batch in batches:
@@ -121,7 +125,7 @@ def check_versions(starts: list[IncarnationStart], batches: list[Batch]) -> list
 
 
 def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
-    """Each trajectory once, each prompt of an epoch with all its answers in one batch, none too stale."""
+    """Checks that no trajectory comes twice or is too stale, and that a prompt's answers are all in one batch."""
     faults = [
         f"trajectory {uid} was trained {count} times"
         for uid, count in Counter(uid for batch in batches for uid in batch.uids).items()
@@ -145,7 +149,7 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
 
 
 def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint, batches: list[Batch]) -> list[str]:
-    """What the controller says of each prompt that it drew before the checkpoint is what became of it."""
+    """Checks the controller's disposition of each prompt that it drew before the checkpoint against the ledgers."""
     ids, cursor = drawing(config)
     saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
     said: dict[Prompt, str] = {}
@@ -164,7 +168,7 @@ def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint,
     before = [batch for batch in batches if batch.number < checkpoint.batches]
     trained = {prompt for batch in before if batch.applied for prompt in batch.prompts}
     claimed = {prompt for prompt, kind in said.items() if kind == TRAINED}
-    if not batches or batches[0].number == 0:  # else the run began with another's checkpoint, whose ledger is not here
+    if not batches or batches[0].number == 0:  # else the run began with the checkpoint of another
         faults += [
             f"{_name(prompt)} counts as trained, but no trainer trained it" for prompt in sorted(claimed - trained)
         ]
@@ -175,7 +179,7 @@ def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint,
 
 
 def drawing(config: Config) -> tuple[list[int], Cursor]:
-    """Ids of all prompts, in their order, and the cursor that draws them."""
+    """Returns the ids of all prompts, in their order, and the cursor that draws them."""
     prompts = list(records(config.data.train))
     mixture = shares(config.data.train, [prompt.source for prompt in prompts])
     ranks = ranks_of(config, map(pass_rate_of, prompts))
@@ -191,7 +195,7 @@ def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Pro
 
 
 def _lines(ledger: Path) -> list[dict]:
-    """Its finished lines; one that was being written when the run died is not there."""
+    """Returns the complete lines; one that was being written when the run died is left out."""
     if not ledger.exists():
         return []
     return [json.loads(line) for line in ledger.read_text().split("\n")[:-1]]

@@ -47,9 +47,9 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train: str = MISSING
-    """JSONL or Parquet file, or a folder of them. A row has `prompt` and `answer` (RL) or `prompt` and `response`
-    (SFT), or another known format (docs/data.md). Several sources: `a.jsonl,b.parquet`; with each one's share of the
-    prompts: `a.jsonl:0.7,b.parquet:0.3`."""
+    """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of
+    another format (docs/data.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
+    `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
     """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
     evaluation."""

@@ -1,13 +1,13 @@
-"""How good a model is: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
+"""Evaluates a model: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
 
     python -m areal_megatron.evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--max-new-tokens N]
                                       [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1] [--out FOLDER]
                                       [--pass-rates FILE.jsonl]
 
-MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/evaluation.md). Starts one vLLM engine,
-asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. Killed and
-started again with the same OUT it goes on where it was. Exit code 0: done, 1: the engine failed, 2: wrong input, 130:
-interrupted.
+MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/data.md). Starts one vLLM engine, asks it
+n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. The same command
+with the same OUT resumes an evaluation that was interrupted. Exit code 0: done, 1: the engine failed, 2: wrong input,
+130: interrupted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _ENGINE = "engine-0"
 
 
 class OfflineEvaluation:
-    """All that is to be asked, and of whom. Raises ConfigError for whatever cannot work."""
+    """An evaluation of one model by one engine of its own. Raises ConfigError for whatever cannot work."""
 
     def __init__(self, options: argparse.Namespace):
         self.config = config_of(options)
@@ -87,7 +87,7 @@ class OfflineEvaluation:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What answers depend on, beyond the order in which an engine happens to batch them."""
+        """The settings on which answers depend, apart from the order in which an engine happens to batch them."""
         config = self.config
         items = [[p.id, p.tokens, p.answer, p.response_tokens, self.rewards[p.id]] for p in self.prompts]
         return {
@@ -103,12 +103,12 @@ class OfflineEvaluation:
         }
 
     def missing(self, folder: Folder) -> list[tuple[Prompt, int]]:
-        """(item, number of its sample) of all answers that are still to be given, the samples of an item in a row."""
+        """Returns (item, number of its sample) of all missing answers, the samples of an item in a row."""
         asked = ((prompt, sample) for prompt in self.prompts for sample in range(self.n))
         return [(prompt, sample) for prompt, sample in asked if (prompt.id, sample) not in folder.answers]
 
     async def run(self, child: Child, run: Run, folder: Folder) -> None:
-        """Until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
+        """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
         workers = {
             name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path, self.workers)
             for name in set(self.rewards.values())
@@ -138,7 +138,7 @@ class OfflineEvaluation:
             for prompt, sample in queue:
                 folder.add(await self._answer(engine, scorers[self.rewards[prompt.id]], running, prompt, sample))
 
-        async with asyncio.TaskGroup() as group:  # as many again: scoring keeps no engine waiting
+        async with asyncio.TaskGroup() as group:  # twice as many, so that no engine waits for scoring
             for _ in range(2 * most):
                 group.create_task(ask_in_turn())
 
@@ -168,7 +168,7 @@ class OfflineEvaluation:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """Of a run of engines alone. Raises ConfigError."""
+    """Returns the config of a run that has an engine only. Raises ConfigError."""
     described = read_config(options.model)
     dtype = "float32" if described.get("dtype", described.get("torch_dtype")) == "float32" else "bfloat16"
     return Config(
@@ -179,13 +179,13 @@ def config_of(options: argparse.Namespace) -> Config:
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens),
-        reshard=ReshardConfig(staging="streamed"),  # nothing is to come: no memory for a second copy of the weights
-        reward=RewardConfig(timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"),
+        reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
+        reward=RewardConfig(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
     )
 
 
 def result_of(answers: Sequence[Sampled], ks: Sequence[int]) -> dict[str, object]:
-    """Figures of complete answers, n for each item; the same in whatever order they come."""
+    """Returns the figures of a complete set of answers, n for each item, in any order."""
     correct: dict[int, list[bool]] = {}
     for answer in answers:
         correct.setdefault(answer.item, []).append(answer.correct)
@@ -202,7 +202,7 @@ def result_of(answers: Sequence[Sampled], ks: Sequence[int]) -> dict[str, object
 
 
 def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
-    """The rows of `data` as JSONL, each with its share of correct answers as `pass_rate`. Raises ConfigError."""
+    """Writes the rows of `data` as JSONL, each with its share of correct answers as `pass_rate`. Raises ConfigError."""
     given: dict[int, list[bool]] = {}
     for answer in answers:
         given.setdefault(answer.item, []).append(answer.correct)
@@ -228,10 +228,10 @@ def table(result: dict[str, object]) -> str:
 
 
 def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
-    """Starts an engine and lives until all answers are there. Raises EngineError, RunError or ConfigError."""
+    """Runs an engine until all answers are in the folder. Raises EngineError, RunError or ConfigError."""
     config, run = evaluation.config, Run(folder.path / "engine")
     own = slots(config, 1)[0]
-    shutil.rmtree(run.folder, ignore_errors=True)  # of an evaluation that was killed
+    shutil.rmtree(run.folder, ignore_errors=True)  # left by an evaluation that was killed
     run.create()
     config_file.save(config, run.config)
     here = socket.gethostname()
@@ -244,7 +244,7 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 
 @asynccontextmanager
 async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
-    """Raises EngineError or RunError where it does not serve within machine.peer_timeout_s."""
+    """Connects to the engine. Raises EngineError or RunError if it does not serve within machine.peer_timeout_s."""
     deadline = time.monotonic() + config.machine.peer_timeout_s
     while not run.announced(_ENGINE) and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
@@ -257,7 +257,7 @@ async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
 
 
 async def _watch(child: Child) -> None:
-    """For ever. Raises EngineError with its last words if the process ends."""
+    """Waits forever. Prints the last lines of the process's log and raises EngineError if it ends."""
     while child.exit_code is None:
         await asyncio.sleep(_POLL_S)
     *last_lines, problem = describe(child).split("\n")
@@ -292,7 +292,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("data", metavar="DATA", help="JSONL or Parquet file, folder, or several with commas")
     parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")
-    parser.add_argument("--k", type=_whole_numbers, help="of pass@k, with commas, n at most; default: 1,n")
+    parser.add_argument(
+        "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
+    )
     parser.add_argument("--temperature", type=float, default=RolloutConfig().temperature, help="0: greedy; default 1")
     parser.add_argument(
         "--max-new-tokens", type=int, default=RolloutConfig().max_new_tokens, help="default: %(default)s"
@@ -300,10 +302,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
     parser.add_argument("--workers", type=int, default=default_count(), help="reward processes; default: %(default)s")
     parser.add_argument("--reward-timeout-s", type=float, default=RewardConfig().timeout_s, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="of samples, and of the order of choices; default: 1")
+    parser.add_argument("--seed", type=int, default=1, help="seed of samples and of the order of choices; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
-    parser.add_argument("--out", type=Path, help="folder to begin or to go on with; default: runs/evaluation-N")
+    parser.add_argument("--out", type=Path, help="new folder, or one to resume; default: runs/evaluation-N")
     parser.add_argument(
         "--pass-rates",
         type=Path,
@@ -361,5 +363,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the engine too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the engine too
     sys.exit(main())

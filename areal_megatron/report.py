@@ -1,9 +1,9 @@
-"""A run as one HTML page: what it learned, how stale, how busy the pools were, what a weight update cost.
+"""Writes an HTML page about a run: what it learned, its staleness, utilisation, and the cost of weight updates.
 
     python -m areal_megatron.report runs/NAME [--out FILE.html]
 
-The page holds its figures itself and needs no network. Beside it goes timeline.json, every process on one
-clock, for ui.perfetto.dev or chrome://tracing. Works while a run goes on and for one that died.
+The page contains its figures and needs no network. timeline.json in the run folder has every process on one clock, for
+ui.perfetto.dev or chrome://tracing. Works for finished, running and failed runs.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from areal_megatron.run import Run
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
 UTILISATION_BINS = 60
 FEW_POINTS = 15
-"""A line of fewer points shows them."""
+"""The points of a line with fewer than this are marked."""
 WAITS = ("wait", "publish", "pause")
-"""Spans whose name starts so do not count as work of their pool."""
+"""Spans whose name starts with one of these do not count as work of their pool."""
 
 STYLE = Path(__file__).with_name("report.css").read_text()
 
 
 @dataclass
 class RunData:
-    """All that a report shows."""
+    """The data that a report shows."""
 
     run: Run
     config: Config
     status: dict[str, Any]
     steps: list[dict[str, Any]]
-    """Lines of kind `update` or `sft`."""
+    """The lines of kind `update` or `sft` of metrics.jsonl."""
     evaluations: list[dict[str, Any]]
     spans: list[Span]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(versions, values) of the steps that have a value for `key`."""
+        """Returns (versions, values) of the steps that have a value for `key`."""
         points = [(step["version"], step[key]) for step in self.steps if step.get(key) is not None]
         return [version for version, _ in points], [value for _, value in points]
 
@@ -64,7 +64,7 @@ class RunData:
 
 
 def load(run: Run) -> RunData:
-    """Raises ConfigError if the folder is no run, ValueError if a line of its files is broken."""
+    """Reads the run's files. Raises ConfigError if the folder is no run, ValueError if a line of them is malformed."""
     config = config_file.load(run.config)
     records = read_metrics(run)
     return RunData(
@@ -202,7 +202,7 @@ def _rl_sections(data: RunData) -> list[str]:
 def _critic(data: RunData) -> str:
     return _section(
         "Critic",
-        "Values of before each update, against the returns that it trains them towards.",
+        "Values before each update, and the returns towards which it trains them.",
         [
             _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
             _lines(
@@ -219,7 +219,7 @@ def _critic(data: RunData) -> str:
 
 
 def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
-    """Per kind of the trainer's work: tokens/s of a rank in steps during which weights are sent, and in the others."""
+    """Returns a row for each kind of step: a rank's tokens/s while weights are sent, in other steps, and the ratio."""
     trainers = [span for span in data.spans if span.process.startswith("trainer-")]
     publishes = [span for span in trainers if span.name == "publish"]
     rows = []
@@ -310,7 +310,7 @@ def _lines(
     log: bool = False,
     scale: float = 1.0,
 ) -> str:
-    """One figure, a line a key over versions. `zero`: the axis starts at 0."""
+    """Draws one figure with a line for each key over versions. `zero`: the axis starts at 0."""
     figure, axes = _axes(title, unit)
     for key, color in colors.items():
         versions, values = data.series(key)

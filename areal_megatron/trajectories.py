@@ -1,13 +1,13 @@
-"""What a run has trained: lists its trajectories, or shows one with its tokens coloured.
+"""Lists the trajectories that a run has trained, or shows one with coloured tokens.
 
     python -m areal_megatron.trajectories RUN [--version 3..7] [--prompt 12] [--reward 5] [--staleness 1..]
                                           [--length ..100] [--truncated yes] [--json]
     python -m areal_megatron.trajectories RUN --show UID [--colour version|logprob|ratio] [--model FOLDER]
 
-RUN is a run folder with trajectories (rollout.dump=true) or one batch-*.msgpack of it. A range is `LOW..HIGH`, either
-end may be left out, or one value; `--reward=-5..0` where it begins with a minus. `--colour ratio` is log π_model − log
-π_behav with the model of --model, a Hugging Face folder such as RUN/hf. `--json` prints a line for each trajectory,
-with its tokens. Exit code 0: done, 2: wrong input.
+RUN is a run folder with trajectories (rollout.dump=true) or one batch-*.msgpack of it. A range is one value or
+`LOW..HIGH`, of which either end may be left out; write `--reward=-5..0` if it begins with a minus. `--colour ratio`
+shows log π_model − log π_behav with the model of --model, a Hugging Face folder such as RUN/hf. `--json` prints a line
+for each trajectory, with its tokens. Exit code 0: done, 2: wrong input.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.run import Run
 
 VERSIONS = ("cyan", "yellow", "magenta", "green", "blue", "red")
-"""Colours of policy versions, in turns."""
+"""Colours of policy versions, repeating."""
 LOW_LOGPROB = -5.0
-"""A token of this log-probability, and any less likely one, has the full colour."""
+"""Tokens with this log-probability or less have the full colour."""
 HIGH_RATIO = 0.5
-"""Likewise."""
+"""Tokens with this absolute log-ratio or more have the full colour."""
 COLUMNS = "{:>8}  {:>7}  {:>10}  {:>8}  {:>9}  {:>6}  {:>3}  {:>8}  {}"
 
 
@@ -66,7 +66,7 @@ FILTERS: dict[str, tuple[Callable[[TrainedTrajectory], float], str]] = {
 
 
 def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajectory]:
-    """What the filters leave, one batch in memory at a time. Raises ConfigError."""
+    """Yields the trajectories that pass the filters, with one batch in memory at a time. Raises ConfigError."""
     ranges = {name: bounds for name in FILTERS if (bounds := getattr(options, name))}
     for path in dumped(Run(place).trajectories).values() if place.is_dir() else [place]:
         dump = read(path)
@@ -81,7 +81,7 @@ def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajecto
 
 
 def span(text: str) -> tuple[float, float]:
-    """`LOW..HIGH`, `LOW..`, `..HIGH` or one value. Raises ValueError."""
+    """Parses `LOW..HIGH`, `LOW..`, `..HIGH` or one value. Raises ValueError."""
     low, dots, high = text.partition("..")
     if not dots:
         return float(low), float(low)
@@ -89,7 +89,7 @@ def span(text: str) -> tuple[float, float]:
 
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]:
-    """The text token by token, as (number of tokens, their text): several where only together they are whole
+    """Returns the text in pieces of (number of tokens, their text): one token, or several that only together are whole
     characters."""
     found, begin, done = [], 0, 0
     for end in range(1, len(tokens) + 1):
@@ -102,7 +102,7 @@ def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]
 
 
 def styles(trained: TrainedTrajectory, colour: str, ratios: np.ndarray | None) -> list[str]:
-    """Of rich, for each token of the answer; one that is not trained is struck out."""
+    """Returns a style of rich for each token of the answer; tokens that are not trained are struck out."""
     trajectory = trained.trajectory
     if colour == "version":
         found = [VERSIONS[version % len(VERSIONS)] for version in trajectory.versions]
@@ -123,7 +123,7 @@ def _mixed(share: float, colour: tuple[int, int, int]) -> str:
 
 @cache
 def _network(model: Path):
-    import torch  # only who asks for ratios waits for them
+    import torch  # slow to import, and needed for ratios only
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -136,7 +136,7 @@ def _network(model: Path):
 
 
 def logprobs_under(model: Path, trajectory: Trajectory, temperature: float) -> np.ndarray:
-    """float32 [R], of the answer's tokens under a Hugging Face model. Raises ConfigError."""
+    """Returns log-probabilities, float32 [R], of the answer's tokens under a Hugging Face model. Raises ConfigError."""
     import torch
 
     network = _network(model)
@@ -148,7 +148,7 @@ def logprobs_under(model: Path, trajectory: Trajectory, temperature: float) -> n
 
 
 def show(trained: TrainedTrajectory, tokenizer: Tokenizer, colour: str, ratios: np.ndarray | None) -> Text:
-    """All that is known of it, a legend and the coloured text."""
+    """Returns everything known about a trajectory, a legend and the coloured text."""
     t = trained.trajectory
     text = Text()
     text.append(
@@ -180,7 +180,7 @@ def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
 
 
 def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:
-    """For JSON."""
+    """Returns a trajectory as an object for JSON."""
     t = trained.trajectory
     found = {
         name: getattr(t, name) for name in ("uid", "epoch", "prompt_id", "admission_version", "reward", "truncated")
@@ -221,7 +221,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
 
 
 def config_of(place: Path) -> Config:
-    """Of the run that wrote it. Raises ConfigError."""
+    """Returns the config of the run that wrote the trajectories. Raises ConfigError."""
     return config_file.load(Run(place if place.is_dir() else place.absolute().parent.parent).config)
 
 
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.model and (options.colour == "ratio" or options.json):
                 under = logprobs_under(options.model, trained.trajectory, config.rollout.temperature)
                 t = trained.trajectory
-                ratios = np.where(t.loss_mask, under - t.logprobs, 0)  # nobody sampled what the environment says
+                ratios = np.where(t.loss_mask, under - t.logprobs, 0)  # the environment's tokens were not sampled
             if options.json:
                 print(json.dumps(described(trained, tokenizer, ratios)))
             else:

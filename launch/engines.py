@@ -67,7 +67,7 @@ def check_running(run: Run) -> None:
 
 def add(run: Run, options: argparse.Namespace) -> int:
     """Starts engines, looks after them and returns the exit code. Raises ConfigError if they do not fit."""
-    config = configuration.load(run.config)
+    config = config_file.load(run.config)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with Here() as here:

@@ -1,9 +1,9 @@
-"""From nothing to a model that adds: makes a tiny model, warms it up, trains it with asynchronous PPO.
+"""The demo: makes a tiny model, teaches it additions by a supervised warm start, then trains it by asynchronous PPO.
 
     python tools/demo.py [--seed 1] [--out runs/demo-1] [key=value …]
 
-Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides reach the
-PPO run only, e.g. rollout.max_staleness=0. Exit code 0 if everything ran, otherwise that of the step that failed.
+Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides apply to the PPO
+run only, e.g. rollout.max_staleness=0. Exit code 0 if everything ran, otherwise that of the step that failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the PPO run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the PPO run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-N")
     options = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def accuracy(run: Path) -> tuple[float, float]:
-    """Held-out accuracy of a run's first and last version."""
+    """Returns the held-out accuracy of a run's first and last version."""
     evaluations = {line["version"]: line["accuracy"] for line in read_metrics(Run(run)) if line["kind"] == "eval"}
     return evaluations[min(evaluations)], evaluations[max(evaluations)]
 
@@ -89,5 +89,5 @@ def _unused(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends its runs too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
     sys.exit(main())

@@ -2,9 +2,9 @@
 
     python tools/explain_reshard.py CONFIG [key=value …] [--rank TRAINER] [--link 45] [--memory 2000] [--json FILE]
 
-CONFIG is a run's config; of the model only model.path/config.json is read, so that a cluster's plan can be looked at
-anywhere (configs/models has the sizes of some). --rank lists what one trainer rank sends. The prediction assumes that
-every rank sends and receives at --link GB/s at the same time, that all engines are served at once, and that a
+CONFIG is a run's config. Of the model only model.path/config.json is read, so that a cluster's plan can be inspected
+anywhere (configs/models has those of some models). --rank lists what one trainer rank sends. The prediction assumes
+that every rank sends and receives at --link GB/s at the same time, that all engines are updated at once, and that a
 commit reads and writes the engine rank's shard once at --memory GB/s.
 """
 
@@ -33,7 +33,7 @@ ROWS = 16
 
 
 class Explained:
-    """The plans of all engines and their sums, in elements where nothing else is said."""
+    """The plans of all engines and their sums, in elements unless a name says otherwise."""
 
     def __init__(self, config: Config):
         hf_config = read_config(config.model.path)
@@ -55,7 +55,7 @@ class Explained:
                 self.peers[transfer.source].add((number, transfer.destination))
 
     def figures(self, link: float, memory: float) -> dict[str, float]:
-        """`link` and `memory` in GB/s."""
+        """Returns what --json writes; `link` and `memory` in GB/s."""
         sent, received = max(self.sent) * self.element, max(map(max, self.received)) * self.element
         shard = max(self.slices) * self.element
         senders = [size for size in self.sent if size]
@@ -107,7 +107,7 @@ def describe(explained: Explained, link: float, memory: float) -> str:
 
 
 def list_rank(explained: Explained, rank: int) -> str:
-    """Every tensor that trainer rank `rank` sends, by engine rank, boxes of one tensor together."""
+    """Lists every tensor that trainer rank `rank` sends, by engine rank, with the boxes of one tensor together."""
     lines = [f"{'engine':>6}{'rank':>5}{'MB':>12}{'boxes':>7}  tensor, layers and experts"]
     for number, plan in enumerate(explained.plans):
         for (destination, tensor), transfers in _by_tensor(plan, rank).items():
@@ -127,7 +127,7 @@ def _by_tensor(plan: Plan, rank: int) -> dict[tuple[int, str], list[Transfer]]:
 
 
 def _numbers(tensor: str, transfers: list[Transfer]) -> str:
-    """The name with the ranges of its numbers, as model.layers.{0–6}.mlp…"""
+    """Returns the name with the ranges of its numbers, such as model.layers.{0–6}.mlp…"""
     boxes = [transfer.receive.box for transfer in transfers]
     ranges = [
         (min(box.start[axis] for box in boxes), max(box.stop[axis] for box in boxes) - 1)

@@ -1,15 +1,15 @@
-"""The demo's world: an untrained tiny model, its tokenizer, and two-digit additions to learn.
+"""Makes the demo's world: an untrained tiny model, its tokenizer, and two-digit additions to learn.
 
-A good answer shows its working, the sums of the columns from the right with the carry included, and then
-the result: `47+85=` → `12 13 \\boxed{132}`. The corpus for the supervised warm start is imperfect, as real
-ones are: half of its answers are hasty, the tens alone and no working, and some workings hold a slip. The
-warm-started model imitates both; RL, which only sees whether the result is right, has to find out that
-careful working pays. Everything follows from the seed.
+A good answer shows its working, the sums of the columns from the right with the carry included, and then the result:
+`47+85=` → `12 13 \\boxed{132}`. The corpus for the supervised warm start is imperfect, as real ones are: half of its
+answers are hasty, with the tens alone and no working, and some workings contain a slip. The warm-started model imitates
+both; RL, which only sees whether the result is right, has to discover that careful working pays. Everything follows
+from the seed.
 
     python tools/make_arithmetic.py OUT_DIR [--seed 1]
 
-writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl
-(prompt, answer). No prompt of heldout.jsonl is in the other two.
+writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl (prompt,
+answer). No prompt of heldout.jsonl is in the other two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 HASTY_RATE = 0.5
 SLIP_RATE = 0.08
-"""Of the answers that show their working."""
+"""The share of slips among the answers that show their working."""
 SFT_EXAMPLES = 40000
 HELDOUT = 1000
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789+= ", "\\boxed{", "}"]
@@ -36,12 +36,12 @@ def good_answer(a: int, b: int) -> str:
 
 
 def hasty_answer(a: int, b: int) -> str:
-    """The tens alone, without working: right only if there are no ones."""
+    """Returns the tens alone, without working: right only if there are no ones."""
     return f"\\boxed{{{(a // 10 + b // 10) * 10}}}"
 
 
 def slipped_answer(a: int, b: int) -> str:
-    """Working with the carry forgotten or made up, and so a wrong result."""
+    """Returns a working with the carry forgotten or made up, and so a wrong result."""
     ones = a % 10 + b % 10
     tens = a // 10 + b // 10 + 1 - ones // 10
     return f"{ones} {tens} \\boxed{{{tens * 10 + ones % 10}}}"
@@ -54,7 +54,7 @@ def corpus_answer(a: int, b: int, rng: random.Random) -> str:
 
 
 def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
-    """File name → lines."""
+    """Returns file name → lines."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
@@ -69,7 +69,7 @@ def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
 
 
 def make_tokenizer():
-    """One token a character, and one for `\\boxed{`; returns a transformers tokenizer."""
+    """Returns a transformers tokenizer with a token for each character, and one for `\\boxed{`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -82,7 +82,7 @@ def make_tokenizer():
 
 
 def make_model(seed: int, **sizes: int):
-    """A randomly initialised Qwen3, float32, of 0.8 million parameters if no `sizes` of its config are given."""
+    """Returns a randomly initialised Qwen3 in float32; 0.8 million parameters unless `sizes` override its config."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -109,7 +109,7 @@ def make_model(seed: int, **sizes: int):
 
 
 def save_model(folder: Path, seed: int, **sizes: int) -> None:
-    """The untrained model with its tokenizer, as a Hugging Face directory."""
+    """Writes the untrained model with its tokenizer as a Hugging Face folder."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

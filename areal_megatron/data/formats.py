@@ -1,6 +1,6 @@
 """Formats of data sets: each has a pure function that turns a row into the prompt, the right answer and its reward.
 
-A row is read by the first entry of FORMATS whose key is one of its fields; docs/evaluation.md shows a row of each.
+The first format of FORMATS whose mark the row has reads it; docs/data.md shows a row of each.
 """
 
 from __future__ import annotations

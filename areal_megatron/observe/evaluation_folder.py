@@ -1,5 +1,4 @@
-"""What an evaluation keeps: its settings and its answers, so that one that was killed goes on
-(areal_megatron.evaluate)."""
+"""The folder of an evaluation: its settings and answers, from which areal_megatron.evaluate resumes."""
 
 from __future__ import annotations
 
@@ -19,16 +18,16 @@ class Sampled(msgspec.Struct, kw_only=True):
     """One answer, a line of answers.jsonl."""
 
     item: int
-    """Row of the data set, from 0."""
+    """The row of the data set, from 0."""
     sample: int
-    """From 0 to n − 1."""
+    """The number of the sample of this item, from 0 to n − 1."""
     seed: int
     score: float
-    """Of the reward function."""
+    """The score that the reward function returned."""
     correct: bool
-    """1 or more."""
+    """Whether the score is 1 or more."""
     truncated: bool
-    """Cut at the longest length."""
+    """Whether the answer was cut at --max-new-tokens."""
     tokens: int
     response: str
 
@@ -38,7 +37,10 @@ _decode = msgspec.json.Decoder(Sampled).decode
 
 
 class Folder:
-    """A context manager. Raises ConfigError for the folder of another evaluation, or of one that is running."""
+    """A locked folder of an evaluation; a context manager.
+
+    Raises ConfigError for the folder of an evaluation with other settings, or of one that is running.
+    """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = path
@@ -53,13 +55,13 @@ class Folder:
             self._lock()
             self._check(settings)
             self.answers = self._read()
-            """By (item, sample)."""
+            """Answers by (item, sample)."""
         except ConfigError:
             self._file.close()
             raise
 
     def add(self, answer: Sampled) -> None:
-        """Written before it returns."""
+        """Appends an answer; it is written when this returns."""
         self._file.write(_encode(answer) + b"\n")
         self.answers[answer.item, answer.sample] = answer
 
@@ -117,12 +119,14 @@ def _is_foreign(file: Path) -> bool:
 
 
 def digest(value: Any) -> str:
-    """16 hexadecimal digits that stand for a JSON value."""
+    """Returns a hash of a JSON value, as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def files_digest(model: Path) -> str:
-    """Of the model's files by name, size and time of writing: another training run may have written to the same
-    path."""
+    """Returns a hash of the names, sizes and modification times of the model's files.
+
+    It tells models apart that were written to the same path one after the other.
+    """
     files = sorted(file for kind in ("*.safetensors", "*.json", "*.jinja") for file in model.glob(kind))
     return digest([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])

@@ -79,7 +79,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
     return f"{problem}: no tp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
 
 
-def _smaller_trainers(config: Config) -> Iterator[tuple[str, Trainer]]:
+def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
     t, longest = config.trainer, longest_answer(config) if config.mode != "sft" else 1
     if microbatch_tokens(config) > longest:

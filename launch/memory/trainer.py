@@ -115,7 +115,7 @@ def _step(config: Config, sizes: MegatronSizes, own: Held) -> int:
 def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
     """The critic's parameters, gradients and optimizer states. Its activations are never there at the same time as
     the policy's."""
-    if config.mode == "sft" or not config.ppo.critic:
+    if config.mode == "sft" or not config.ppo.has_critic:
         return MemoryPart("critic", 0)
     own = held(hf_config, sizes, stage, critic=True)
     size = (ITEMSIZE[config.model.dtype] + 4) * own.all + _optimizer(config, sizes, own).bytes

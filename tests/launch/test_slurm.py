@@ -35,13 +35,13 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def traces(tmp_path):
-    """Of the nodes, which are all this machine."""
+    """What the nodes leave behind, which are all this machine."""
     return Traces(tmp_path)
 
 
 @pytest.fixture
 def submit(cluster, monkeypatch, traces):
-    """sbatch of the real script from the repository's folder, on four nodes."""
+    """Submits the real script from the repository's folder, on four nodes by default."""
     monkeypatch.chdir(ROOT)
     jobs = []
 
@@ -51,7 +51,7 @@ def submit(cluster, monkeypatch, traces):
         return jobs[-1]
 
     yield submit
-    for job in jobs:  # what a failed test has left would keep the nodes from the next
+    for job in jobs:  # a job that a failed test has left would occupy the nodes
         if cluster.state(job) not in ENDED:
             cluster.run("scancel", job)
             cluster.wait(job)
@@ -60,7 +60,7 @@ def submit(cluster, monkeypatch, traces):
 
 
 def tiny(world: Path, runs: Path, **changes) -> list[str]:
-    """Overrides of the 32B run: a trainer rank or an engine on each node."""
+    """Returns overrides of the 32B run: a trainer rank or an engine on each node."""
     keys = {
         "name": "run",
         "runs_dir": runs,
@@ -104,12 +104,13 @@ def pid(cluster: Cluster, part: str) -> int:
 
 
 def of_jobs(cluster: Cluster) -> list[psutil.Process]:
+    """Every process of the cluster but Slurm's daemons."""
     return [p for p in cluster.processes() if name_of(p) not in ("", "munged", "slurmctld", "slurmscriptd", "slurmd")]
 
 
 @pytest.mark.timeout(900)
 def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, traces, world, tmp_path, capsys):
-    """A trainer rank dies: the run begins again. A more important job comes: this one saves, is queued and goes on."""
+    """A trainer rank dies: the run restarts. A more important job comes: this one saves, is queued and resumes."""
     run, updates = Run(tmp_path / "run"), 40
     changes = {"rollout.max_staleness": 2, "reward.function": "tests.support.rewards:brief"}
     job = submit("--restarts", "1", *tiny(world, tmp_path, updates=updates, **changes))
@@ -143,13 +144,13 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     assert held_out[-1] > held_out[0]
     assert audit(run) == [] and complete(run)[-1].name == f"version-{updates:06d}"
     assert run.start.version >= 5, "what was trained before the preemption was trained again"
-    assert not [p for p in cluster.processes() if any("areal" in part for part in command_of(p))]
+    assert not [p for p in of_jobs(cluster) if name_of(p) != "slurmstepd"]
     traces.check()
 
 
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, world, tmp_path):
-    """First that of the only engine, then that of the launcher, which nobody but the other nodes notices."""
+    """First the node of the only engine, then that of the launcher, whose loss only the other nodes notice."""
     run, updates = Run(tmp_path / "run"), 30
     job = submit(*tiny(world, tmp_path, updates=updates, **{"trainer.pp": 1, "rollout.engines": 1, "machine.slots": 1}))
     for lost in ("node1", "node0"):
@@ -167,7 +168,7 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world, tmp_path):
-    """One of the trainers' two or the engine's, at random moments."""
+    """Loses one of the two trainer nodes or the engine's, at random moments."""
     run, updates = Run(tmp_path / "run"), 80
     job = submit(*tiny(world, tmp_path, updates=updates, **{"rollout.engines": 1}))
     for number in range(10):
@@ -186,7 +187,7 @@ def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world
 
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, world, tmp_path):
-    """Then engines of another job join; both leave nothing behind."""
+    """Then an engine of another job joins. Neither job leaves anything behind."""
     run = Run(tmp_path / "run")
     changes = {"rollout.max_staleness": 2, "trainer.pp": 1}
     job = submit(*tiny(world, tmp_path, updates=100000, **changes), options=["--nodes=3"])
@@ -205,13 +206,13 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     cluster.run("scancel", job)
     assert cluster.wait(job) == "CANCELLED"
     assert cluster.wait(more, timeout_s=60) == "COMPLETED", cluster.output(more)
-    eventually(lambda: not [p for p in cluster.processes() if str(run.folder) in command_of(p)], 20)
+    eventually(lambda: not of_jobs(cluster), 20, lambda: str(of_jobs(cluster)))
     cluster.restore("node2")
 
 
 @pytest.mark.timeout(600)
 def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, traces, world, tmp_path):
-    """The trainers have nodes of their own, and so has the engine, which lies on two and loses one of its parts."""
+    """Trainers and engine have nodes of their own; the engine is on two and loses one of its parts."""
     run = Run(tmp_path / "run")
     options = ["--nodes=2", "--time=60", ":", "--nodes=2"]
     changes = {"rollout.tp": 2, "rollout.engines": 1, "rollout.max_staleness": 1}

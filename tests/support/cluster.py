@@ -1,8 +1,8 @@
 """A real Slurm cluster of virtual nodes on this one machine: munged, slurmctld and a slurmd for every node.
 
-Every daemon is a child of the test's process. What they start is found by two variables of its environment:
-SLURM_CONF, of which every cluster has its own, and SLURMD_NODENAME. slurmstepd writes its title over its own: it is
-found by the folder that it works in.
+Every daemon is a child of the test's process. The processes that they start are found by two environment variables:
+SLURM_CONF, of which every cluster has its own, and SLURMD_NODENAME. slurmstepd overwrites its environment with its
+title and is found by its working directory.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 
 class ClusterError(RuntimeError):
-    """A daemon, a client program or a job does not do what it should."""
+    """A daemon, a client program or a job that does not do what it should."""
 
 
 class Cluster:
-    """`with Cluster(folder) as cluster:` starts it and waits until its nodes node0, node1, … are idle.
+    """A Slurm cluster. `with Cluster(folder) as cluster:` starts it and waits until its nodes node0, node1, … are idle.
 
-    The daemons' logs go to `folder`. Jobs of partition `high` preempt those of `main`, which have USR1 at once if
-    they asked for it by --signal, are killed after grace_s and run again. Leaving ends every daemon and whatever
-    jobs have left. Skips the test where there is no Slurm.
+    The daemons' logs go to `folder`. Jobs of partition `high` preempt those of `main`, which get USR1 at once if they
+    asked for it by --signal, are killed after grace_s and run again. Leaving ends every daemon and every process that
+    jobs have left. Skips the test if there is no Slurm.
     """
 
     def __init__(
@@ -91,19 +91,18 @@ class Cluster:
         grace_s: int = 20,
         environment: Mapping[str, str] = os.environ,
     ):
-        """`cpus` and `gpus` of every node may be more than the machine has; `environment`: that of programs and
-        jobs."""
+        """`cpus` and `gpus` of every node may exceed the machine's; programs and jobs get `environment`."""
         self._programs, self.logs, self._base = debian.slurm(), folder, environment
         self._cpus, self._gpus, self._grace_s = cpus, gpus, grace_s
         self.nodes = [f"node{number}" for number in range(nodes)]
-        #: Those that have failed and are not restored.
+        #: Nodes that have failed and are not restored.
         self.failed: set[str] = set()
 
     def __enter__(self) -> Cluster:
-        # sockets have paths of 107 characters at most, and munged wants its own to be within everyone's reach
+        # paths of sockets have 107 characters at most, and munged wants its own to be accessible to everyone
         self._folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         own = {name: value for name, value in self._base.items() if not name.startswith(("SLURM", "SBATCH_", "SRUN_"))}
-        #: To run Slurm's programs with.
+        #: The environment to run Slurm's programs with.
         self.environment = {**self._programs.environment(own), "SLURM_CONF": str(self._folder / "slurm.conf")}
         self._children = Children().__enter__()
         try:
@@ -127,9 +126,9 @@ class Cluster:
             shutil.rmtree(self._folder)
 
     def run(self, *command: str, timeout_s: float = 30) -> str:
-        """The output of one of Slurm's client programs.
+        """Runs one of Slurm's client programs and returns its output.
 
-        Raises ClusterError with what it wrote to stderr if it fails or takes longer.
+        Raises ClusterError with what it wrote to stderr if it fails or takes longer than timeout_s.
         """
         program = self._programs.program(command[0])
         try:
@@ -148,40 +147,43 @@ class Cluster:
         return done.stdout
 
     def submit(self, script: Path, *options: str, arguments: Iterable[str] = ()) -> str:
-        """The id of a new job of this batch script, whose log is `folder`/JOB.out; `arguments` are the script's own."""
+        """Submits a batch script with these arguments; returns the id of the job. Its log is `folder`/JOB.out."""
         output = f"--output={self.logs}/%j.out"
         return self.run("sbatch", "--parsable", "--open-mode=append", output, *options, str(script), *arguments).strip()
 
     def output(self, job: str) -> str:
-        """What a job that `submit` started has written so far, in all of its runs."""
+        """Returns what a job of `submit` has written so far, in all of its runs."""
         log = self.logs / f"{job}.out"
         return log.read_text() if log.exists() else ""
 
     def state(self, job: str) -> str:
-        """As squeue has it: PENDING, RUNNING, COMPLETED, …; of the groups of a heterogeneous job all that there are."""
+        """Returns the state that squeue shows (PENDING, RUNNING, COMPLETED, …); all states of a heterogeneous job."""
         states = self.run("squeue", "-h", "-t", "all", "-o", "%T", "-j", job).split()
         return " ".join(sorted(set(states)))
 
     def wait(self, job: str, states: Collection[str] = ENDED, timeout_s: float = 60) -> str:
-        """The state of the job once it is one of `states`. Raises ClusterError if it does not come to that in time."""
+        """Waits until the state of the job is one of `states` and returns it. Raises ClusterError after timeout_s."""
         problem = f"job {job} is not {' or '.join(sorted(states))}"
         return self._await(lambda: {self.state(job)} & set(states), timeout_s, problem, job).pop()
 
     def idle(self) -> set[str]:
-        """Names of the nodes that are up and have no job."""
+        """Returns the names of the nodes that are up and have no job."""
         return self._in_state("idle")
 
     def fail(self, node: str) -> None:
-        """Power loss: its slurmd and all that runs on it end at once. Slurm finds out after SlurmdTimeout, 10 s."""
+        """Simulates a power loss: the node's slurmd and all that runs on it end at once.
+
+        Slurm finds out after SlurmdTimeout, 10 s.
+        """
         self.failed.add(node)
         self._kill(lambda: self.processes(node))
         _ = self._children.by_name[node].exit_code  # reaps it
 
     def restore(self, node: str) -> None:
-        """Switches it on again and waits until Slurm may use it.
+        """Switches a node on again and waits until Slurm may use it.
 
-        Slurm runs again the jobs that it had if they are older than 20 s or if Slurm has found out before; a younger
-        one stays RUNNING without a process.
+        Slurm runs the node's jobs again if they are older than 20 s or if it has noticed the loss; a younger one stays
+        RUNNING without a process.
         """
         shutil.rmtree(self._folder / "spool" / node)
         self._start_node(node)
@@ -189,7 +191,7 @@ class Cluster:
         self.failed.discard(node)
 
     def processes(self, node: str = "") -> list[psutil.Process]:
-        """Daemons and whatever runs in jobs, everywhere or on one node."""
+        """Returns daemons and the processes of jobs, on all nodes or on one."""
         variables = {"SLURM_CONF": self.environment["SLURM_CONF"]} | ({"SLURMD_NODENAME": node} if node else {})
         folder = self._folder / "spool" / node
         return _processes(lambda p: Path(p.cwd()).is_relative_to(folder) or variables.items() <= p.environ().items())
@@ -215,7 +217,7 @@ class Cluster:
             user=pwd.getpwuid(os.getuid()).pw_name,
             plugins=f"PluginDir={plugins}" if plugins else "",
             folder=self._folder,
-            # Slurm listens on the address of its host's name; where that is another, all addresses are needed
+            # Slurm listens on the address of its host's name; if that is not loopback, it must listen on all
             addresses="CommunicationParameters=NoCtldInAddrAny,NoInAddrAny" if _is_loopback(host) else "",
             gres="GresTypes=gpu" if self._gpus else "",
             nodes="\n".join(nodes),
@@ -243,7 +245,7 @@ class Cluster:
 
     def _start_node(self, node: str) -> None:
         (self._folder / "spool" / node).mkdir()
-        # -b: it reports that the node has booted, as after a power loss, however short that was
+        # -b: report that the node has booted, as after a power loss, however short
         self._start("slurmd", "-D", "-b", "-N", node, "-d", self._programs.program("slurmstepd"), node=node)
 
     def _start(self, program: str, *arguments: str, node: str = "") -> None:
@@ -255,7 +257,7 @@ class Cluster:
         return set(self.run("sinfo", "-h", "-N", "-t", states, "-o", "%N").split())
 
     def _cancel_jobs(self) -> None:
-        """What does not end at once is killed after this."""
+        """Cancels all jobs; the caller kills what does not end at once."""
         with suppress(ClusterError):  # there may be no slurmctld to ask
             if jobs := self.run("squeue", "-h", "-o", "%A", timeout_s=5).split():
                 self.run("scancel", *sorted(set(jobs)), timeout_s=5)
@@ -264,10 +266,11 @@ class Cluster:
                     time.sleep(0.1)
 
     def _kill(self, find: Callable[[], list[psutil.Process]]) -> None:
-        """Until it finds none. They are stopped first: no daemon is left to report the end of another process.
+        """Kills the processes that `find` returns until it returns none.
 
-        Children end before their parents: where a stopped process loses the parent that it has in another group, the
-        kernel sends it SIGHUP and SIGCONT, and srun would still cancel its step on the other nodes.
+        All are stopped first, so that no daemon is left to report the end of another process. Children end before their
+        parents: when a stopped process loses a parent in another group, the kernel sends it SIGHUP and SIGCONT, and
+        srun would still cancel its step on the other nodes.
         """
         deadline = time.monotonic() + 10
         while processes := find():
@@ -280,7 +283,7 @@ class Cluster:
             time.sleep(0.02)
 
     def _await(self, condition: Callable[[], T], timeout_s: float, problem: str, job: str = "") -> T:
-        """The first true value of condition(). A client program that fails has found slurmctld too busy to answer."""
+        """Returns the first true value of condition(). Tries again when a client program fails: slurmctld is busy."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with suppress(ClusterError):
@@ -296,7 +299,7 @@ class Cluster:
 
 
 def _processes(wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """Living processes that are wanted, and their descendants, the youngest first; not this process."""
+    """Returns living processes that are wanted, and their descendants, youngest first, without this process."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -313,7 +316,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below those that the system gives to whoever asks for any, so that they are still free a moment later."""
+    """Returns free ports below the ephemeral range, which are likely to be free a moment later."""
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(10000, 30000), 1000):
         with socket.socket() as candidate:

@@ -1,4 +1,4 @@
-"""Processes that may end at any moment: asking one that is just gone is no error here, it is not alive."""
+"""Questions about processes that may end at any moment: one that has just ended is not alive, which is no error."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def is_alive(process: psutil.Process | int) -> bool:
-    """Neither gone nor a zombie. `process` may be a pid."""
+    """Returns whether a process exists and is no zombie. `process` may be a pid."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -15,7 +15,7 @@ def is_alive(process: psutil.Process | int) -> bool:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Empty where it is gone."""
+    """Returns the command line; [] if the process has ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:
@@ -23,7 +23,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Empty where it is gone."""
+    """Returns the name; "" if the process has ended."""
     try:
         return process.name()
     except psutil.NoSuchProcess:
@@ -31,6 +31,6 @@ def name_of(process: psutil.Process) -> str:
 
 
 def left_over(processes: Iterable[psutil.Process], timeout_s: float = 5) -> list[psutil.Process]:
-    """Those of the processes that are still alive after timeout_s."""
+    """Waits for the processes to end; returns those that are still alive after timeout_s."""
     _, left = psutil.wait_procs(processes, timeout_s)
     return [process for process in left if is_alive(process)]

@@ -130,7 +130,7 @@ def _compute_update(config: Config) -> dict[str, Any]:
     model = load_oracle(Path(config.model.path))
     exact, learner, values, results = copy.deepcopy(model).double(), oracle.Learner(model, config), None, {}
     oracle.ppo_loss(exact, *minibatch(config.ppo.algorithm), config).backward()
-    if config.ppo.critic:
+    if config.ppo.has_critic:
         valued = oracle.Valued(copy.deepcopy(model))
         results, values = _compute_critic(learner, valued, config)
     if not config.ppo.critic.warmup:

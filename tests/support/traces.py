@@ -13,36 +13,37 @@ from launch.shared_memory import mapped
 
 CACHES = Path.home() / ".cache"
 _LISTEN = "0A"
-"""In /proc/net/tcp."""
-OF_A_DEAD_SERVER_S = 20
-"""Where a launcher was killed, its guardian is at work for so long."""
+"""The state of a listening socket in /proc/net/tcp."""
+GUARDIAN_S = 20
+"""How long the guardian of a killed launcher may take to clean up."""
 
 
 class Traces:
-    """Of the runs of one test. Other tests run beside it and leave what they like: it is not counted."""
+    """What the runs of one test leave behind. What other tests leave that run at the same time is not counted."""
 
     def __init__(self, *folders: Path):
-        """`folders`: where runs lock files, beside the caches of this machine's user."""
+        """`folders`: where runs lock files, besides the caches of this machine's user."""
         self.temporary = Path(tempfile.mkdtemp())
-        """To be TMPDIR of the runs."""
+        """The folder that must be TMPDIR of the runs."""
         self._folders = (CACHES, *folders)
         self._locks = set(self._lock_files())
         self._shared: set[Path] = set()
         self._sockets: set[str] = set()
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:
-        """When they have ended, nobody is to listen on their sockets, and the memory that they share is to be gone."""
+        """Notes the listening sockets and the shared memory of these processes, which must be gone when they have
+        ended."""
         processes = list(processes)
         self._shared |= mapped(processes)
         self._sockets |= _listening().keys() & {socket for process in processes for socket in _sockets(process)}
 
     def left(self) -> list[str]:
-        """Once the runs have ended."""
+        """Returns what is left behind; call it once the runs have ended."""
         files = {*self.temporary.iterdir(), *filter(Path.exists, self._shared), *self._lock_files()} - self._locks
         return [*map(str, files), *self._open_ports()]
 
-    def check(self, timeout_s: float = OF_A_DEAD_SERVER_S) -> None:
-        """Nothing is left, at the latest after timeout_s."""
+    def check(self, timeout_s: float = GUARDIAN_S) -> None:
+        """Asserts that nothing is left after at most timeout_s."""
         deadline = time.monotonic() + timeout_s
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -51,11 +52,11 @@ class Traces:
 
     def _lock_files(self) -> Iterator[Path]:
         for folder in self._folders:
-            for base, _, names in os.walk(folder):  # which goes on where another test removes what it walks
+            for base, _, names in os.walk(folder):  # continues if another test removes what it walks
                 yield from (Path(base, name) for name in names if name.endswith(".lock"))
 
     def _open_ports(self) -> Iterator[str]:
-        """By socket: others may listen on the same number soon."""
+        """Yields sockets that are still listened on; a port number alone may soon be another process's."""
         if left := {socket: port for socket, port in _listening().items() if socket in self._sockets}:
             for process in psutil.process_iter():
                 yield from (
@@ -64,14 +65,14 @@ class Traces:
 
 
 def _listening() -> dict[str, int]:
-    """The port of each TCP socket that is listened on."""
+    """Returns socket → port of each TCP socket that is listened on."""
     lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     sockets = (line.split() for line in lines)
     return {fields[9]: int(fields[1].rpartition(":")[2], 16) for fields in sockets if fields[3] == _LISTEN}
 
 
 def _sockets(process: psutil.Process) -> set[str]:
-    """Numbers (inodes) of the sockets that it holds."""
+    """Returns the numbers (inodes) of the sockets that a process holds."""
     found = set()
     with suppress(OSError):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():

@@ -29,27 +29,27 @@ from tools.bench.figures import Figure, cell, spread, spreads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONPATH = str(ROOT)
-"""Of the runs, whose reward is tools.bench.asynchrony:score."""
+"""For the processes of the runs, which import their reward, tools.bench.asynchrony:score, from the checkout."""
 WORKLOAD = Path(__file__).with_name("asynchrony.jsonl")
 MEDIAN, SIGMA, CAP = 24, 1.0, 256
-"""Of the answers' lengths, lognormal, in tokens."""
+"""The lognormal distribution of answer lengths, in tokens."""
 VARIANTS = {
     "eta0": ["rollout.max_staleness=0"],
     "eta4": ["rollout.max_staleness=4"],
     "colocated": ["rollout.max_staleness=0", "rollout.engines=2", "trainer.dp=2", "machine.slots=4"],
 }
 WARM_UP, COOL_DOWN = 6, 5
-"""Updates not measured at both ends: at η = 4 the first wait for weights of the first versions, and the last train
-answers that were generated before, on a machine of their own because nothing is left to generate."""
+"""Updates that are not measured, at the beginning and at the end. At η = 4 the first ones wait for the weights of the
+first versions, and the last ones train answers generated earlier while the engine has nothing left to do."""
 TAIL = 0.25
-"""The tail: fewer than this share of a batch is being answered."""
+"""Generation is in its tail when fewer answers than this share of a batch are running."""
 RUN_TIMEOUT_S = 900
 
 
 def workload(count: int = 512, seed: int = 0) -> str:
-    """The JSONL text: prompts of 12 to 24 characters with the forced length of their answers, in tokens.
+    """Returns the JSONL text: prompts of 12 to 24 characters with the forced length of their answers, in tokens.
 
-    The lengths are the quantiles of the distribution in random order: no luck of a draw is in the workload.
+    The lengths are the quantiles of the distribution in random order, so that the workload depends on no draw.
     """
     rng = random.Random(seed)
     logarithm = NormalDist(math.log(MEDIAN), SIGMA)
@@ -63,12 +63,12 @@ def workload(count: int = 512, seed: int = 0) -> str:
 
 
 def score(prompt: str, response: str, answer: str) -> float:
-    """The run's reward: a coin that costs nothing, so that every batch has gradients and none improves."""
+    """Returns an arbitrary reward that costs nothing: every batch has gradients, and the model does not improve."""
     return float(len(response) % 2)
 
 
 def run_variant(name: str, out: Path, repetition: int) -> Path:
-    """The folder of a finished run. Exits with the launcher's output if it fails."""
+    """Runs the variant and returns its folder. Exits with the launcher's output if it fails."""
     command = [
         sys.executable,
         "-m",
@@ -97,7 +97,7 @@ def run_variant(name: str, out: Path, repetition: int) -> Path:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Figures of the updates between warm-up and cool-down."""
+    """Returns the figures of the updates between warm-up and cool-down."""
     run = Run(folder)
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     begin, measured = updates[WARM_UP - 1]["time"], updates[WARM_UP:-COOL_DOWN]
@@ -121,7 +121,7 @@ def measure(folder: Path) -> dict[str, float]:
 def generation_seconds(
     answering: list[tuple[float, float, int]], begin: float, end: float, few: float
 ) -> tuple[float, float]:
-    """Seconds of [begin, end] with any answer running, and those with fewer than `few`.
+    """Returns the seconds of [begin, end] in which any answer was running, and those in which fewer than `few` were.
 
     `answering` holds (start, end, answers) of each request.
     """
@@ -139,7 +139,7 @@ def generation_seconds(
 
 
 def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, object]:
-    """What --json writes: medians and spreads of every figure, and the two speedups, paired by repetition."""
+    """Returns what --json writes: medians and spreads of every figure, and the two speedups, paired by repetition."""
     report: dict[str, object] = {}
     for base in ("eta0", "colocated"):
         ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(results["eta4"], results[base], strict=True)]
@@ -190,5 +190,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends its runs too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
     main()

@@ -3,11 +3,11 @@
     python tools/bench/checkpoint.py [--repetitions 80] [--json FILE] [--out runs/bench-checkpoint-N]
 
 One trainer rank (18 million parameters, float32: 286 MB with the optimizer) takes supervised steps on one thread. A
-repetition is three runs of equally many steps, in turning order: undisturbed, with a checkpoint in the background, and
-with one that the steps wait for. What a checkpoint costs is found step by step, since a shared machine now and then
-takes a second from any of them: the median of the first steps of all repetitions less that of the undisturbed first
-steps, and so on, summed over the run. Intervals hold 90% of what repetitions drawn anew give (bootstrap). Beside them
-stands a save of the same state by megatron-core alone, for which training would wait too.
+repetition is three runs of equally many steps, in rotating order: undisturbed, with a checkpoint in the background, and
+with one that the steps wait for. The cost of a checkpoint is computed step by step, since a shared machine now and then
+loses a second to something else: the median of the first steps of all repetitions minus that of the undisturbed first
+steps, and so on, summed over the run. Intervals are 90% bootstrap intervals over repetitions. For comparison
+megatron-core alone saves the same state, which training would wait for too.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 from launch.orders import ON_CPU
 from tools.bench.checkpoint_peers import save_as_megatron_does
-from tools.bench.figures import Figure, drawn_anew, line, spread
+from tools.bench.figures import Figure, bootstrapped, line, spread
 from tools.bench.publish import SIZES
 from tools.make_arithmetic import save_model
 
 STEPS = 3
-"""Of a run; the file is on the disk before the end of the last."""
+"""Steps of a run. The checkpoint must be on the disk before the last one ends."""
 SEQUENCES, TOKENS = 2, 32
 KINDS = ("undisturbed", "asynchronous", "synchronous")
-OF_MEGATRON = 5
+MEGATRON_SAVES = 5
 Seconds = dict[str, np.ndarray]
-"""Of each kind [repetitions, STEPS]: of each step, the first with what goes before it."""
+"""The duration of each step by kind, [repetitions, STEPS]; the first includes the start of the checkpoint."""
 Edges = dict[str, list[list[float]]]
-"""Of each kind and repetition: when its steps began, and when the last ended (seconds of time.monotonic)."""
+"""By kind and repetition: when each step began and the last one ended, in seconds of time.monotonic."""
 
 
 def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[float]]:
-    """Also seconds until the first step could begin after a checkpoint in the background, and of megatron-core's
-    saves."""
+    """Returns the edges of all steps, how long checkpoints in the background delayed their first step, and how long
+    megatron-core's own saves took, in seconds."""
     config = Config(
         name="run",
         runs_dir=str(folder),
@@ -79,7 +79,7 @@ def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[fl
                 stalls += [begun] if kind == "asynchronous" else []
             said = ", ".join(f"{kind} {edges[kind][-1][-1] - edges[kind][-1][0]:.3f} s" for kind in KINDS)
             print(f"repetition {repetition + 1}: {said}", flush=True)
-        for _ in range(1 + OF_MEGATRON):  # last: it leaves a process behind; its first save lays out, too
+        for _ in range(1 + MEGATRON_SAVES):  # last: it leaves a process behind; its first save also lays files out
             clear(folder / "checkpoint-of-megatron")
             start = time.monotonic()
             save_as_megatron_does(trainer, folder / "checkpoint-of-megatron")
@@ -88,8 +88,10 @@ def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[fl
 
 
 def steps(trainer, saver, examples, kind: str, path: Path) -> tuple[list[float], float]:
-    """When each of STEPS steps began, and the last ended; a checkpoint of that kind at the beginning. Seconds until the
-    first could begin."""
+    """Takes STEPS steps with a checkpoint of this kind at their beginning.
+
+    Returns when each step began and the last one ended, and the seconds until the first could begin.
+    """
     clear(path)
     edges = [time.monotonic()]
     if kind != "undisturbed":
@@ -109,11 +111,11 @@ def steps(trainer, saver, examples, kind: str, path: Path) -> tuple[list[float],
 def clear(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
-    os.sync()  # what was written before is not to be paid for by what follows
+    os.sync()  # so that what follows does not wait for earlier writes
 
 
 def costs(seconds: Seconds, of_megatron: float) -> dict[str, Figure]:
-    """Seconds of an undisturbed run, seconds lost to a checkpoint of either kind, and the first's over others."""
+    """Returns the seconds of an undisturbed run, those lost to each kind of checkpoint, and the ratios of these."""
 
     def figures(steps: Seconds) -> dict[str, Any]:
         runs = {kind: of_kind.sum(-1) for kind, of_kind in steps.items()}
@@ -125,7 +127,7 @@ def costs(seconds: Seconds, of_megatron: float) -> dict[str, Figure]:
             **{f"asynchronous_over_{name}": lost["asynchronous"] / value for name, value in over.items()},
         }
 
-    return drawn_anew(seconds, figures)
+    return bootstrapped(seconds, figures)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint as megatron-core saves it by itself: what ours are compared with."""
+"""A save by megatron-core itself, with which our checkpoints are compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_megatron.trainer.trainer import Trainer
 
 
 def save_as_megatron_does(subject: Trainer, path: Path) -> None:
-    """Model and optimizer, into an empty folder; gathers the optimizer's states of all replicas. Collective."""
+    """Saves model and optimizer into an empty folder; gathers the optimizer's states of all replicas. Collective."""
     metadata, states = checkpoint_tensors.METADATA | {"dp_cp_group": checkpoint_tensors.replicas()}, {}
     for name, learner in subject.learners.items():
         model = checkpoint_tensors.model_state(name, learner)

@@ -1,12 +1,12 @@
-"""What the controller can do on one core: requests in flight, trajectories a second, and how late its event loop is.
+"""The capacity of the controller on one core: requests in flight, trajectories a second, delay of its event loop.
 
     python tools/bench/controller.py [--in-flight 30000] [--seconds 60] [--json FILE] [--out runs/bench-controller-N]
 
-The real controller, alone on core 0, against engines that only talk (standin_engines.py: real HTTP, and the JSON that
-vLLM writes, with log-probabilities) and a trainer that only takes batches, on core 1 with the reward worker. Answers
-have 500 tokens and are asked for in groups of 16, one HTTP request a group, as in a run. The engines answer after as
-many seconds as make the offered load a quarter more than the rate that is asked for; what is printed is what the
-controller got through.
+The real controller runs alone on core 0. On core 1 are the reward worker, stand-in engines that compute nothing
+(standin_engines.py: real HTTP, and the JSON that vLLM writes, with log-probabilities) and a trainer that only takes
+batches. Answers have 500 tokens and are requested in groups of 16, one HTTP request a group, as in a run. The engines'
+response time makes the offered load a quarter more than the rate aimed at; what is printed is what the controller
+processed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from areal_megatron.observe.metrics import read_status
 from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
 from areal_megatron.run import Run
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENS, GROUP, BATCH, ENGINES = 500, 16, 4096, 32
-ASKED_RATE = 2000
-LATE_EVERY_S = 0.01
+AIMED_RATE = 2000
+SLEEP_S = 0.01
 
 
 def reward(prompt: str, response: str, answer: str) -> float:
@@ -51,9 +52,7 @@ def reward(prompt: str, response: str, answer: str) -> float:
 
 
 def make_run(folder: Path, in_flight: int) -> Run:
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("make_arithmetic.py"), folder / "world"], check=True, timeout=300
-    )
+    subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder / "world"], check=True, timeout=300)
     world = folder / "world"
     each = -(-in_flight // (ENGINES * GROUP)) * GROUP
     config = Config(
@@ -81,7 +80,7 @@ def make_run(folder: Path, in_flight: int) -> Run:
 
 
 def train(run: Run, over: Callable[[], bool]) -> None:
-    """Takes batches as fast as they come; every version is delivered at once."""
+    """Takes batches as fast as they come and reports every version as delivered at once."""
     with ControllerClient(run.endpoint("controller", 60), run.token, "trainer-0", 120) as client:
         client.request(Hello(0))
         version = 0
@@ -91,11 +90,11 @@ def train(run: Run, over: Callable[[], bool]) -> None:
             client.request(Trained(version, version, True, {}))
             version += 1
             for link in client.request(Publish(version, "127.0.0.1:1")).links:
-                client.request(Delivered(link.engine, link.epoch, version, 0.1, 0))
+                client.request(Delivered(link.engine, link.generation, version, 0.1, 0))
 
 
 class Lateness:
-    """How much later than asked for the event loop wakes a task."""
+    """Measures how much later than requested the event loop wakes a task."""
 
     def __init__(self):
         self.seconds: list[float] = []
@@ -103,12 +102,12 @@ class Lateness:
     async def watch(self) -> None:
         while True:
             begun = time.perf_counter()
-            await asyncio.sleep(LATE_EVERY_S)
-            self.seconds.append(time.perf_counter() - begun - LATE_EVERY_S)
+            await asyncio.sleep(SLEEP_S)
+            self.seconds.append(time.perf_counter() - begun - SLEEP_S)
 
 
 def control(folder: Path) -> None:
-    """The controller's process: the product's own, with a task beside it that looks at the clock."""
+    """Runs the real controller with a task beside it that measures lateness; the main function of its process."""
     from areal_megatron.controller.controller import Controller
 
     run = Run(folder / "run")
@@ -144,10 +143,10 @@ def control(folder: Path) -> None:
 
 def measure(folder: Path, in_flight: int, seconds: float) -> dict[str, float]:
     run = make_run(folder, in_flight)
-    answer_s = in_flight / (1.25 * ASKED_RATE)
+    answer_s = in_flight / (1.25 * AIMED_RATE)
     first, *_, last = sorted(os.sched_getaffinity(0))
-    bench = Path(__file__).resolve().parent
-    environment = os.environ | {"PYTHONPATH": str(bench.parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    engines = Path(__file__).with_name("standin_engines.py")
 
     def start(core: int, *command: object) -> subprocess.Popen:
         return subprocess.Popen(
@@ -160,7 +159,7 @@ def measure(folder: Path, in_flight: int, seconds: float) -> dict[str, float]:
         )
 
     os.sched_setaffinity(0, {last})
-    processes = [start(last, bench / "standin_engines.py", ENGINES, answer_s, TOKENS, GROUP)]
+    processes = [start(last, engines, ENGINES, answer_s, TOKENS, GROUP)]
     try:
         port = processes[0].stdout.readline().strip()
         run.begin()
@@ -170,9 +169,9 @@ def measure(folder: Path, in_flight: int, seconds: float) -> dict[str, float]:
         trainer = threading.Thread(target=train, args=(run, (folder / "over").exists), daemon=True)
         trainer.start()
         deadline = time.monotonic() + 120 + 10 * answer_s
-        while not (status := read_status(run)) or status["version"] < 2 + in_flight // BATCH:  # until it is steady
+        while not (status := read_status(run)) or status["version"] < 2 + in_flight // BATCH:  # not steady yet
             if time.monotonic() > deadline or processes[-1].poll() is not None:
-                raise SystemExit(f"error: the controller did not get going; its folder: {folder}")
+                raise SystemExit(f"error: the controller did not reach a steady state; its folder: {folder}")
             time.sleep(0.2)
         time.sleep(seconds)
         (folder / "over").touch()
@@ -185,7 +184,7 @@ def measure(folder: Path, in_flight: int, seconds: float) -> dict[str, float]:
 
 
 def figures(report: bytes, seconds: float) -> dict[str, float]:
-    """Of the last `seconds`."""
+    """Returns the figures of the last `seconds`."""
     report = msgspec.json.decode(report)
     last = report["samples"][-1]
     window = [sample for sample in report["samples"] if sample["time"] >= last["time"] - seconds]
@@ -208,10 +207,10 @@ AIMS = {"trajectories_per_s": "at least 2,000", "in_flight": "at least 30,000", 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--in-flight", type=int, default=30000, help="trajectories that the engines hold at a time")
-    parser.add_argument("--seconds", type=float, default=60, help="what is measured, once it is steady")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--out", type=Path, help="folder of the run")
+    parser.add_argument("--in-flight", type=int, default=30000, help="trajectories that the engines hold at once")
+    parser.add_argument("--seconds", type=float, default=60, help="how long to measure, once in a steady state")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--out", type=Path, help="new folder of the run; default: runs/bench-controller-N")
     parser.add_argument("--controller", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.controller:

@@ -1,12 +1,11 @@
-"""What converting a distributed checkpoint costs, beside copying and reading the same files.
+"""The cost of converting a distributed checkpoint, compared with copying and reading the same files.
 
     python tools/bench/convert.py [--parameters 2e9] [--repetitions 3] [--json FILE] [--out NEWFOLDER]
 
 Generates a Qwen3 of that many parameters in bfloat16 as four ranks of TP2 × PP2 would have saved it, then, once a
 repetition: `cp` of the checkpoint, a pass that reads it, and areal_megatron.convert to-hf, with starting Python
-and imports. All find the checkpoint in the page cache if it fits there. Like is compared with like: `cp` leaves its
-copy to the kernel to write to the disk, as to-hf does with --no-sync; `cp` followed by `sync` waits for the disk, as
-to-hf does.
+and imports. All find the checkpoint in the page cache if it fits there. `cp` leaves writing to the disk to the kernel,
+as to-hf does with --no-sync; `cp` followed by `sync` waits for the disk, as to-hf does.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ RANDOM_ELEMENTS = 2**20
 
 
 def config_of(parameters: float) -> dict[str, Any]:
-    """config.json of a Qwen3 with an output layer of its own and about so many parameters."""
+    """Returns config.json of a Qwen3 with about so many parameters and an output layer that is not tied."""
     hidden, ffn = (2048, 6144) if parameters >= 1e9 else (512, 1536)
     vocabulary = 151936 if parameters >= 2e8 else 1024
     heads, kv_heads, head_dim = hidden // 128, hidden // 256, 128
@@ -56,8 +55,10 @@ def config_of(parameters: float) -> dict[str, Any]:
 
 
 def generate(folder: Path, parameters: float) -> None:
-    """Writes a checkpoint folder of random numbers, one chunk after another. Runs in a process of its own: what
-    this one holds would count as the conversion's peak."""
+    """Writes a checkpoint folder of random numbers, chunk by chunk.
+
+    Called in a process of its own, whose memory does not count towards the conversion's peak.
+    """
     import numpy as np
 
     from areal_megatron.checkpoint import torch_dist_writer
@@ -77,7 +78,7 @@ def generate(folder: Path, parameters: float) -> None:
 
 
 def chunks_of(config: dict[str, Any]) -> tuple[dict[str, Shape], list[tuple[str, Box]]]:
-    """The checkpoint's tensors, and each rank's part of each layer."""
+    """Returns the shapes of the checkpoint's tensors, and each rank's part of each layer."""
     from areal_megatron.checkpoint import torch_dist
     from areal_megatron.reshard import trainer_layout
     from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -98,7 +99,7 @@ def chunks_of(config: dict[str, Any]) -> tuple[dict[str, Shape], list[tuple[str,
 
 
 def cuts(shape: Shape, layered: int, axis: int, count: int) -> Iterator[Box]:
-    """Each layer's part of a tensor, cut into `count` parts along an axis."""
+    """Yields each layer's part of a tensor, cut into `count` boxes along an axis."""
     from areal_megatron.reshard.boxes import Box
 
     for layer in range(shape[0] if layered else 1):
@@ -112,7 +113,7 @@ def cuts(shape: Shape, layered: int, axis: int, count: int) -> Iterator[Box]:
 
 
 def measure(checkpoint: Path, out: Path) -> dict[str, float]:
-    """Seconds of one repetition, and the peak of the conversion's memory."""
+    """Returns the seconds of one repetition, their ratios, and the peak memory of the conversion."""
     copy, converted = out / "copy", out / "converted"
     os.sync()
     start = time.monotonic()
@@ -155,7 +156,7 @@ def read(folder: Path) -> None:
 
 
 def run(*arguments: object) -> tuple[float, int]:
-    """Seconds and peak bytes of a call of the converter."""
+    """Calls the converter; returns its seconds and the peak of its memory in bytes."""
     command = [sys.executable, "-m", "areal_megatron.convert", *map(str, arguments)]
     start = time.monotonic()
     process = subprocess.Popen(command, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: figures of several repetitions and how they are printed."""
+"""Figures of several repetitions, and how benchmarks print them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-DRAWS = 2000
+RESAMPLES = 2000
 
 Figure = dict[str, float]
-"""`median`, `min` and `max` of the repetitions."""
+"""Keys `median`, `min` and `max`, over repetitions."""
 
 
 def spread(values: Iterable[float]) -> Figure:
@@ -20,17 +20,19 @@ def spread(values: Iterable[float]) -> Figure:
 
 
 def spreads(repetitions: list[dict[str, float]]) -> dict[str, Figure]:
-    """One figure for each key that the repetitions have."""
+    """Returns a figure for each key of the repetitions, which all have the same keys."""
     return {key: spread(repetition[key] for repetition in repetitions) for key in repetitions[0]}
 
 
-def drawn_anew(
+def bootstrapped(
     repetitions: Mapping[str, np.ndarray], figures: Callable[[dict[str, np.ndarray]], dict[str, Any]]
 ) -> dict[str, Figure]:
-    """What `figures` makes of the medians over repetitions, the first axis; from `min` to `max`: 90% of what it makes
-    of repetitions drawn anew (bootstrap), where medians have the draws as first axis."""
+    """Returns `figures` of the medians over repetitions, with 90% bootstrap intervals as `min` and `max`.
+
+    Repetitions are the first axis of the arrays. `figures` must also accept medians with the resamples as first axis.
+    """
     count = len(next(iter(repetitions.values())))
-    drawn = np.random.default_rng(0).integers(0, count, (DRAWS, count))
+    drawn = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
     whole = figures({kind: np.median(values, axis=0) for kind, values in repetitions.items()})
     draws = figures({kind: np.median(values[drawn], axis=1) for kind, values in repetitions.items()})
     edges = {key: np.quantile(values, [0.05, 0.95]) for key, values in draws.items()}
@@ -41,7 +43,7 @@ def drawn_anew(
 
 
 def cell(figure: Figure, digits: int = 2, width: int = 0) -> str:
-    """`median (lowest – highest)`, the median right-aligned in `width` characters."""
+    """Returns `median (lowest – highest)`, the median right-aligned in `width` characters."""
     return "{median:>{w},.{d}f} ({min:,.{d}f} – {max:,.{d}f})".format(w=width, d=digits, **figure)
 
 

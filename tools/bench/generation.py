@@ -1,10 +1,10 @@
-"""What generation loses while trainers save a checkpoint.
+"""The speed of generation while trainers save a checkpoint.
 
     python tools/bench/generation.py [--repetitions 80] [--json FILE] [--out runs/bench-generation-N]
 
-An engine on one core samples answers without a pause while checkpoint.py trains and saves on another. Compared
-are the tokens that came during steps with a checkpoint in the background with those during undisturbed steps next to
-them. No weights are sent: what updates cost, reshard.py says.
+An engine on one core samples answers without a pause while checkpoint.py trains and saves on another. The tokens that
+came during steps with a checkpoint in the background are compared with those during the undisturbed steps next to them.
+No weights are sent; reshard.py measures the cost of updates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from areal_megatron.files import new_folder, write_json
 from launch.processes import Children
 from tools.bench.checkpoint import KINDS, Edges
-from tools.bench.figures import Figure, drawn_anew, line
+from tools.bench.figures import Figure, bootstrapped, line
 from tools.bench.publish import SIZES
 from tools.bench.reshard_pools import PROMPT_TOKENS, START_TIMEOUT_S, Engine, prepare
 
@@ -35,7 +35,7 @@ VOCABULARY = 512
 
 
 async def generate(engine: Engine, times: list[float]) -> None:
-    """For ever, answers one after another; `times`: of each token."""
+    """Samples one answer after another, forever; appends the time of each token to `times`."""
     while True:
         await engine.stream(
             random.choices(range(3, VOCABULARY), k=PROMPT_TOKENS), lambda _: times.append(time.monotonic())
@@ -43,7 +43,7 @@ async def generate(engine: Engine, times: list[float]) -> None:
 
 
 async def measure(out: Path, repetitions: int) -> tuple[Edges, np.ndarray]:
-    """When the trainer began and ended its steps, and when tokens came."""
+    """Returns when the trainer began and ended its steps, and when tokens came."""
     first, *_, last = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [first])
     run, config = prepare(out, SIZES | {"vocab_size": VOCABULARY}, core_each=True, staging="full")
@@ -79,7 +79,7 @@ async def train_and_save(out: Path, repetitions: int, core: int) -> Edges:
 
 
 def rates(edges: Edges, times: np.ndarray) -> dict[str, np.ndarray]:
-    """Tokens/s of the engine in each run of trainer steps."""
+    """Returns tokens/s of the engine in each run of trainer steps, by kind."""
 
     def rate(run: list[float]) -> float:
         begin, end = np.searchsorted(times, [run[0], run[-1]])
@@ -89,7 +89,7 @@ def rates(edges: Edges, times: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def losses(rates: dict[str, np.ndarray]) -> dict[str, Figure]:
-    """Of tokens/s: undisturbed, and what is left of them while a checkpoint is written."""
+    """Returns undisturbed tokens/s, and the share of them that is left while a checkpoint is written."""
 
     def figures(rates: dict[str, np.ndarray]) -> dict[str, Any]:
         undisturbed = rates[KINDS[0]]
@@ -98,7 +98,7 @@ def losses(rates: dict[str, np.ndarray]) -> dict[str, Figure]:
             **{f"{kind}_over_undisturbed": rates[kind] / undisturbed for kind in KINDS[1:]},
         }
 
-    return drawn_anew(rates, figures)
+    return bootstrapped(rates, figures)
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def main() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("an engine and a trainer rank need a core each; this process may use one")
     report = losses(rates(*asyncio.run(measure(new_folder("bench-generation", options.out), options.repetitions))))
-    print(f"tokens/s of the engine, {options.repetitions} repetitions: medians and what 90% of draws give")
+    print(f"tokens/s of the engine, {options.repetitions} repetitions: medians and 90% bootstrap intervals")
     for key, figure in report.items():
         print(line(key, figure, digits=3))
     if options.json:

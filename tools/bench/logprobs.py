@@ -1,4 +1,4 @@
-"""Peak memory and time of per-token log-probabilities, in chunks against full logits, forward and backward.
+"""Peak memory and time of per-token log-probabilities, forward and backward: in chunks, and from full logits.
 
     python tools/bench/logprobs.py [--tokens 32768] [--vocabulary 151936] [--hidden 64] [--chunk 1024] [--json FILE]
 
@@ -35,7 +35,7 @@ def full(hidden, weight, labels, vocabulary):
 
 
 def measure(function, tokens: int, options: argparse.Namespace, device: torch.device) -> tuple[float, float]:
-    """Peak bytes beyond the inputs and their gradients, and seconds."""
+    """Returns the peak bytes beyond the inputs and their gradients, and the seconds."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, options.hidden, device=device, requires_grad=True)
     weight = torch.randn(options.vocabulary, options.hidden, device=device, requires_grad=True)
@@ -50,7 +50,7 @@ def measure(function, tokens: int, options: argparse.Namespace, device: torch.de
 
 
 def peak(device: torch.device, reset: bool = False) -> int:
-    """Highest memory since the last reset, in bytes: of the allocator on CUDA, resident of this process on CPU."""
+    """Returns the peak memory in bytes since the last reset: the allocator's on CUDA, the resident set on CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         if reset:

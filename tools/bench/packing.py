@@ -1,17 +1,17 @@
-"""How many micro-batches a batch takes, how level the replicas are, and how long it takes to decide that.
+"""How many micro-batches a batch takes, how balanced the replicas are, and how long planning takes.
 
     python tools/bench/packing.py [--lengths FILE] [--dp 8] [--cap 32768] [--minibatches 1] [--model DIR] [--seeds 3]
                                   [--repetitions 5] [--json FILE]
 
-FILE has one length in tokens a line, or is a JSON list of them; with --json its assignment is written as well: indices
-of lengths by replica, mini-batch and micro-batch. Without --lengths: three generated distributions, `--seeds` draws of
-each. Beside areal_megatron/packing/partition.py runs Algorithm 1 of the paper (tools/bench/packing_paper.py). DIR holds
-the config.json that says what a sequence costs.
+FILE has one length in tokens a line, or is a JSON list of them; --json then also writes the assignment: indices of
+lengths by replica, mini-batch and micro-batch. Without --lengths, three distributions are generated, with `--seeds`
+draws of each. areal_megatron/packing/partition.py is compared with Algorithm 1 of the paper
+(tools/bench/packing_paper.py). The config.json in DIR decides what a sequence costs.
 
 Columns, summed over mini-batches: micro-batches of all replicas; the bound L2 of Martello and Toth on their number,
-rounded up to equally many on every replica; the sum of lengths over the cap; micro-batches over the cap (a single
-longer sequence is none, and counts as one of the cap's length); (highest − lowest) / mean over the replicas of FLOPs
-and of tokens, worst mini-batch; CPU time.
+rounded up to equally many on every replica; the sum of lengths divided by the cap; micro-batches that exceed the cap (a
+single longer sequence does not count, and is taken as one of the cap's length); (highest − lowest) / mean over replicas
+of FLOPs and of tokens, in the worst mini-batch; CPU time.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Plan = list[list[list[list[int]]]]
 MODEL = Path(__file__).resolve().parent.parent.parent / "configs" / "models" / "Qwen2.5-32B"
 FLOPS = SequenceFlops.of(read_config(MODEL))
 MEAN, SIGMA, LONGEST = 8192, 0.8, 32768
-"""Of the generated lengths: mean and deviation of the logarithm of the lognormal ones, and where all are cut."""
+"""Generated lengths: the mean of the lognormal ones, the standard deviation of their logarithm, and the longest."""
 
 PEERS = """\
-As reported of other systems, not measured here: one draw of 512 lognormal lengths, mean 8k, cap 32,768, dp 8
+Reported by other systems, not measured here: one draw of 512 lognormal lengths, mean 8k, cap 32,768, dp 8
 (taken from their public repositories; spread and seed of the lengths and the machine are not known)
 
 algorithm                              bins / bound   over the cap   tokens     FLOPs             CPU time
@@ -62,7 +62,7 @@ class Task:
     cap: int = 32768
     minibatches: int = 1
     seed: int = 0
-    """Of the draw of mini-batches."""
+    """Shuffles the sequences into mini-batches."""
     flops: SequenceFlops = FLOPS
 
 
@@ -71,7 +71,7 @@ def lognormal(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
-    """Seven of ten are short, the others more than half of the cap, most of them."""
+    """Draws lengths of which seven in ten are short and most of the others exceed half the cap."""
     return np.where(random.random(count) < 0.7, random.normal(3000, 800, count), random.normal(22000, 4000, count))
 
 
@@ -83,7 +83,7 @@ DISTRIBUTIONS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray],
 
 
 def generate(name: str, seed: int) -> np.ndarray:
-    """int64 [n], of one of DISTRIBUTIONS."""
+    """Returns lengths, int64 [n], drawn from one of DISTRIBUTIONS."""
     draw, count = DISTRIBUTIONS[name]
     return np.clip(draw(np.random.default_rng(seed), count), 100, LONGEST).astype(np.int64)
 
@@ -100,7 +100,7 @@ ALGORITHMS = {"packing.py": ours, "Algorithm 1": paper}
 
 
 def judge(plan: Plan, lengths: np.ndarray, task: Task) -> dict[str, float]:
-    """The columns of the table but the time. Raises ValueError if not every sequence comes once."""
+    """Returns the columns of the table except the time. Raises ValueError unless every sequence comes once."""
     flat = [i for replica in plan for minibatch in replica for microbatch in minibatch for i in microbatch]
     if sorted(flat) != list(range(len(lengths))):
         raise ValueError("not every sequence comes exactly once")
@@ -124,7 +124,7 @@ def judge(plan: Plan, lengths: np.ndarray, task: Task) -> dict[str, float]:
 
 
 def measure(name: str, lengths: np.ndarray, task: Task, repetitions: int) -> list[dict[str, Any]]:
-    """A row for each algorithm."""
+    """Returns a row for each algorithm."""
     rows = []
     for algorithm, divide in ALGORITHMS.items():
         times = []
@@ -152,7 +152,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Of all draws of each distribution: how many are at the bound, and the worst of the other columns."""
+    """Says for each distribution how many draws reach the bound, and the worst of the other columns."""
     lines = []
     for name in DISTRIBUTIONS:
         for algorithm in ALGORITHMS:
@@ -168,7 +168,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def read_lengths(path: Path, task: Task) -> np.ndarray:
-    """int64 [n]. Raises ConfigError, naming the line, if the file does not have enough positive whole numbers."""
+    """Returns int64 [n]. Raises ConfigError, naming the line, if a length is no positive whole number or too few
+    are there."""
     try:
         text = path.read_text()
         values = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
@@ -199,7 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dp", type=positive, default=Task.dp, help="data-parallel replicas")
     parser.add_argument("--cap", type=positive, default=Task.cap, help="tokens of a micro-batch")
     parser.add_argument("--minibatches", type=positive, default=Task.minibatches, help="optimizer steps of the batch")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder with the config.json that tells the cost")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder with the config.json that decides the cost")
     parser.add_argument("--seeds", type=positive, default=3, help="draws of each generated distribution")
     parser.add_argument("--repetitions", type=positive, default=5, help="of the timing")
     parser.add_argument("--json", type=Path, help="write the rows here, and the assignment of --lengths")

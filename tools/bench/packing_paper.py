@@ -1,4 +1,4 @@
-"""Algorithm 1 of the AReaL paper (arXiv 2505.24298), which packing.py measures for comparison."""
+"""Algorithm 1 of the AReaL paper (arXiv 2505.24298), with which packing.py compares ours."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 def partition(
     lengths: Sequence[int], replicas: int, minibatches: int, cap: int, seed: int
 ) -> list[list[list[list[int]]]]:
-    """Indices of sequences by [replica][mini-batch][micro-batch]: replicas balanced by tokens, then Algorithm 1.
+    """Returns indices of sequences by [replica][mini-batch][micro-batch]: balanced by tokens, then Algorithm 1.
 
-    The promises are those of `areal_megatron.packing.partition.partition`. As many micro-batches on every replica as
-    the one needs that needs most.
+    Gives the guarantees of `areal_megatron.packing.partition.partition`. Every replica has as many micro-batches as
+    the one that needs most.
     """
     sizes = np.asarray(lengths)
     order = np.random.default_rng(seed).permutation(len(sizes))
@@ -33,7 +33,7 @@ def partition(
 
 
 def balance(sizes: np.ndarray, parts: int) -> list[list[int]]:
-    """Indices in `parts` groups of about the same sum: the longest first, each to the lightest group."""
+    """Returns indices in `parts` groups of about the same sum: the longest first, each to the lightest group."""
     groups: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
     for index in np.argsort(-sizes, kind="stable").tolist():
@@ -44,7 +44,7 @@ def balance(sizes: np.ndarray, parts: int) -> list[list[int]]:
 
 
 def allocate(sizes: np.ndarray, cap: int, least: int = 1) -> list[list[int]]:
-    """Algorithm 1: indices in micro-batches of at most `cap` tokens, at least `least` of them if there are enough.
+    """Returns indices in micro-batches of at most `cap` tokens, at least `least` of them if there are enough.
 
     Longest first; a new micro-batch is opened while there are fewer than `least` or none has room, otherwise
     the sequence joins the one with the fewest sequences among those with room.

@@ -1,10 +1,10 @@
-"""What a weight update costs: training slowed down by sending, the transfer itself, and the engine's pause.
+"""The cost of a weight update: the slowdown of training while sending, the transfer, and the engine's pause.
 
     python tools/bench/publish.py [--repetitions 3] [--json FILE] [--out runs/bench-publish-N]
 
-An 18-million-parameter model (73 MB of float32 weights per update) trains by PPO, its engine generating on another
-core. Compared are the mini-batches that shared their time with the sending thread and all others of the same run. The
-trainer rank has one core, for computing and for sending.
+An 18-million-parameter model (73 MB of float32 weights per update) trains by PPO while its engine generates on another
+core. Mini-batches during which weights were sent are compared with all others of the same run. The trainer rank has one
+core, for computing and for sending.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.make_arithmetic import save_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONPATH = str(ROOT)
-"""Of the runs, whose reward is tools.bench.asynchrony:score."""
+"""For the processes of the runs, which import their reward, tools.bench.asynchrony:score, from the checkout."""
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -35,7 +35,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-# Without proximal passes every mini-batch is the same work; only the first meets the sending thread.
+# Without proximal passes every mini-batch is the same work; only the first overlaps with sending.
 MINIBATCHES = 4
 KEYS = [
     "updates=30",
@@ -72,7 +72,7 @@ def measure(out: Path, repetition: int) -> dict[str, float]:
 
 
 def figures(run: Run) -> dict[str, float]:
-    """Of the updates after the first five."""
+    """Returns the figures of the updates after the first five."""
     spans = [span for span in read_spans(run) if span.process == "trainer-0"]
     steps = [span for span in spans if span.name == "train"][5 * MINIBATCHES :]
     speeds = speeds_with_and_without(steps, [span for span in spans if span.name == "publish"])
@@ -108,5 +108,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends its runs too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
     main()

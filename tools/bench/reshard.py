@@ -1,16 +1,17 @@
-"""What the resharder pays: weight updates of real engines against gather-and-broadcast, and against the raw link.
+"""The resharder's weight updates of real engines, compared with gather-and-broadcast and with the raw link.
 
     python tools/bench/reshard.py [--core-each] [--staging streamed] [--repetitions 5] [--small]
                                   [--json FILE] [--out FOLDER]
     python tools/bench/reshard.py --device cuda|cpu [--repetitions 5] [--json FILE] [--small]
 
-Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. In turns, on the same processes: our update, the same
-weights by gather and broadcast, and the bytes of our plan alone (both in tools/bench/reshard_peers.py). First with idle
-engines, for speed and bytes; then while they generate, for the time that they stand still. Checksums that vLLM computes
-tell after every update whether the engines hold what they should. With --core-each: one trainer rank and one engine of
-tp 1, so that on two cores nobody waits for a core; and generation during a transfer once more with the engine's
-receiving threads on the trainer's core. With --device: what packing, casting and unpacking cost, in one process and
-without vLLM (tools/bench/reshard_device.py).
+Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. Each repetition measures, on the same processes, our
+update, the same weights by gather and broadcast, and the bytes of our plan alone (tools/bench/reshard_peers.py has the
+last two). First engines are idle, for speed and bytes; then they generate, for the time of their pause. After every
+update the checksums that vLLM computes must be those of the weights that were sent.
+
+--core-each: one trainer rank and one engine of tp 1, so that on two cores nobody waits for a core; generation during a
+transfer is also measured with the engine's receiving threads on the trainer's core. --device: the cost of packing,
+casting and unpacking, in one process and without vLLM (tools/bench/reshard_device.py).
 """
 
 from __future__ import annotations
@@ -42,38 +43,38 @@ AIMS = {
     "generation_during_transfer": "",
     "generation_during_transfer_received_elsewhere": "aim: at least 0.8",
 }
-"""The figures that --json has at its top."""
+"""The figures at the top of what --json writes."""
 PAUSE_SLEEPS_S = 0.02
-"""At the end of vLLM's /pause, when the engine stands still already (vLLM 0.32, async_llm.py)."""
+"""vLLM's /pause sleeps this long before it returns, with the engine already paused (vLLM 0.32, async_llm.py)."""
 BYTES = 2
-"""Of an element of the model, bfloat16."""
+"""Bytes of an element of the model, bfloat16."""
 UNDISTURBED_TOKENS = 12
-"""Of each answer, watched before an update."""
+"""Tokens of each answer that are timed before an update."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Of one engine; times are seconds of the monotonic clock, which all processes of a machine share."""
+    """The commit of one engine; times are seconds of the monotonic clock, which all processes of a machine share."""
 
     arrived: float
-    """All its ranks have received the weights."""
+    """When all its ranks had received the weights."""
     live: float
-    """It generates with them."""
+    """When it could generate with them."""
     stall_s: float
-    """From the end of the step that it was in to then."""
+    """Seconds from the end of the engine step that was running until `live`."""
 
 
 @dataclass(frozen=True)
 class Update:
     start: float
-    """The order to the trainers."""
+    """When the trainers were told."""
     began: float
-    """The first trainer's publish; of gather and broadcast, the end of gathering."""
+    """When the first trainer began to publish; for gather and broadcast, the end of gathering."""
     commits: list[Commit]
 
     @property
     def seconds(self) -> float:
-        """Until every rank of every engine computes with the new weights."""
+        """Seconds until every rank of every engine computes with the new weights."""
         return max(commit.live for commit in self.commits) - self.start
 
     @property
@@ -82,7 +83,7 @@ class Update:
 
     @property
     def stall_s(self) -> float:
-        """Of the engine that stood still longest."""
+        """The longest stall of an engine."""
         return max(commit.stall_s for commit in self.commits)
 
 
@@ -111,7 +112,7 @@ class Bench:
         self._checksums[0] = await self._held()
 
     async def ours(self, *, clear_cache: bool = False) -> Update:
-        """One update as controller/updates.py has it."""
+        """Makes one update in the way of controller/updates.py."""
         version = await self._step()
         start = time.monotonic()
         published = asyncio.create_task(self._trainers.order("publish", version=version))
@@ -119,22 +120,22 @@ class Bench:
         return Update(start, min(await published), commits)
 
     async def theirs(self) -> Update:
-        """One update by gather and broadcast. The engines stand still while they are sent to, not before."""
+        """Makes one update by gather and broadcast. Engines are paused for the broadcast, not for the gathering."""
         await self._step()
         start = time.monotonic()
         await self._trainers.order("gather")
         gathered = time.monotonic()
         await asyncio.gather(*(engine.pause(clear_cache=False) for engine in self.engines))
-        standing = time.monotonic() - PAUSE_SLEEPS_S
+        paused = time.monotonic() - PAUSE_SLEEPS_S
         loading = [engine.rpc("bench_load") for engine in self.engines]
         await asyncio.gather(self._trainers.order("broadcast"), *loading)
         arrived = time.monotonic()
         await asyncio.gather(*(engine.resume() for engine in self.engines))
         live = time.monotonic()
-        return Update(start, gathered, [Commit(arrived, live, live - standing)] * len(self.engines))
+        return Update(start, gathered, [Commit(arrived, live, live - paused)] * len(self.engines))
 
     async def raw(self) -> float:
-        """Seconds of the raw link, from the first send to the last byte."""
+        """Returns the seconds of the raw link, from the first send to the last byte."""
         await asyncio.gather(*(engine.rpc("bench_receive_raw") for engine in self.engines))
         start = min(await self._trainers.order("send_raw"))
         ends = [worker["at"] for engine in self.engines for worker in await engine.rpc("bench_raw_received")]
@@ -143,7 +144,7 @@ class Bench:
     async def check(self) -> None:
         """Raises RuntimeError unless the engines hold the version that was sent last.
 
-        Even versions are the checkpoint, which vLLM has loaded by itself; odd ones twice that.
+        Even versions are the checkpoint, which vLLM has loaded by itself; odd ones are twice that.
         """
         held, before = await self._held(), self._checksums[0]
         expected = self._checksums.setdefault(self._version % 2, held)
@@ -154,11 +155,11 @@ class Bench:
             raise RuntimeError(f"after update {self._version} the engines hold {wrong} wrong parameters")
 
     async def received(self) -> list[int]:
-        """Bytes that each rank of each engine has received so far over TCP."""
+        """Returns the bytes that each rank of each engine has received so far over TCP."""
         return [worker["bytes"] for engine in self.engines for worker in await engine.rpc("bench_bytes")]
 
     def slices(self) -> list[int]:
-        """Bytes of each rank of each engine's own slice."""
+        """Returns the bytes of the slice of each rank of each engine."""
         sizes = EngineSizes.of(self._config.rollout)
         of_engine = [engine_layout.layout(self.hf_config, sizes, rank).size * BYTES for rank in range(sizes.ranks)]
         return of_engine * len(self.engines)
@@ -167,12 +168,12 @@ class Bench:
         streamed = self._config.reshard.staging == "streamed"
         if streamed:
             await engine.pause(clear_cache=False)
-            standing = time.monotonic() - PAUSE_SLEEPS_S
+            paused = time.monotonic() - PAUSE_SLEEPS_S
         await engine.start_update()
         arrived = await self._trainers.delivered(engine.index, version)
         stall_s = await engine.commit(version, clear_cache=clear_cache)
         live = time.monotonic()
-        return Commit(arrived, live, live - standing if streamed else stall_s)
+        return Commit(arrived, live, live - paused if streamed else stall_s)
 
     async def _step(self) -> int:
         self._version += 1
@@ -184,7 +185,7 @@ class Bench:
 
 
 async def idle_repetition(bench: Bench) -> dict[str, float]:
-    """Speed and bytes, the engines having nothing else to do."""
+    """Measures speed and bytes with idle engines."""
     counters = [await bench.received()]
     ours = await bench.ours()
     counters.append(await bench.received())
@@ -214,7 +215,7 @@ async def idle_repetition(bench: Bench) -> dict[str, float]:
 
 
 async def busy_repetition(bench: Bench) -> dict[str, float]:
-    """How long generation stands still, and what is left of it meanwhile."""
+    """Measures the stall of generation, and its speed during the transfer."""
     keep, kept, next_keep, context = await _while_generating(bench, bench.ours)
     theirs, _, _, _ = await _while_generating(bench, bench.theirs)
     recompute, _, next_recompute, _ = await _while_generating(bench, lambda: bench.ours(clear_cache=True))
@@ -231,7 +232,7 @@ async def busy_repetition(bench: Bench) -> dict[str, float]:
 
 
 async def received_elsewhere(bench: Bench) -> dict[str, float]:
-    """The same where the engine's core has nothing to do with receiving: the threads that do share the trainer's."""
+    """Measures generation during a transfer while the engine's receiving threads are on the trainer's core."""
     _, kept, _, _ = await _while_generating(bench, bench.ours)
     return {"generation_during_transfer_received_elsewhere": kept}
 
@@ -239,8 +240,11 @@ async def received_elsewhere(bench: Bench) -> dict[str, float]:
 async def _while_generating(
     bench: Bench, update: Callable[[], Awaitable[Update]]
 ) -> tuple[Update, float, float, float]:
-    """The update, tokens/s during its transfer over before, seconds from its commit to each answer's next token of
-    the engine that was slower, and the length of an answer."""
+    """Makes an update while engines generate.
+
+    Returns it, tokens/s during its transfer over those before, the seconds from its commit until the slower engine had
+    the next token of each answer, and the length of an answer in tokens.
+    """
     async with Generation(bench.engines, bench.hf_config["vocab_size"]) as generation:
         start = time.monotonic()
         for _ in range(UNDISTURBED_TOKENS):
@@ -256,7 +260,7 @@ async def _while_generating(
 
 
 async def measure(out: Path, repetitions: int, small: bool, core_each: bool, staging: str) -> dict[str, object]:
-    """What --json writes."""
+    """Returns what --json writes."""
     say(f"writing the model into {out}")
     run, config = prepare(out, SMALL if small else SIZES, core_each, staging)
     idle, busy = [], []
@@ -289,17 +293,20 @@ async def measure(out: Path, repetitions: int, small: bool, core_each: bool, sta
 
 
 async def warm_up(bench: Bench) -> None:
-    """Each way twice, so that each has brought both kinds of version and all connections stand."""
+    """Makes two updates each way, one of each kind of version, so that all connections exist."""
     for update in (bench.ours, bench.theirs, bench.theirs, bench.ours):
         await update()
         await bench.check()
-    say("both ways leave the weights that vLLM loads itself, and twice these")
+    say("both ways deliver the weights that vLLM loads itself, and twice these")
     await bench.raw()
     await _while_generating(bench, lambda: bench.ours(clear_cache=True))
 
 
 def report(idle: list[dict[str, float]], busy: list[dict[str, float]], megabytes: float) -> dict[str, object]:
-    """Medians of what is aimed at, and every figure with its spread; ratios are taken within a repetition."""
+    """Returns the medians of the figures with an aim, and every figure with its spread.
+
+    Ratios are those within a repetition.
+    """
     figures = spreads(idle) | spreads(busy)
     return {
         **{key: figures[key]["median"] for key in AIMS if key in figures},

@@ -1,10 +1,10 @@
-"""What packing, casting and unpacking cost on one device: `reshard.py --device cuda|cpu`.
+"""The cost of packing, casting and unpacking on one device: `reshard.py --device cuda|cpu`.
 
-In one process, without vLLM and without a network. Every bucket of the plan from a TP2×PP2 trainer to a TP2 engine is
-packed and unpacked as reshard/publish.py and staging.py do it, on a stream of its own, and compared with plain copies
-between contiguous buffers: as many calls that read and write as many bytes. Then the whole model goes from the
-trainer's shards into the engine's, one more copy standing for the link, and what arrives is compared with the
-checkpoint from which the trainer's shards were filled.
+One process without vLLM and without a network packs and unpacks every bucket of the plan from a TP2×PP2 trainer to a
+TP2 engine as reshard/publish.py and reshard/staging.py do, on a stream of its own. The time is compared with plain
+copies between contiguous buffers: as many calls that read and write as many bytes. Then the whole model is moved from
+the trainer's shards into the engine's, with one more copy in place of the link, and compared with the checkpoint from
+which the trainer's shards were filled.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ SMALL = QWEN_1_5B | {
 }
 TRAINERS, ENGINE = MegatronSizes(tp=2, pp=2), EngineSizes(tp=2)
 SENT = torch.bfloat16
-"""What the engine holds."""
+"""The engine's dtype."""
 HELD = {"pack": torch.bfloat16, "cast": torch.float32}
-"""What the trainer holds, by what packing is then called."""
+"""The trainer's dtype, by the name that packing has in the figures."""
 
 
 class Shards:
@@ -105,14 +105,14 @@ class Shards:
                     raise RuntimeError(f"{name} has arrived wrong")
 
     def _places(self, layout: Layout, parameters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, part of the checkpoint's tensor, where the rank holds it)"""
+        """Yields (name, part of the checkpoint's tensor, the rank's view of it)."""
         for piece in layout.pieces:
             for name, region, view in piece.tensors(parameters):
                 yield name, self._checkpoint[name][region], view
 
 
 def _outlet(plan: Plan, rank: int, device: torch.device) -> Outlet:
-    """A trainer rank's end of the link, which knows what it need not pack; nothing is connected."""
+    """Returns a trainer rank's end of the link, which knows what need not be packed; nothing is connected."""
     trainer = TrainerRank(
         rank=rank,
         plan=lambda engine: plan,
@@ -129,7 +129,7 @@ def _outlet(plan: Plan, rank: int, device: torch.device) -> Outlet:
 def measure(
     device: torch.device, repetitions: int, hf_config: Mapping[str, Any], bucket_elements: int = BUCKET_ELEMENTS
 ) -> dict[str, Any]:
-    """What --json writes. Raises RuntimeError if a tensor arrives wrong."""
+    """Returns what --json writes. Raises RuntimeError if a tensor arrives wrong."""
     runs: list[dict[str, float]] = [{} for _ in range(repetitions)]
     for name, held in HELD.items():
         shards = Shards(hf_config, device, held, bucket_elements)
@@ -149,7 +149,7 @@ def measure(
 
 
 def _measure(name: str, held: torch.dtype, shards: Shards, device: torch.device, runs: list[dict[str, float]]) -> None:
-    """Adds the figures of one dtype of the trainer to each run."""
+    """Adds the figures for one dtype of the trainer to each run."""
     seconds = _Clock(device)
     packed = [size * (held.itemsize + SENT.itemsize) // 2 for size in shards.sizes]  # half is read, half written
     like_pack = list(
@@ -183,7 +183,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 class _Clock:
-    """Seconds that a function takes on a stream of its own; on a CPU, on this thread."""
+    """Measures the seconds that a function takes, on a CUDA stream of its own or, on CPU, on this thread."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -213,11 +213,11 @@ def _allocate(layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 def _in_turns(sizes: list[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Flat tensors of these sizes in two buffers that take turns, as a sender has its messages."""
+    """Returns flat tensors of these sizes in two alternating buffers, like a sender's messages."""
     buffers = [torch.zeros(max(sizes), dtype=dtype, device=device) for _ in range(2)]
     return [buffers[i % 2][:size] for i, size in enumerate(sizes)]
 
 
 def _side_by_side(sizes: list[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Flat tensors of these sizes one after another, as staging has them."""
+    """Returns flat tensors of these sizes one after another in one buffer, like staging."""
     return list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))

@@ -1,9 +1,10 @@
-"""vLLM's own server, whose processes sleep while they wait for each other: `python tools/bench/reshard_engine.py
-ARGUMENTS`.
+"""vLLM's own server, with processes that sleep while they wait for each other.
 
-vLLM asks again and again, for which there is no setting. Where a dozen processes share two cores, that takes the time
-which whatever is measured would need, and the one waited for. A sleeper may miss the word of the second of two calls;
-vLLM has it look after 5 s, here it does after 5 ms. Workers and engine core are forked from this process.
+    python tools/bench/reshard_engine.py ARGUMENTS
+
+vLLM's processes wait in busy loops, which no setting turns off. Where a dozen processes share two cores, that takes the
+time that the measured process needs, and the one that is waited for. A sleeper may miss the notification of the second
+of two calls; vLLM looks again after 5 s, here after 5 ms. Workers and engine core are forked from this process.
 """
 
 import runpy

@@ -1,11 +1,11 @@
-"""What reshard.py compares weight updates with, both ends of each, and the trainer ranks that it starts.
+"""Both ends of what reshard.py compares weight updates with, and the trainer ranks that it starts.
 
 *Gather and broadcast*, as slime, verl and AReaL do it: mbridge brings full Hugging Face tensors together on the
 trainers (a broadcast over pp, an all-gather over tp), trainer rank 0 broadcasts them in buckets to all engine workers
 over one gloo group, and each worker hands them to vLLM's own `model.load_weights`.
 
 *Raw link*: the bytes of our plan between the same pairs in the same processes, as one message each, from and into
-buffers that are there already: no packing, no casting, no staging, no commit, no word over the store.
+existing buffers: no packing, no casting, no staging, no commit, nothing over the store.
 
 Trainer ranks read orders from stdin and answer on stdout, a JSON object a line. vLLM's workers get `EngineWorker` by
 --worker-extension-cls; its methods are called over /collective_rpc.
@@ -45,15 +45,15 @@ from areal_megatron.reshard.transport import Deadline, Link, Message, connect
 from areal_megatron.run import Run, from_command_line
 
 BUCKET_BYTES = 2**30
-"""Of gather and broadcast, as slime and verl have it."""
+"""The size of a bucket of gather and broadcast, as in slime and verl."""
 TENSORS = "peer/tensors"
-"""Key of the trainers' store: [[name, shape], …] of each bucket."""
+"""The key of [[name, shape], …] of each bucket in the trainers' store."""
 RAW = 1000
-"""Added to an engine's number for its raw link, whose keys must not be those of the link that is measured."""
+"""Added to an engine's number for its raw link, so that its keys differ from those of the measured link."""
 
 
 def merged(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """One bucket for each pair, of everything that it exchanges."""
+    """Returns one bucket for each pair of ranks, of everything that they exchange."""
     of_pair: dict[tuple[int, int], list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         of_pair[bucket.source, bucket.destination].append(bucket)
@@ -100,7 +100,7 @@ class RawLink:
 
 
 class Broadcast:
-    """One end of the group of trainer rank 0, which has rank 0 here too, and all engine workers."""
+    """One end of the group of trainer rank 0, which has rank 0 in it, and all engine workers."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float):
         self._store, self._rank, self._size, self._timeout = store, rank, size, timedelta(seconds=timeout_s)
@@ -108,7 +108,7 @@ class Broadcast:
         self._updates = 0
 
     def run(self, tensors: Iterable[Tensor]) -> None:
-        """All tensors of a bucket at once, from rank 0."""
+        """Broadcasts all tensors of a bucket from rank 0 at once."""
         works = [self._group.broadcast([tensor], dist.BroadcastOptions()) for tensor in tensors]
         for work in works:
             work.wait(self._timeout)
@@ -118,7 +118,7 @@ class Broadcast:
         self._store.set(f"peer/loaded/{self._updates}/{self._rank}", problem)
 
     def wait_until_loaded(self) -> None:
-        """Returns when every worker has loaded this update. Raises RuntimeError if one has not."""
+        """Waits until every worker has loaded this update. Raises RuntimeError if one fails."""
         self._updates += 1
         keys = [f"peer/loaded/{self._updates}/{rank}" for rank in range(1, self._size)]
         self._store.wait(keys, self._timeout)
@@ -128,7 +128,7 @@ class Broadcast:
 
 
 class Gathering:
-    """The trainers' side of gather and broadcast: every rank gathers, rank 0 holds and broadcasts what comes out."""
+    """The trainers' side of gather and broadcast: every rank gathers, rank 0 holds and broadcasts the result."""
 
     def __init__(self, config: Config, model: torch.nn.Module, rank: int):
         self._model, self._rank = model, rank
@@ -146,7 +146,7 @@ class Gathering:
             self.buckets = list(_in_buckets(exported))
 
     def tensors(self) -> str:
-        """Names and shapes, as JSON."""
+        """Returns names and shapes of each bucket as JSON."""
         return json.dumps([[(name, list(tensor.shape)) for name, tensor in bucket] for bucket in self.buckets])
 
 
@@ -162,12 +162,12 @@ def _in_buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[st
 
 
 def bridge_of(config: Config) -> Any:
-    """mbridge's bridge for the model, told of layer norms that stand beside the linear layers, not in them."""
+    """Returns mbridge's bridge for the model, adapted to layer norms that are not fused into linear layers."""
     import mbridge.core.util
     from mbridge import AutoBridge
     from megatron.core import parallel_state
 
-    # mbridge names CUDA as megatron-core does: without a device it gets the stand-in that trainer/cpu.py gave that one.
+    # mbridge refers to CUDA as megatron-core does; without a device it gets the same stand-in from trainer/cpu.py.
     mbridge.core.util.torch = parallel_state.torch
     bridge = AutoBridge.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
     layer = "model.layers.{layer_number}."
@@ -179,9 +179,9 @@ def bridge_of(config: Config) -> Any:
 
 
 class TrainerRank:
-    """A Megatron rank with the weights of model.path. Its public methods are the orders of reshard.py.
+    """A Megatron rank with the weights of model.path. Its public methods are the orders that reshard.py gives.
 
-    `say` passes an answer or an event to it and may be called on any thread.
+    `say` sends an answer or an event to reshard.py; it may be called on any thread.
     """
 
     def __init__(self, run: Run, rank: int, say: Callable[..., None]):
@@ -210,7 +210,7 @@ class TrainerRank:
         self._gathering = Gathering(config, self._model, rank)
 
     def join(self, init_infos: list[dict[str, Any]]) -> None:
-        """Opens the raw links and the broadcast group; returns when the engines' workers are in it."""
+        """Opens the raw links and the broadcast group; waits until the engines' workers have joined it."""
         self._raw = [RawLink(init_info, self.rank) for init_info in init_infos]
         self._gathering.gather()
         if self.rank == 0:
@@ -220,11 +220,12 @@ class TrainerRank:
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """The optimizer step: every weight times `factor`, a power of two, so that it can be undone exactly."""
+        """Multiplies every weight by `factor`, a power of two, so that it can be undone exactly. In place of an
+        optimizer step."""
         torch._foreach_mul_(list(self._parameters.values()), factor)
 
     def publish(self, version: int) -> float:
-        """Ours. Returns, when the parameters have been read, the monotonic time at which it began."""
+        """Publishes our way; returns, once the parameters have been read, the monotonic time at which it began."""
         start = time.monotonic()
         self._publisher.publish(version, [(engine, 1) for engine in range(self.config.rollout.engines)])
         self._publisher.wait_until_read()
@@ -234,14 +235,14 @@ class TrainerRank:
         self._gathering.gather()
 
     def broadcast(self) -> None:
-        """Returns on rank 0 when every worker has loaded what it was sent."""
+        """Broadcasts what was gathered; on rank 0 waits until every worker has loaded it."""
         if self.rank == 0:
             for bucket in self._gathering.buckets:
                 self._broadcast.run(tensor for _, tensor in bucket)
             self._broadcast.wait_until_loaded()
 
     def send_raw(self) -> float:
-        """Returns, when everything is sent, the monotonic time at which it began."""
+        """Sends everything; returns the monotonic time at which it began."""
         start = time.monotonic()
         messages = [link.start() for link in self._raw]
         for link, sent in zip(self._raw, messages, strict=True):
@@ -259,10 +260,13 @@ class TrainerRank:
 
 
 class EngineWorker:
-    """Becomes a base of vLLM's worker class: `self` is the worker. Every method answers with a JSON object."""
+    """A base that vLLM adds to its worker class: `self` is the worker. Every method returns a JSON object."""
 
     def bench_join(self, init_info: dict[str, Any], workers: int) -> dict[str, Any]:
-        """The worker's ends of what is compared, one of `workers` of all engines; waits for the trainers."""
+        """Opens this worker's end of the raw link and of the broadcast group; waits for the trainers.
+
+        `workers` is the number of workers of all engines.
+        """
         engine, tp, timeout_s = init_info["engine"], init_info["engine_sizes"]["tp"], init_info["timeout_s"]
         dtype = getattr(torch, init_info["dtype"])
         self._raw_link = RawLink(init_info, MegatronSizes(**init_info["sizes"]).ranks + self.rank)
@@ -277,7 +281,7 @@ class EngineWorker:
         return {"rank": self.rank}
 
     def bench_load(self) -> dict[str, Any]:
-        """Gather and broadcast: receives every bucket and loads it, on a thread; the trainers hear of the end."""
+        """Receives every bucket of the broadcast and loads it, on a thread that tells the trainers when it ends."""
 
         def load() -> None:
             problem = ""
@@ -293,7 +297,7 @@ class EngineWorker:
         return {"rank": self.rank}
 
     def bench_receive_raw(self) -> dict[str, Any]:
-        """Posts the receives of the raw link, on a thread: the first one waits for its sender to connect."""
+        """Posts the receives of the raw link, on a thread, since the first one waits for its sender to connect."""
 
         def receive() -> None:
             self._raw_link.finish(self._raw_link.start())
@@ -304,12 +308,12 @@ class EngineWorker:
         return {"rank": self.rank}
 
     def bench_raw_received(self) -> dict[str, Any]:
-        """The monotonic time at which the last byte was there."""
+        """Waits for the last byte of the raw link; `at` is the monotonic time at which it came."""
         self._raw_waiting.join()
         return {"rank": self.rank, "at": self._raw_ended}
 
     def bench_receive_on(self, cores: list[int]) -> dict[str, Any]:
-        """Keeps every thread but the one that computes to these cores."""
+        """Restricts every thread but the one that computes to these cores."""
         computes = threading.main_thread().native_id
         for thread in map(int, os.listdir("/proc/self/task")):
             if thread != computes:
@@ -321,7 +325,7 @@ class EngineWorker:
 
 
 def _reduce_without_spinning() -> None:
-    """Has the ranks of this vLLM worker's engine reduce over gloo, in place of busy waiting in shared memory."""
+    """Makes the ranks of this worker's engine reduce over gloo, instead of busy waiting in shared memory."""
     from vllm.distributed.parallel_state import get_tp_group
 
     if communicator := get_tp_group().device_communicator:
@@ -329,7 +333,7 @@ def _reduce_without_spinning() -> None:
 
 
 def received_bytes() -> int:
-    """Bytes that the open TCP connections of this process have received, as the kernel counts them."""
+    """Returns the bytes that this process's open TCP connections have received, as the kernel counts them."""
     total = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # no TCP connection, or closed by another thread meanwhile

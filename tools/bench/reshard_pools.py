@@ -1,5 +1,4 @@
-"""The processes of reshard.py as its main process sees them: a model, trainer ranks, engines and their
-answers."""
+"""What reshard.py measures, as its main process sees it: a model, trainer ranks, engines and their answers."""
 
 from __future__ import annotations
 
@@ -54,13 +53,13 @@ SMALL = SIZES | {
     "vocab_size": 512,
 }
 ANSWERS, PROMPT_TOKENS, MAX_TOKENS = 8, 64, 4000
-"""Of each engine while it generates."""
+"""Answers that an engine generates at once, tokens of their prompt, and the most tokens of an answer."""
 START_TIMEOUT_S = 300.0
 ENVIRONMENT = os.environ | ON_CPU | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str) -> tuple[Run, Config]:
-    """The model and the run folder of the process benchmark; core_each: one trainer rank and one engine rank."""
+    """Writes a model and a run folder; `core_each`: for one trainer rank and one engine rank."""
     from torch import bfloat16, manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -95,7 +94,7 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str) -> 
 
 
 class Trainers:
-    """The other end of the trainer ranks' orders and answers: all ranks get the same orders. A context manager."""
+    """The trainer ranks, all of which get the same orders. A context manager that starts and ends them."""
 
     def __init__(self, run: Run, count: int, timeout_s: float, cores: list[int]):
         self._run, self._timeout_s, self.cores = run, timeout_s, cores
@@ -141,13 +140,16 @@ class Trainers:
         await self._answer_of_each(timeout_s)
 
     async def order(self, name: str, **arguments: Any) -> list[Any]:
-        """What each rank answers. Raises RuntimeError if one has ended."""
+        """Gives an order and returns the answer of each rank. Raises RuntimeError if a rank has ended."""
         for process in self._processes:
             process.stdin.write(json.dumps({"order": name} | arguments).encode() + b"\n")
         return await self._answer_of_each(self._timeout_s)
 
     async def delivered(self, engine: int, version: int) -> float:
-        """The monotonic time at which rank 0 knew that the engine has it. Raises RuntimeError if it does not get it."""
+        """Returns the monotonic time at which rank 0 knew that the engine has this version.
+
+        Raises RuntimeError if the engine does not get it.
+        """
         message = await asyncio.wait_for(self._deliveries[engine, version], self._timeout_s)
         if message["error"]:
             raise RuntimeError(message["error"])
@@ -172,7 +174,7 @@ class Trainers:
 
 
 class Engine(EngineClient):
-    """One vLLM server of `children`, with reshard_peers.EngineWorker in its workers; with what only tools ask of it."""
+    """A vLLM server, one of `children`, with reshard_peers.EngineWorker in its workers, and a client of it."""
 
     def __init__(self, run: Run, config: Config, index: int, children: Children, cores: list[int]):
         port, self._reservation = reserve_port(config.machine.host)
@@ -184,11 +186,11 @@ class Engine(EngineClient):
         command = [python, str(Path(__file__).with_name("reshard_engine.py")), *arguments]
         command += ["--worker-extension-cls", "tools.bench.reshard_peers.EngineWorker"]
         environment = ENVIRONMENT | server_environment(config, run, cores)
-        environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tools'}"
+        environment["PYTHONPATH"] = str(ROOT)
         self._process = children.start(self.name, command, environment, run.log(self.name), set(cores))
 
     async def ready(self, timeout_s: float) -> None:
-        """Returns when it serves. Raises RuntimeError if it ends, EngineError after `timeout_s`."""
+        """Waits until the server is healthy. Raises RuntimeError if it ends, EngineError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._process.exit_code is None:
             try:
@@ -199,12 +201,12 @@ class Engine(EngineClient):
         raise RuntimeError(f"{self.name} has ended; its log: {self._process.log}\n{self._process.last_lines()}")
 
     async def rpc(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """What each worker's reshard_peers.EngineWorker answers."""
+        """Calls a method of reshard_peers.EngineWorker in each worker; returns their answers."""
         body = {"method": method, "args": arguments, "timeout": self.timeout_s}
         return json.loads(await self._call("POST", "/collective_rpc", body))["results"]
 
     async def checksums(self) -> dict[str, str]:
-        """sha256 of every parameter of every rank, as vLLM computes it."""
+        """Returns the sha256 of every parameter of every rank, as vLLM computes it."""
         return json.loads(await self._call("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
 
     async def stream(self, prompt: list[int], seen: Callable[[int], None]) -> None:
@@ -223,7 +225,7 @@ class Engine(EngineClient):
 
 @asynccontextmanager
 async def pools(run: Run, config: Config) -> AsyncIterator[tuple[Trainers, list[Engine]]]:
-    """Trainer ranks and engines that are ready; ended afterwards. One of each: they share no core."""
+    """Starts trainer ranks and engines, waits until they are ready, and ends them. One of each share no core."""
     cores = sorted(os.sched_getaffinity(0))
     apart = config.trainer_ranks + config.rollout.engines * config.rollout.tp == 2
     with Children() as children:
@@ -244,7 +246,7 @@ async def pools(run: Run, config: Config) -> AsyncIterator[tuple[Trainers, list[
 
 
 class Generation:
-    """Answers that both engines are sampling, and when each token came. A context manager."""
+    """Answers that the engines are sampling, and when each token came. A context manager."""
 
     def __init__(self, engines: list[Engine], vocabulary: int):
         self._engines, self._vocabulary = engines, vocabulary
@@ -267,15 +269,16 @@ class Generation:
                 await asyncio.sleep(0.05)
 
     def rate(self, start: float, end: float) -> float:
-        """Tokens/s of both engines together."""
+        """Returns tokens/s of all engines together."""
         return sum(start <= when < end for tokens in self._tokens for when, _ in tokens) / (end - start)
 
     def context(self) -> float:
-        """Tokens of an answer so far, its prompt included."""
+        """Returns the mean length of an answer so far in tokens, prompt included."""
         return PROMPT_TOKENS + sum(map(len, self._tokens)) / len(self._tokens) / ANSWERS
 
     async def each_has_token(self, since: list[float]) -> float:
-        """Seconds from `since` (of each engine) until all of its answers had their next token, of the later engine."""
+        """Waits until every answer has a token after its engine's time in `since`; returns the longest wait in
+        seconds."""
         took = 0.0
         for stream, tokens, start in zip(self._streams, self._tokens, since, strict=True):
             while len(first := self._first(tokens, start)) < ANSWERS:

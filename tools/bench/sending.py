@@ -1,11 +1,11 @@
-"""Training speed of a rank while its weights are being sent, all the time, over the same without sending.
+"""Training speed of a rank whose weights are being sent all the time, over its speed without sending.
 
     python tools/bench/sending.py [--repetitions 10] [--seconds 3] [--json FILE] [--out runs/bench-sending-N]
 
 One trainer rank (18 million parameters) runs forward and backward passes on one thread, and one engine rank, a process
 of its own without vLLM, receives version after version into staging. The computing thread has one core to itself;
-packing, sending and receiving share the others, as on a trainer node with more cores than ranks. In each repetition
-one stretch of --seconds with sending and one without follow each other, in turns first.
+packing, sending and receiving share the others, as on a trainer node with more cores than ranks. A repetition measures
+--seconds with sending and --seconds without, in alternating order.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tools.make_arithmetic import save_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENS = 128
-"""Of a forward and backward pass, in sequences of 32."""
+"""Tokens of a forward and backward pass, in sequences of 32."""
 TIMEOUT_S = 60.0
 WARM_UP = 5
 CORES = sorted(os.sched_getaffinity(0))
 
 
 class Engine:
-    """The receiving process, and how many versions it was sent."""
+    """The receiving process."""
 
     def __init__(self, model: Path, store: str):
         command = [sys.executable, __file__, "--receive", str(model), "--store", store]
@@ -83,7 +83,7 @@ class Sender:
         self._delivered.set()
 
     def _run(self) -> None:
-        os.sched_setaffinity(0, _other_cores())  # of this thread and those that it starts
+        os.sched_setaffinity(0, _other_cores())  # for this thread and those that it starts
         while not self._stop:
             if not self.on.wait(0.05):
                 self._idle.set()
@@ -113,7 +113,7 @@ class Sender:
 
 
 def receive(model: Path, store: str) -> None:
-    """The engine rank: starts to receive the next update for each line of its input."""
+    """Receives an update for each line of stdin; the main function of the engine rank."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, _other_cores())
     hf_config, sizes = read_config(model), EngineSizes()
@@ -186,7 +186,8 @@ def _publisher(trainer, store: str, told) -> Publisher:
 
 
 def _step(trainer):
-    """A forward and backward pass of TOKENS tokens; no optimizer step, so what is being sent stays as it is."""
+    """Returns a forward and backward pass of TOKENS tokens, without an optimizer step: what is being sent must not
+    change."""
     from areal_megatron.trainer import pipeline
     from areal_megatron.trainer.batch import pack
     from areal_megatron.trainer.token_sums import TokenSums
@@ -219,7 +220,7 @@ def _compare(step, sender: Sender, seconds: float, sending_first: bool) -> dict[
 
 
 def _speed(step, seconds: float) -> float:
-    """Tokens per second of passes for about `seconds`."""
+    """Runs passes for about `seconds`; returns tokens per second."""
     start, passes = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < seconds:
         step()
@@ -228,12 +229,12 @@ def _speed(step, seconds: float) -> float:
 
 
 def _other_cores() -> set[int]:
-    """All but the one that computes, or that one where there is no other."""
+    """Returns all cores but the one that computes, or that one if there is no other."""
     return set(CORES[1:] or CORES)
 
 
 def _environment() -> dict[str, str]:
-    """As the launcher sets it for a rank on CPU."""
+    """Returns the environment that the launcher gives a rank on CPU."""
     return {**os.environ, **ON_CPU, "PYTHONPATH": str(ROOT)}
 
 

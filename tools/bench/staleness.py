@@ -1,14 +1,13 @@
-"""Learning under staleness: the paper's Table 2 in small (AReaL, arXiv 2505.24298), on the demo's additions.
+"""Learning under staleness: a small version of the paper's Table 2 (AReaL, arXiv 2505.24298), on the demo's additions.
 
     python tools/bench/staleness.py [--out runs/sweep-staleness] [--cells 'PATTERN …'] [--list] [key=value …]
 
-A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, three seeds. Before them
-a grid of runs with η = 0 chooses the learning rate, which is then the same for all. Each cell that ends is kept in
-OUT/results.json with its commit; the same command goes on with what is missing, and runs again what failed or was
-interrupted. `--cells 'grid-*'` or `--cells '*-seed1'` does a part; `--list` says what is there. OUT/staleness.md and
-OUT/staleness.svg hold the table and the plot of what is there so far. `key=value` overrides reach every cell and are
-fixed with the folder. Exit code 0: what was asked for is there, 1: a cell failed, 2: wrong input, 130 or 143:
-interrupted.
+A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, three seeds. A grid of
+runs with η = 0 first chooses the learning rate, which is then the same for all. Each finished cell is kept in
+OUT/results.json with its commit; the same command runs what is missing, failed or was interrupted. `--cells 'grid-*'`
+or `--cells '*-seed1'` runs a part; `--list` shows what is finished. OUT/staleness.md and OUT/staleness.svg hold the
+tables and the plot of the results so far. `key=value` overrides apply to every cell and cannot change within a folder.
+Exit code 0: all requested cells are finished, 1: a cell failed, 2: wrong input, 130 or 143: interrupted.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ SETTINGS = [
     "optimizer.warmup=0",
     "rollout.max_running=512",
 ]
-"""What differs from configs/tiny_cpu.yaml in every cell. Small batches and many running answers, so that the trainer is
-what the others wait for, and trained answers are as stale as η allows."""
+"""What differs from configs/tiny_cpu.yaml in every cell. Batches are small and many answers run at once, so that the
+trainer is the bottleneck and trained answers are as stale as η allows."""
 BASE_SEED = 1
 RUN_TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `rate` is that of a run of the grid, None: the one that the grid has chosen."""
+    """One run. `rate` is the learning rate of a run of the grid, None for the one that the grid has chosen."""
 
     objective: str
     eta: int
@@ -74,14 +73,16 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """The grid first, then seed after seed, so that what is there early is a whole table."""
+    """Returns the grid, then all cells seed by seed, so that the first seed already fills a table."""
     grid = [Cell("naive", 0, seed, rate) for seed in GRID_SEEDS for rate in RATES]
     return grid + [Cell(objective, eta, seed) for seed in SEEDS for eta in ETAS for objective in OBJECTIVES]
 
 
 def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
-    """Those whose name matches any of the patterns, all without patterns. Raises ConfigError for one that matches
-    none."""
+    """Returns the cells whose name matches any of the patterns; all if there are none.
+
+    Raises ConfigError for a pattern that matches no cell.
+    """
     for pattern in patterns:
         if not any(fnmatch(cell.name, pattern) for cell in cells):
             raise ConfigError(f"--cells: {pattern!r} matches no cell; --list names all {len(cells)}")
@@ -89,14 +90,13 @@ def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
 
 
 def missing(cells: list[Cell], results: Results) -> list[Cell]:
-    """Those without a result, those that failed, and those of another rate than a grid with further rates chooses."""
+    """Returns the cells that have no result, failed, or were run with another rate than the grid now chooses."""
     rate = chosen_rate(results)
     return [cell for cell in cells if results["cells"].get(cell.name, {}).get("rate", "") != (cell.rate or rate)]
 
 
 class Sweep:
-    """A folder with its results; a context manager that keeps others out. Raises ConfigError for other settings'
-    folder."""
+    """A folder with results; a context manager that locks it. Raises ConfigError for a folder with other settings."""
 
     def __init__(self, out: Path, overrides: list[str]):
         self.out, self.results_file, self.base = out.absolute(), out / "results.json", out.absolute() / "base"
@@ -122,7 +122,7 @@ class Sweep:
         self._lock.close()
 
     def make_base(self) -> None:
-        """The warm-started model from which every cell begins, and the data; once."""
+        """Makes the warm-started model from which every cell begins, and the data, unless they exist."""
         if (self.base / "done").exists():
             return
         shutil.rmtree(self.base, ignore_errors=True)
@@ -142,7 +142,7 @@ class Sweep:
         write_atomically(self.base / "done", commit() + "\n")
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """The figures of one run, from its start. Raises RunFailed."""
+        """Runs a cell from its start and returns its figures. Raises RunFailed."""
         cell = cell if cell.rate else replace(cell, rate=chosen_rate(self.results))
         folder, world, started = self.out / "runs" / cell.name, self.base / "world", time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
@@ -168,7 +168,7 @@ class Sweep:
         write_json(self.results_file, self.results)
 
     def _run(self, what: str, *arguments: str) -> None:
-        """The lock goes on to the launcher, so that a folder with a run of a sweep that was killed is not free."""
+        """Runs Python with the lock inherited, so that the folder stays locked while a killed sweep's run is alive."""
         environment = dict(os.environ, PYTHONPATH=str(ROOT))
         try:
             done = subprocess.run(
@@ -194,7 +194,10 @@ class RunFailed(RuntimeError):
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Held-out accuracy of the last version, and what was trained for it. Raises RunFailed if updates are missing."""
+    """Returns the held-out accuracy of the last version and figures of its training.
+
+    Raises RunFailed if updates or evaluations are missing.
+    """
     run = Run(folder)
     config, lines = config_file.load(run.config), read_metrics(run)
     updates = [line for line in lines if line["kind"] == "update"]
@@ -222,7 +225,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def _total(updates: list[dict[str, Any]], key: str) -> dict[int, int]:
-    """Staleness → count over all updates."""
+    """Returns staleness → count, summed over all updates."""
     total: dict[int, int] = {}
     for update in updates:
         for staleness, count in update[key].items():
@@ -235,19 +238,21 @@ def _weighted_mean(counts: dict[int, int]) -> float:
 
 
 def commit() -> str:
-    """Of this checkout, with a mark if tracked files differ from it; `unknown` outside of git."""
+    """Returns the commit of this checkout, marked if tracked files differ from it; `unknown` outside of git."""
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def carry_out(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
-    """Runs them one after the other; yields a line for each. Raises ConfigError where the learning rate is not chosen
-    yet."""
+    """Runs cells one after the other; yields a line for each.
+
+    Raises ConfigError if the learning rate is not chosen yet.
+    """
     sweep.make_base()
     for number, cell in enumerate(cells, 1):
         if not missing([cell], sweep.results):
-            continue  # it is of the rate that the grid has just chosen
+            continue  # it was run with the rate that the grid has just chosen
         if not cell.rate and not chosen_rate(sweep.results):
             raise ConfigError("the learning rate is not chosen yet: first run the rest of --cells 'grid-*'")
         try:
@@ -279,14 +284,14 @@ def write_outcome(out: Path, results: Results) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of every cell")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key in every cell")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "sweep-staleness", help="folder of the sweep, new or begun"
+        "--out", type=Path, default=ROOT / "runs" / "sweep-staleness", help="folder of the sweep, new or existing"
     )
     parser.add_argument(
         "--cells", default="", metavar="PATTERNS", help="only cells that match one, such as 'grid-* *-seed1'"
     )
-    parser.add_argument("--list", action="store_true", help="say which cells are there and run nothing")
+    parser.add_argument("--list", action="store_true", help="show which cells are finished and run nothing")
     options = parser.parse_intermixed_args()
     try:
         cells = selected(all_cells(), options.cells.split())
@@ -311,5 +316,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends its runs too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
     sys.exit(main())

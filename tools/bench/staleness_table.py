@@ -1,4 +1,4 @@
-"""What tools/bench/staleness.py found: the choice of the learning rate, tables and a plot from its results. Pure."""
+"""From the results of tools/bench/staleness.py: the choice of the learning rate, tables and a plot. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ETAS = (0, 1, 2, 4, 8, 16)
 SEEDS = (1, 2, 3)
 RATES = ("1e-5", "2.5e-5", "5e-5", "1e-4")
 GRID_SEEDS = (11, 12, 13)
-"""None of SEEDS: a rate that was lucky with one of them would flatter η = 0."""
+"""Disjoint from SEEDS: a rate that was lucky with one of those would favour η = 0."""
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
-"""97.5% quantile of Student's t with 1 to 10 degrees of freedom."""
+"""97.5% quantiles of Student's t with 1 to 10 degrees of freedom."""
 COLORS = {"naive": "#ea580c", "decoupled": "#2563eb"}
 
 Results = dict[str, Any]
-"""`overrides` of every run, and `cells`: name → figures of its run, or `failed`."""
+"""`overrides` (common to all runs), and `cells`: name → figures of its run, or `failed` with the reason."""
 
 
 def mean_over_seeds(values: Sequence[float]) -> Estimate:
-    """Mean of shares with Student's 95% interval, cut to [0, 1]; one value has the widest."""
+    """Returns the mean of shares with Student's 95% interval, clipped to [0, 1]; for one value that is [0, 1]."""
     if len(values) < 2:
         return Estimate(mean(values), 0.0, 1.0)
     half = STUDENT[len(values) - 2] * stdev(values) / math.sqrt(len(values))
@@ -40,7 +40,7 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def difference(values: Sequence[float], base: Sequence[float]) -> Estimate:
-    """Mean of `values` − mean of `base`, with Student's 95% interval for equal variances; two of each at least."""
+    """Returns mean of `values` − mean of `base`, with Student's 95% interval for equal variances; needs two of each."""
     freedom = len(values) + len(base) - 2
     pooled = ((len(values) - 1) * variance(values) + (len(base) - 1) * variance(base)) / freedom
     half = STUDENT[freedom - 1] * math.sqrt(pooled * (1 / len(values) + 1 / len(base)))
@@ -49,18 +49,18 @@ def difference(values: Sequence[float], base: Sequence[float]) -> Estimate:
 
 
 def binomial(result: dict[str, Any]) -> Estimate:
-    """Accuracy of one run with the interval of its items."""
+    """Returns the accuracy of one run with the interval over its items."""
     correct = round(result["accuracy"] * result["items"])
     return estimate([1.0] * correct + [0.0] * (result["items"] - correct))
 
 
 def of_rate(results: Results, rate: str) -> list[dict[str, Any]]:
-    """Figures of the runs of the grid that have ended well."""
+    """Returns the figures of the successful runs of the grid with this rate."""
     return _ended(results, [f"grid-lr{rate}-seed{seed}" for seed in GRID_SEEDS], rate)
 
 
 def of(results: Results, objective: str, eta: int) -> list[dict[str, Any]]:
-    """Figures of the runs at the chosen rate that have ended well."""
+    """Returns the figures of a cell's successful runs at the chosen rate, of all seeds."""
     return _ended(results, [f"{objective}-eta{eta}-seed{seed}" for seed in SEEDS], chosen_rate(results))
 
 
@@ -74,13 +74,13 @@ def accuracies(runs: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def in_second_quarter(runs: Sequence[dict[str, Any]]) -> list[float]:
-    """Share of right answers among those trained then: how far each run has come while it learns."""
+    """Returns each run's share of right answers among those trained in that quarter: its progress while it learns."""
     trained = [run["training_accuracy"] for run in runs]
     return [mean(shares[len(shares) // 4 : len(shares) // 2]) for shares in trained]
 
 
 def chosen_rate(results: Results) -> str | None:
-    """The rate with the best mean of the grid; None until the whole grid is there."""
+    """Returns the rate of the grid with the best mean, or None until the whole grid is finished."""
     runs = {rate: accuracies(of_rate(results, rate)) for rate in RATES}
     if any(len(values) < len(GRID_SEEDS) for values in runs.values()):
         return None
@@ -88,7 +88,7 @@ def chosen_rate(results: Results) -> str | None:
 
 
 def tables(results: Results) -> str:
-    """Markdown: the grid, the table as the paper has it, and every run."""
+    """Returns Markdown: the grid, the tables in the paper's form, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
     lines = [
         _rates(results),
@@ -157,8 +157,8 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(results: Results) -> str:
-    """SVG: accuracy over η, means with their intervals over seeds and each run; beside it the staleness that was
-    trained."""
+    """Returns an SVG: on the left accuracy over η, of each run and as means with intervals over seeds; on the right the
+    staleness that was trained."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.8), layout="constrained", width_ratios=[3, 2])
     for shift, objective in zip((-0.09, 0.09), OBJECTIVES, strict=True):
         there = [(x, runs) for x, eta in enumerate(ETAS) if (runs := of(results, objective, eta))]

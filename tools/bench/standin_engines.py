@@ -1,17 +1,16 @@
-"""Engines that only talk: vLLM's routes as the controller uses them, with answers that nobody sampled.
+"""Stand-in engines that compute nothing: the routes of vLLM that the controller uses, with random answers.
 
     python tools/bench/standin_engines.py ENGINES SECONDS TOKENS GROUP
 
 Prints the port of 127.0.0.1 that it listens on; engine E is http://127.0.0.1:PORT/E. A request takes half to one and a
-half times SECONDS and has GROUP answers of TOKENS tokens. For tools/bench/controller.py, which measures what the
-controller can do, not an engine.
+half times SECONDS and has GROUP answers of TOKENS tokens. tools/bench/controller.py uses it to measure the controller.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
-import sys
 from functools import cache
 
 import msgspec
@@ -55,7 +54,7 @@ class StandIn:
 
 @cache
 def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
-    """The body of a reply as vLLM writes it, with everything that it says of a token."""
+    """Returns the body of a reply in vLLM's form, with everything that vLLM reports about a token."""
     rng = np.random.default_rng(variant)
     choices = []
     for index in range(group):
@@ -102,5 +101,9 @@ async def serve(engines: int, seconds: float, tokens: int, group: int) -> None:
 
 
 if __name__ == "__main__":
-    engines, seconds, tokens, group = sys.argv[1:]
-    asyncio.run(serve(int(engines), float(seconds), int(tokens), int(group)))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("engines", type=int, help="number of engines")
+    parser.add_argument("seconds", type=float, help="mean time of a request")
+    parser.add_argument("tokens", type=int, help="tokens of an answer")
+    parser.add_argument("group", type=int, help="answers to a request")
+    asyncio.run(serve(**vars(parser.parse_args())))

@@ -8,6 +8,7 @@ import sys
 import aiohttp
 import numpy as np
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from areal_megatron.workflows.openai_messages import BadCall, normalized, parsed_answer
 from tests.support.chat_world import END, TEMPLATE, World, spelled
@@ -53,9 +54,8 @@ def text_of(world, context):
 
 
 def rendered(world, messages, tools=None):
-    return world.tokenizer._template.render(messages=messages, tools=tools, add_generation_prompt=False).removesuffix(
-        "\n"
-    )
+    [text], _ = render_jinja_template([messages], tools=tools, chat_template=TEMPLATE)
+    return text.removesuffix("\n")
 
 
 def test_a_conversation_is_one_trajectory_of_exact_tokens(tmp_path):

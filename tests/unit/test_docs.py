@@ -1,0 +1,49 @@
+"""README.md and docs/: every file, folder and heading that they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+FOLDERS = ("areal_megatron", "configs", "docs", "launch", "slurm", "tests", "tools")
+PATH = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w/-]+\.py\b)")
+USERS = {"configs/mine.yaml", "guessing.py", "my_agent.py", "my_rewards.py"}
+"""Files of the reader."""
+PLACES = (ROOT, ROOT / "areal_megatron")
+NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+MODULE = re.compile(r"(?:\bpython -m |`)((?:areal_megatron|launch)(?:\.\w+)+)")
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+def test_links_lead_somewhere(doc):
+    for link in LINK.findall(doc.read_text()):
+        if re.match(r"https?://", link):
+            continue
+        name, _, heading = link.partition("#")
+        target = doc.parent / name if name else doc
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def headings(doc: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a Markdown file."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", doc.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+def test_paths_exist(doc):
+    """From the root; `room/file.py` also from areal_megatron/, and `file.py` alone from anywhere."""
+    named = {path for code in CODE.findall(doc.read_text()) for path in PATH.findall(code)} - USERS
+    assert sorted(path for path in named - NAMES if not any((place / path).exists() for place in PLACES)) == []
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+def test_modules_exist(doc):
+    for module in MODULE.findall(doc.read_text()):
+        path = ROOT / module.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), module
