@@ -58,7 +58,7 @@ class Server:
                 "batch_size": 8,
                 "model": {"path": str(self.folders[0]), "dtype": "float32"},
                 "data": {"train": "none", "max_prompt_tokens": 32},
-                "machine": {"device": "cpu", "timeout_s": 20},
+                "machine": {"device": "cpu", "peer_timeout_s": 20},
                 "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
                 "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8},
             },
