@@ -27,7 +27,7 @@ class Objective:
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPOConfig):
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
-        self._penalty = settings.penalty.coefficients.coefficients.coefficients.coefficients.coefficients.coefficients
+        self._penalty = settings.penalty.coefficients
         self._bounds = Bounds(
             settings.clip_low, settings.clip_high, settings.correction.thresholds, self._algorithm.whole
         )
