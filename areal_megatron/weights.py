@@ -10,6 +10,7 @@ from areal_megatron.config import Config
 from areal_megatron.experience import Experience
 from areal_megatron.protocol import ControllerError, Delivered
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.run import Run
 from areal_megatron.trainer.parallel import STORE
@@ -24,17 +25,13 @@ class Weights:
     def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
         self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
         self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
-        host, _, port = self._store.rpartition(":")
         self._publisher = Publisher(
             parameters=trainer.parameters,
-            hf_config=trainer.hf_config,
-            sizes=trainer.sizes,
+            planner=Planner(trainer.hf_config, trainer.sizes, EngineSizes.of(config.rollout)),
             rank=trainer.parallel.rank,
-            engine=EngineSizes.of(config.rollout),
             engines=config.rollout.engines,
             dtype=config.model.dtype,
-            store_host=host,
-            store_port=int(port),
+            store=self._store,
             timeout_s=config.reshard.timeout_s,
             check_finite=config.reshard.check_finite,
             on_delivered=self._report,

@@ -125,7 +125,8 @@ class EngineUpdates:
             await client.pause(clear_cache=False)
         await client.start_update()
         try:
-            # The trainers give up after timeout_s and say so; their silence is the fault of a dead trainer.
+            # The trainers give up after timeout_s and say so; longer silence means that one is dead. All limits that
+            # are derived from timeout_s: reshard/transport.py.
             async with asyncio.timeout(2 * config.reshard.timeout_s):
                 delivered = await update.delivered
         except TimeoutError:

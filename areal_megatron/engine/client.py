@@ -1,4 +1,4 @@
-"""Talks to one engine over HTTP: token ids in, tokens with log-probabilities and versions out; weight verbs.
+"""A client of one engine over HTTP: token ids in, tokens with log-probabilities and versions out; weight updates.
 
 Answers are not streamed: a decoded token then costs the controller about a microsecond. Imports no torch.
 """
@@ -10,7 +10,7 @@ import base64
 import io
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -41,19 +41,20 @@ class Completion:
     finish_reason: str
     """`stop`, `length` (cut at max_tokens) or `abort`."""
     routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
-    """uint8 or uint16 [tokens, layers, k], flat: the experts of the tokens that were asked for, up to the last but
-    one."""
+    """uint8 or uint16 [tokens, layers, k], flat: the experts of the tokens from `routes_from` to the last but one."""
 
 
 @dataclass(frozen=True)
 class Load:
+    """How busy an engine is: its requests, and the tokens that it has generated."""
+
     running: int
     waiting: int
     generated_tokens: int
     """Since the engine started."""
 
 
-# gc=False: an answer is thousands of these, which point at nothing; the collector would look at each again and again.
+# gc=False: an answer is thousands of these. None can be part of a cycle, so the collector need not visit them.
 class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float
 
@@ -86,13 +87,11 @@ class _Committed(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Generated).decode
 _logprob = attrgetter("logprob")
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-"""Answers that arrive together are read one in each turn of the event loop: a group of them takes milliseconds."""
 _encode = msgspec.json.encode
 
 
 def versions_of_tokens(spans: list[tuple[str, int, int]], tokens: int) -> np.ndarray:
-    """int32 [tokens] from (version, start, end) spans that cover them in order.
+    """Returns int32 [tokens], the version of each token, from (version, start, end) spans that cover them in order.
 
     Raises ValueError for a gap, an overlap or a label that is not a policy version.
     """
@@ -108,10 +107,26 @@ def versions_of_tokens(spans: list[tuple[str, int, int]], tokens: int) -> np.nda
 
 
 class EngineClient:
-    """Connection to one engine, which `name` names in every error. Use it in one event loop."""
+    """A connection to one engine. Make and use it in one event loop.
+
+    `name` names the engine in every error, `token` is the run's secret. `timeout_s` bounds every call except
+    `generate`, whose length is the model's to choose. Every call may raise EngineError.
+
+    Example:
+        client = EngineClient("engine-0", "http://10.0.0.2:8000", token, timeout_s=60)
+        await client.wait_until_healthy(timeout_s=600)
+        answers = await client.generate(
+            [9707, 11], n=4, max_tokens=64, temperature=1.0, stop_tokens=[151645], request_id="group-0"
+        )
+        print(answers[0].tokens, answers[0].logprobs, answers[0].versions)
+        await client.close()
+    """
+
+    _locks: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]] = WeakKeyDictionary()
+    """One for all clients of an event loop. Whoever holds it decodes one answer in a turn of the loop: a group takes
+    milliseconds, and answers of several engines that arrive together would hold the loop for all of them."""
 
     def __init__(self, name: str, endpoint: str, token: str, timeout_s: float):
-        """`timeout_s` bounds every call except `generate`, whose length is the model's to choose."""
         self.name, self.endpoint, self.timeout_s = name, endpoint, timeout_s
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"},
@@ -120,6 +135,7 @@ class EngineClient:
         )
         self._generating: set[str] = set()
         """Requests of `generate` without an answer yet."""
+        self._decoding = self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
     async def generate(
         self,
@@ -134,11 +150,11 @@ class EngineClient:
         seed: int | None = None,
         routes_from: int | None = None,
     ) -> list[Completion]:
-        """n independent answers to one prompt, as one request: half the engine's cost of n requests.
+        """Returns n independent answers to one prompt, sampled in one request: half the engine's cost of n requests.
 
-        Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has. With a
-        `seed` (workflows/sampling.py) the k-th answer is a function of weights, prompt and seed + k. With `routes_from`
-        the experts of all tokens from that place on come along. Raises EngineError.
+        Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has sampled.
+        With a `seed` (workflows/sampling.py) the k-th answer is a function of weights, prompt and seed + k. With
+        `routes_from` the answers carry the experts of all tokens from that index of the prompt on.
         """
         sampling = {
             "n": n,
@@ -162,62 +178,62 @@ class EngineClient:
             raw = await self._call("POST", "/inference/v1/generate", body, timeout=unlimited, keep_alive=True)
         finally:
             self._generating.discard(request_id)
-        async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        async with self._decoding:
             await asyncio.sleep(0)
             return self._completions(raw, request_id, None if routes_from is None else len(prompt) - routes_from)
 
     def _completions(self, raw: bytes, request_id: str, routed: int | None) -> list[Completion]:
-        """`routed`: how many tokens of the prompt are to have routes, with those of the answers; None: no token."""
+        """`routed` is how many tokens of the prompt have routes, beside those of the answers; None for no routes."""
         try:
             return [_completion(choice, routed) for choice in _decode(raw).choices]
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
     async def abort(self, prefix: str) -> None:
-        """Ends the requests of `generate` whose ids begin so; each returns what it has sampled."""
+        """Ends the requests of `generate` whose ids begin with `prefix`; each returns what it has sampled."""
         prefixed = [f"generate-tokens-{request_id}" for request_id in self._generating if request_id.startswith(prefix)]
         await self._call("POST", "/inference/v1/abort_requests", {"request_ids": prefixed})
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Freezes running requests where they are; `clear_cache` re-prefills them under the next weights."""
+        """Pauses running requests; with `clear_cache` they are prefilled again under the next weights."""
         await self._call("POST", f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}")
 
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
     async def set_version(self, version: int) -> None:
-        """Labels the weights that the engine holds."""
+        """Labels the weights that the engine holds with `version`; tokens sampled from here on carry it."""
         await self._call("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def join_link(self, init_body: dict[str, Any]) -> None:
-        """A new generation of the engine's link (reshard/session.py); returns before the group has formed."""
+        """Has the engine join a new generation of its link (session.init_body); returns before the group has formed."""
         await self._call("POST", "/init_weight_transfer_engine", init_body)
 
     async def take_over(self) -> None:
-        """Brings an engine that another controller has left, whatever it was doing, to where a new one is."""
+        """Brings an engine that another controller has left, in whatever state, into that of a new one."""
         await self._call("POST", "/collective_rpc", {"method": "close_update"})
         await self.pause(clear_cache=True)
         await self.resume()
 
     async def start_update(self) -> None:
-        """The engine receives the next weights into staging while it generates."""
+        """Has the engine receive the next weights into staging; it generates meanwhile."""
         await self._call("POST", "/start_weight_update")
 
     async def commit(self, version: int, *, clear_cache: bool) -> float:
-        """Staging becomes live and is labelled `version`, under a pause of its own; `clear_cache` as in `pause`.
+        """Makes the staged weights live and labels them `version`, under a pause; `clear_cache` as in `pause`.
 
-        Returns for how many seconds nothing was generated. An engine that raises stays paused.
+        Returns for how many seconds nothing was generated. After an error the engine stays paused.
         """
         raw = await self._call("POST", "/commit", session.commit_body(version, clear_cache))
         return msgspec.json.decode(raw, type=_Committed).seconds
 
     async def abandon_update(self) -> None:
-        """Closes an update that failed; the old weights stay."""
+        """Closes an update that failed; the engine keeps its old weights."""
         await self._call("POST", "/update_weights", session.ABORT_BODY)
         await self._call("POST", "/finish_weight_update", {})
 
     async def wait_until_healthy(self, timeout_s: float) -> None:
-        """Returns when the engine serves. Raises EngineError after `timeout_s`."""
+        """Returns when the engine serves requests, at most after `timeout_s`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
@@ -229,7 +245,7 @@ class EngineClient:
             await asyncio.sleep(0.2)
 
     async def load(self, timeout_s: float | None = None) -> Load:
-        """The engine's own gauges; they fail like any call when the engine is dead."""
+        """Returns the engine's own gauges. A dead engine raises EngineError here as in any other call."""
         timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s)
         text = (await self._call("GET", "/metrics", timeout=timeout, keep_alive=True)).decode()
         values = {
@@ -255,7 +271,8 @@ class EngineClient:
         timeout: aiohttp.ClientTimeout | None = None,
         keep_alive: bool = False,
     ) -> bytes:
-        """The body of the answer. Only frequent calls keep their connection: vLLM drops one on which it failed."""
+        """Returns the body of the answer. Only frequent calls keep their connection: vLLM drops one on which it
+        failed."""
         headers = {} if body is None else dict(_JSON)
         if not keep_alive:
             headers["Connection"] = "close"
@@ -289,7 +306,7 @@ def _completion(choice: _Choice, routed: int | None) -> Completion:
 
 
 def _routes(encoded: str | None, answered: int, routed: int) -> np.ndarray:
-    """Flat. `encoded`: base64 of a file of numpy; nothing where no token was answered."""
+    """Returns Completion.routes. `encoded` is a .npy file in base64, or None if nothing was sampled."""
     if not answered:
         return NO_ROUTES
     if encoded is None:

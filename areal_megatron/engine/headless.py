@@ -1,6 +1,6 @@
-"""A part of an engine that serves nothing: vLLM's `serve --headless`, without the rest of vLLM's command line.
+"""A part of an engine that serves no requests: vLLM's `serve --headless`, without the rest of vLLM's command line.
 
-That looks up the version of a package called `vllm`, which vLLM's CPU build is not.
+The rest looks up the version of a package called `vllm`, which vLLM's CPU build is not.
 
     python -m areal_megatron.engine.headless MODEL --headless [vLLM's options]
 """
@@ -24,10 +24,10 @@ def main() -> None:
     command.validate(options)
     try:
         command.cmd(options)
-    except SystemExit:  # SIGTERM: ranks that wait for the first part do not hear it, and vLLM waits for them
+    except SystemExit:  # by SIGTERM: ranks that wait for the first part do not see it, and vLLM waits for them
         for rank in multiprocessing.active_children():
             rank.kill()
-        gc.freeze()  # the interpreter's last collections would look at all of vLLM for 2 s
+        gc.freeze()  # otherwise the interpreter's last collections visit all of vLLM's objects, which takes 2 s
         raise
 
 

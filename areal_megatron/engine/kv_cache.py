@@ -1,4 +1,4 @@
-"""How large the KV cache of an engine on CPU is: as little as its requests need. On CUDA vLLM takes what it finds.
+"""The size of an engine's KV cache on CPU: no more than its requests need. On CUDA vLLM takes the memory it finds.
 
 Imports neither torch nor vllm: the launcher plans with it.
 """
@@ -14,28 +14,30 @@ from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture
 
 CPU_BLOCK_TOKENS = 128
-"""Tokens of a KV block of vLLM on CPU."""
+"""Tokens in one KV block of vLLM on CPU."""
 SHARE = 0.25
-"""Of a machine's memory that the KV caches of all engines may take together."""
+"""The part of a machine's memory that the KV caches of all engines may take together."""
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Of one rank: keys and values of its heads in every layer; with tp above kv_heads the heads are replicated."""
+    """Returns the bytes of a token's keys and values on one rank. With tp above kv_heads the heads are replicated."""
     d = architecture(hf_config).dimensions
     heads = max(d.kv_heads // config.rollout.tp, 1)
     return 2 * d.layers * heads * d.head_dim * _ITEMSIZE[config.model.dtype]
 
 
 def longest_answer(config: Config) -> int:
-    """Tokens of the longest sequence, vLLM's max_model_len."""
+    """Returns the number of tokens of the longest sequence, prompt and answer: vLLM's max_model_len."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
-    """Of one rank on a machine of `memory` bytes: rollout.max_running answers of full length, within SHARE; one at
-    least."""
+    """Returns the bytes of one rank's KV cache on a machine of `memory` bytes.
+
+    It has room for rollout.max_running sequences of full length, or for what fits into SHARE, but for one at least.
+    """
     block = CPU_BLOCK_TOKENS * bytes_per_token(config, hf_config)
     answer = -(-longest_answer(config) // CPU_BLOCK_TOKENS)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)
@@ -43,7 +45,7 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
+    """Returns the memory of this machine, or of the container that this process is in."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(_LIMIT.read_text()))

@@ -25,7 +25,7 @@ def register() -> None:
 def _keep_linear_weights() -> None:
     """Makes CPU linear layers compute from `weight` itself.
 
-    vLLM moves it into a packed copy and leaves an empty parameter, into which nothing can be received.
+    vLLM would move it into a packed copy and leave an empty parameter, into which nothing can be received.
     """
     import torch
     from vllm.model_executor.layers import utils
@@ -37,9 +37,9 @@ def _keep_linear_weights() -> None:
 
 
 def _fork_processes() -> None:
-    """Has CPU engines fork EngineCore from the server, which has imported vLLM already: ten seconds less of a start.
+    """Makes CPU engines fork EngineCore from the server, which has imported vLLM already and so starts 10 s faster.
 
-    vLLM has them spawned, so that no child inherits threads of OpenMP; before it forks, the server computes nothing.
+    vLLM spawns it, so that no child inherits threads of OpenMP; but before the fork the server computes nothing.
     """
     from vllm.platforms import current_platform
 

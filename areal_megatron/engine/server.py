@@ -2,14 +2,13 @@
 
     python -m areal_megatron.engine.server --run RUN_DIR --index E
 
-The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES. It announces
-`engine-E` before vLLM has loaded: whoever talks to it waits for /health. Every route asks for the run's
-secret (engine/guard.py), so any OpenAI client works that sends it as its API key; the policy is served
-as the model `policy`.
+The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES. It announces `engine-E` before
+vLLM has loaded: clients wait for /health. Every route asks for the run's secret (engine/middleware.py), so any OpenAI
+client works that sends it as its API key; the policy is served as the model `policy`.
 
-Of an engine that lies on several nodes every node runs a part, by vLLM's own executor for that: the first part
-serves, the others hold ranks only and meet it at the address that it announces as AREAL_RENDEZVOUS. AREAL_PART says
-which of how many this one is, e.g. 1/2.
+If an engine spans several nodes, each node runs one part of it, by vLLM's own multi-node executor. The first part
+serves; the others only hold ranks, and meet the first at the address that it announces as AREAL_RENDEZVOUS. AREAL_PART
+says which part this is, and of how many: 1/2 is the second of two.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ SERVED_MODEL = "policy"
 
 @dataclass(frozen=True)
 class NodePart:
-    """What one node runs of an engine."""
+    """The part of an engine that one node runs."""
 
     number: int = 0
     of: int = 1
     master: str = ""
-    """host:port on the node of part 0, where they meet; of a whole engine empty."""
+    """host:port on the node of part 0, where the parts meet; empty if the engine has one part."""
 
     @property
     def arguments(self) -> list[str]:
-        """Of vLLM's command line."""
+        """The options of vLLM's command line that describe the part."""
         if self.of == 1:
             return []
         host, _, port = self.master.rpartition(":")
@@ -51,18 +50,18 @@ class NodePart:
 
 
 def server_command(config: Config, host: str, port: int, part: NodePart = NodePart()) -> list[str]:
-    """vLLM's command line for an engine of `config`, or its first part, that listens on an address."""
+    """Returns vLLM's command line for an engine, or its first part, that listens on host and port."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
-    command += ["--middleware", "areal_megatron.engine.commit.CommitRoute"]
-    command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
+    command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
+    command += ["--middleware", "areal_megatron.engine.middleware.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     return command + _engine_arguments(config) + part.arguments
 
 
 def headless_command(config: Config, part: NodePart) -> list[str]:
-    """The same for a part that serves nothing."""
+    """Returns the command line for a part that serves no requests."""
     command = [sys.executable, "-m", "areal_megatron.engine.headless", _model(config), "--headless"]
     return command + _engine_arguments(config) + part.arguments
 
@@ -87,20 +86,20 @@ def _engine_arguments(config: Config) -> list[str]:
     if runs_on_cpu(config):
         size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
-        # A step that prefills a part of a prompt takes back the draw of its seed, which a CPU generator cannot do.
+        # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
         command += ["--no-enable-chunked-prefill"]
         if rollout.tp == 1:
             command += ["--distributed-executor-backend", "uni"]
     else:
-        command += ["--moe-backend", "triton"]  # keeps experts as they are loaded, which updates rely on
+        command += ["--moe-backend", "triton"]  # leaves experts as they are loaded; updates are written into them
     return command
 
 
 def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
-    """What vLLM reads from its environment, in addition to this process's own. `cpus`: of this one of the `parts`."""
+    """Returns the variables that vLLM needs beside this process's own. `cpus` are the cores of this one of `parts`."""
     environment = {
         "AREAL_SECRET_FILE": str(run.folder / "secret"),
-        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of pause, resume and weight transfer
+        "VLLM_SERVER_DEV_MODE": "1",  # adds the routes of pause, resume and weight transfer
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # The client keeps its connections; a server that closes idle ones would race with its next request.
@@ -130,7 +129,7 @@ def runs_on_cpu(config: Config) -> bool:
 
 
 def reserve_port(host: str) -> tuple[int, socket.socket]:
-    """A free port, kept from others until vLLM binds it: the socket lives through exec but never listens."""
+    """Returns a free port and a socket that keeps it until vLLM binds it: the socket survives exec, never listens."""
     reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind((host, 0))

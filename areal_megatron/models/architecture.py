@@ -1,4 +1,4 @@
-"""The models this project knows: one table a family, chosen by the checkpoint's config.json."""
+"""The models that this project supports: one table a family, chosen by the checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
-"""By the class that config.json names in `architectures`."""
+"""The class that config.json names in `architectures` → the table."""
 
 _CLASS_OF_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
@@ -33,23 +33,23 @@ _CLASS_OF_MODEL_TYPE = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model: its family's table and its sizes."""
+    """One model: the table of its family, and its sizes."""
 
     name: str
     family: Family
     dimensions: Dimensions
     tied: bool
-    """The output layer is the embedding; the checkpoint has no lm_head."""
+    """Whether the output layer is the embedding; the checkpoint has no lm_head then."""
 
     @cached_property
     def canonical(self) -> dict[str, tuple[int, ...]]:
-        """Canonical tensors: the checkpoint's names as patterns → shape, in the order of the model."""
+        """The canonical tensors, in the order of the model: the checkpoint's name as a pattern → shape."""
         rows = [EMBEDDING, *(row.of_layers() for row in self.family.layer), FINAL_NORM, *([] if self.tied else [HEAD])]
         return {name: self.dimensions.shape(axes) for row in rows for name, axes in row.tensors.items()}
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face model folder. Raises ConfigError where it is missing or no JSON object."""
+    """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -63,7 +63,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a checkpoint's config.json describes.
+    """Returns the architecture that a checkpoint's config.json describes.
 
     Raises ConfigError for a model without a table, a flag that adds unknown parameters, or a missing size.
     """

@@ -1,4 +1,4 @@
-"""What a sequence costs the model at hand, from its config.json. numpy only."""
+"""The FLOPs that a model spends on a sequence, from its config.json. Imports numpy, not torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from areal_megatron.models.architecture import architecture
 
 @dataclass(frozen=True)
 class SequenceFlops:
-    """FLOPs of a forward pass; a multiplication with an addition is two.
+    """The FLOPs of a forward pass; a multiplication with its addition counts as two.
 
-    The backward pass takes twice as many of each kind, recomputation as many again: neither changes how the costs of
-    sequences compare. Norms, activations, rotations and softmax are left out.
+    The backward pass takes twice as many of each kind and recomputation as many again, so neither changes how the costs
+    of sequences compare. Norms, activations, rotations and softmax are left out.
     """
 
     token: float
-    """Each token: projections, and MLP or router and the experts chosen for it."""
+    """For each token: projections, and the MLP, or the router and the experts chosen for the token."""
     trained: float
-    """Each trained token: the output layer, which runs for no other."""
+    """For each trained token: the output layer, which runs for no other."""
     pair: float
-    """Each query with each key that it attends to."""
+    """For each query and each key that it attends to."""
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> SequenceFlops:
-        """Raises ConfigError for a model without a table, as `architecture` does."""
+        """Returns the costs of the model. Raises ConfigError if it has no table, as `architecture` does."""
         sizes = architecture(hf_config).dimensions
         attention = 2 * sizes.hidden * (sizes.query + sizes.key_value)  # q and output, k and v
         chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
@@ -40,6 +40,7 @@ class SequenceFlops:
         )
 
     def __call__(self, tokens: np.ndarray, trained: np.ndarray) -> np.ndarray:
-        """float64 [n] of sequences with int [n] tokens, of which `trained` are trained; attention is causal."""
+        """Returns float64 [n], the FLOPs of n sequences of int [n] tokens, `trained` of them trained, under causal
+        attention."""
         tokens = np.asarray(tokens, dtype=np.float64)
         return self.token * tokens + self.trained * np.asarray(trained) + self.pair * tokens * (tokens + 1) / 2

@@ -1,4 +1,4 @@
-"""What an architecture table is made of: rows, each naming one parameter in Megatron, in vLLM and in the checkpoint."""
+"""Architecture tables: each row names one parameter in Megatron, in vLLM and in the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 class Cut(enum.Enum):
-    """How tensor parallelism divides a parameter."""
+    """How tensor parallelism shards a parameter."""
 
     WHOLE = "every rank holds all of it"
     VOCABULARY = "rows of the padded vocabulary"
@@ -18,10 +18,10 @@ class Cut(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter. `tensors`: checkpoint name → names of its axes (attributes of Dimensions).
+    """One parameter. `tensors` is checkpoint name → names of its axes (attributes of Dimensions).
 
-    Names are relative to the layer; each `{}` in them is an expert's number. A row of experts has its tensors
-    for every expert.
+    Names are relative to the layer; a `{}` in them is the number of an expert, and the row has its tensors for every
+    expert.
     """
 
     cut: Cut
@@ -29,31 +29,33 @@ class Row:
     vllm: str
     tensors: dict[str, str]
     grouped: str = ""
-    """Megatron's name where TransformerEngine computes all experts of a rank at once."""
+    """Megatron's name if TransformerEngine computes all experts of a rank at once."""
 
     @property
     def of_experts(self) -> bool:
         return any("experts.{}." in name for name in self.tensors)
 
     def of_layers(self) -> Row:
-        """The row with the checkpoint's whole names, the layer's number first."""
+        """Returns the row with the checkpoint's full names, which begin with the layer's number."""
         tensors = {LAYER_PREFIX + name: f"layers {axes}" for name, axes in self.tensors.items()}
         return replace(self, tensors=tensors)
 
 
 LAYER_PREFIX = "model.layers.{}."
-"""Of a layer's tensors, in the checkpoint and in vLLM."""
+"""The prefix of a layer's tensors, in the checkpoint and in vLLM."""
 
 
 @dataclass(frozen=True)
 class Dimensions:
+    """The sizes of a model."""
+
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
-    """Of a dense layer; 0 in a model of experts."""
+    """The width of a dense MLP; 0 in a model with experts."""
     vocabulary: int
     experts: int = 0
     expert_ffn: int = 0
@@ -67,13 +69,13 @@ class Dimensions:
         return self.kv_heads * self.head_dim
 
     def shape(self, axes: str) -> tuple[int, ...]:
-        """Sizes of axes named as in Row.tensors, e.g. "ffn hidden"."""
+        """Returns the sizes of axes named as in Row.tensors, e.g. "ffn hidden"."""
         return tuple(getattr(self, axis) for axis in axes.split())
 
 
 @dataclass(frozen=True)
 class Family:
-    """One table: the rows of a decoder layer, names relative to the layer, in the order they are applied."""
+    """One table: the rows of a decoder layer, in the order in which they are applied."""
 
     layer: tuple[Row, ...]
     refused: tuple[str, ...] = ()
@@ -119,7 +121,7 @@ ATTENTION = (
         {"post_attention_layernorm.weight": "hidden"},
     ),
 )
-"""Of a Llama-style decoder layer, with both layer norms; the families add to it."""
+"""The attention of a Llama-style decoder layer, with both layer norms; families add rows to it."""
 
 MLP = (
     Row(
@@ -151,4 +153,4 @@ EXPERTS = (
         grouped="mlp.experts.linear_fc2.weight{}",
     ),
 )
-"""A router and its experts, in place of MLP."""
+"""A router and its experts, which take the place of MLP."""

@@ -1,10 +1,10 @@
-"""Boxes and layouts: where each rank of a pool holds which part of the model.
+"""Boxes and layouts: which part of the model each rank of a pool holds, and where.
 
-Canonical tensors are the Hugging Face checkpoint's, by name and shape. Names are patterns: a `{}` stands for
-the number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for
-each `{}`, so that layers and experts are cut, intersected and counted like rows and columns. A layout lists,
-for one rank, its local parameters (patterns too) and the pieces of canonical tensors that lie in them; what no
-piece covers is padding. Pure Python: no torch, no process group.
+Canonical tensors are those of the Hugging Face checkpoint, by name and shape. Names are patterns: a `{}` is the number
+of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for each `{}`, so that
+layers and experts are cut, intersected and counted like rows and columns. A layout lists one rank's local parameters
+(patterns too) and the pieces of canonical tensors that they hold; what no piece covers is padding. Pure Python: no
+torch, no process group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class LayoutError(ValueError):
-    """A layout and the tensors that should have it disagree; one line naming the tensor and both shapes."""
+    """Tensors do not have the layout they should; the message is one line that names the tensor and both shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ def whole(shape: Iterable[int]) -> Box:
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The elements start to stop of a tensor, counted row by row, as boxes one after another.
+    """Yields the boxes that the elements start to stop of a tensor fill, counted row by row, one after another.
 
-    A tensor of n axes gives at most 2n − 1 of them: a part of a row, whole rows, a part of a row.
+    A tensor of n axes gives at most 2n − 1 boxes: part of a row, whole rows, part of a row.
     """
     if start >= stop:
         return
@@ -81,12 +81,12 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def numbers(pattern: str) -> int:
-    """How many leading axes of a pattern's box are numbers in its names."""
+    """Returns how many leading axes a pattern has for the numbers in its names."""
     return pattern.count("{}")
 
 
 def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Pattern → shape with the numbers' axes, as name → shape of one tensor."""
+    """Turns pattern → shape with the axes of its numbers into name → shape of one tensor."""
     return {
         pattern.format(*number): shape[numbers(pattern) :]
         for pattern, shape in shapes.items()
@@ -96,10 +96,10 @@ def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`box` of the canonical pattern `tensor` lies in `local` of the rank's pattern `parameter`.
+    """The region `box` of the canonical pattern `tensor`, held in the region `local` of a rank's pattern `parameter`.
 
-    Local axis k runs along canonical axis axes[k], so transposed weights are pieces as well. The numbers of
-    `parameter` are those of `tensor`, or fewer: an expert may be a number there and an index here.
+    Local axis k runs along canonical axis axes[k], so that transposed weights are pieces too. `parameter` has the
+    numbers of `tensor` or fewer: an expert may be a number in the checkpoint's name and an index into the parameter.
     """
 
     parameter: str
@@ -116,9 +116,9 @@ class Piece:
         return Piece(self.parameter, Box(start, stop), self.tensor, box, self.axes)
 
     def views(self, parameters: Mapping[str, Any]) -> Iterator[Any]:
-        """The piece inside its local parameters (torch tensors by name), without copies.
+        """Yields views of the piece in its local parameters (torch tensors by name), without copies.
 
-        One view a parameter, their axes in canonical order; one after another they are the box in its order.
+        There is one view for each parameter, with axes in canonical order; one after another they are the whole box.
         """
         named = numbers(self.parameter)
         inner, region = self.axes[named:], self.local.slices[named:]
@@ -127,7 +127,7 @@ class Piece:
             yield parameters[self.parameter.format(*number)][region].permute(order)
 
     def tensors(self, parameters: Mapping[str, Any]) -> Iterator[tuple[str, tuple[slice, ...], Any]]:
-        """(canonical name, region of that tensor, view of it in the local parameters), for each tensor of the piece."""
+        """Yields (canonical name, region of that tensor, view of it in the local parameters) for each tensor."""
         named = numbers(self.tensor)
         start, stop = self.box.start[named:], self.box.stop[named:]
         region = self.box.slices[named:]
@@ -139,28 +139,35 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank holds. Shapes are of patterns, the axes of their numbers first."""
+    """What one rank holds. All shapes are those of patterns, with the axes of their numbers first.
+
+    Example:
+        held = layout(hf_config, MegatronSizes(tp=2), rank=0)  # from trainer_layout.py
+        held.check({name: p.shape for name, p in model.named_parameters()}, "trainer rank 0")
+        for piece in held.pieces:
+            print(piece.parameter, piece.local, "holds", piece.tensor, piece.box)
+    """
 
     held: dict[str, Shape]
-    """Local parameters; their numbers count from 0."""
+    """Local parameter → its shape; the numbers in its names count from 0."""
     canonical: dict[str, Shape]
-    """Canonical tensors of which this rank holds a part: their whole shapes."""
+    """Canonical tensor of which this rank holds a part → its whole shape."""
     pieces: tuple[Piece, ...]
     """In the order of the model."""
 
     @cached_property
     def parameters(self) -> dict[str, Shape]:
-        """Name of each local parameter → its shape."""
+        """The name of each local parameter → its shape."""
         return expand(self.held)
 
     @cached_property
     def size(self) -> int:
-        """Elements that the pieces cover, padding not counted."""
+        """The number of elements that the pieces cover, without padding."""
         return sum(piece.box.size for piece in self.pieces)
 
     @property
     def padded(self) -> set[str]:
-        """Parameters that hold more than their pieces: padding, always zero."""
+        """The names of parameters that hold padding, which is always zero, beside their pieces."""
         covered = dict.fromkeys(self.held, 0)
         for piece in self.pieces:
             covered[piece.parameter] += piece.box.size
@@ -180,7 +187,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows start to stop of a canonical tensor: what a fused parameter stacks along its first axis."""
+    """Rows start to stop of a canonical tensor; a fused parameter stacks several of these along its first axis."""
 
     tensor: str
     start: int
@@ -188,7 +195,7 @@ class Rows:
 
 
 def window(stack: Iterable[Rows], start: int, stop: int) -> Iterator[Rows]:
-    """The part of a stack of rows that lies between its rows start and stop."""
+    """Yields the part of a stack of rows that is between its rows start and stop."""
     top = 0
     for rows in stack:
         first, last = max(start - top, 0), min(stop - top, rows.stop - rows.start)

@@ -1,4 +1,4 @@
-"""The engine's layout: how vLLM holds a model, by rank. Imports no vllm."""
+"""The engine's layout: which part of a model each rank of a vLLM engine holds. Imports no vllm."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ VOCABULARY_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Parallel sizes of one engine; its ranks are numbered tp first, then dp."""
+    """The parallel sizes of one engine. Ranks are numbered with tp as the fastest axis, then dp."""
 
     tp: int = 1
     dp: int = 1
     expert_parallel: bool = False
-    """Each rank holds whole experts, its share of them (vLLM's --enable-expert-parallel, linear placement);
-    otherwise a part of every expert."""
+    """Whether each rank holds some experts whole (vLLM's --enable-expert-parallel, linear placement) instead of a part
+    of every expert."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EngineSizes:
+        """Returns the sizes that a run's config asks for."""
         return cls(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
 
     @property
@@ -36,7 +37,7 @@ class EngineSizes:
 
 
 def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layout:
-    """What rank `rank` of an engine holds. Raises ConfigError where the sizes do not fit the model."""
+    """Returns what rank `rank` of an engine holds. Raises ConfigError if the sizes do not fit the model."""
     model = architecture(hf_config)
     dimensions, whole = model.dimensions, not sizes.expert_parallel
     if sizes.expert_parallel and dimensions.experts < sizes.ranks:
@@ -61,14 +62,15 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
 
 
 def _own_experts(experts: int, ranks: int, rank: int) -> range:
-    """Consecutive ones, the first ranks with one more where they do not divide evenly."""
+    """Returns consecutive experts; the first ranks have one more if they cannot be divided evenly."""
     each, more = divmod(experts, ranks)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
 
 def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
-    """Own query heads, then own key heads, then own value heads; with tp above kv_heads, heads are replicated."""
+    """Returns the rank's query heads, then its key heads, then its value heads; with tp above kv_heads the last two are
+    replicated."""
     query, key, value = names
     own_heads = max(dimensions.kv_heads // share.count, 1)
     first = share.index * dimensions.kv_heads // share.count

@@ -1,11 +1,11 @@
-"""Who sends which box to whom: the intersection of two layouts, balanced and put into buckets.
+"""Who sends which box to whom: the intersections of two layouts, balanced over the senders and put into buckets.
 
-Every rank on both sides derives the same plan from the model's config and the parallel sizes alone, so no
-rank tells another what it is about to send. Pure Python: no torch, no process group.
+Every rank on both sides derives the same plan from the model's config and the parallel sizes alone, so no rank tells
+another what it is about to send. Pure Python: no torch, no process group.
 
-1. `needs`: each destination box, cut where the sources' boxes end; with it, every source that holds it.
-2. `assign`: one source for each, so that all senders carry about the same load.
-3. `Plan`: the transfers of one engine; a rank asks for its own, in buckets.
+1. `needs` cuts each destination's boxes where the sources' boxes end, and lists all sources that hold each of them.
+2. `assign` chooses one source for each, so that all senders carry about the same load.
+3. A `Plan` has the transfers of one engine; a rank asks it for its own, in buckets.
 
 Boxes span layers and experts, so their number hardly grows with the model; only a rank's own buckets are made.
 """
@@ -24,24 +24,24 @@ from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, LayoutError, Piece, numbers
 
 BUCKET_ELEMENTS = 4 * 2**20
-"""Elements of the largest message between two ranks (8 MiB in bfloat16)."""
+"""The number of elements of the largest message between two ranks (8 MiB in bfloat16)."""
 DIRECT_ELEMENTS = 2**19
-"""From this size on a tensor's part is a message of its own, which a sender that need not cast or gather it sends from
-the parameter itself, without a copy."""
+"""The number of elements from which a tensor's part is a message of its own. A sender that need neither cast nor gather
+such a part sends it from the parameter itself, without a copy."""
 _SHARES = 32
-"""Boxes with several holders are cut to at most 1/32 of a sender's fair load, so the balance is within 1/32."""
+"""Boxes with several holders are cut to at most 1/32 of a sender's fair load, so loads are balanced to within 1/32."""
 _SMALLEST_CUT = 2**16
-"""Elements below which a box is not cut for balance: a message's fixed cost outweighs its bytes."""
+"""The number of elements below which a box is not cut for balance: the fixed cost of a message outweighs its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One box that a destination rank needs, and where each source that holds it has it."""
+    """One box that a destination rank needs, with the sources that hold it."""
 
     destination: int
     receive: Piece
     holders: Mapping[int, Piece]
-    """In the whole box from which this one is cut."""
+    """Source rank → its piece, of the whole box from which this one is cut."""
 
     def narrow(self, box: Box) -> Need:
         return Need(self.destination, self.receive.narrow(box), self.holders)
@@ -62,19 +62,25 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One message: transfers of a pair, each flattened in canonical axis order, one after another."""
+    """One message: transfers of a pair of ranks, each flattened in canonical axis order, one after another."""
 
     source: int
     destination: int
     number: int
-    """Of this pair, from 0."""
+    """Counts the messages of this pair, from 0."""
     transfers: tuple[Transfer, ...]
     elements: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One update of one engine: every box with its source, in the order of the model."""
+    """The transfers of an update of one engine, in the order of the model.
+
+    Example:
+        plan = Planner(hf_config, MegatronSizes(tp=2, pp=2), EngineSizes(tp=4)).plan(engine=0)
+        for bucket in plan.sent_by(3):  # trainer rank 3's messages, in the order in which it sends them
+            print(bucket.destination, bucket.number, bucket.elements, [t.send.tensor for t in bucket.transfers])
+    """
 
     transfers: tuple[Transfer, ...]
     sources: int
@@ -82,14 +88,16 @@ class Plan:
     bucket_elements: int
 
     def sent_by(self, source: int) -> list[Bucket]:
+        """Returns the messages of one trainer rank, in the order in which it sends them."""
         return self._buckets(transfer for transfer in self.transfers if transfer.source == source)
 
     def received_by(self, destination: int) -> list[Bucket]:
+        """Returns the messages for one engine rank, in the order in which it receives them."""
         return self._buckets(transfer for transfer in self.transfers if transfer.destination == destination)
 
     @cached_property
     def digest(self) -> str:
-        """Equal on two ranks if and only if they expect the same messages."""
+        """A hash that is equal on two ranks if and only if they expect the same messages."""
         text = [
             (t.source, t.destination, t.receive.tensor, t.receive.box, t.receive.parameter, t.receive.local)
             for t in self.transfers
@@ -105,8 +113,8 @@ class Plan:
             for pair, transfers in of_pair.items()
             for number, group in enumerate(_fill(transfers, self.bucket_elements))
         ]
-        # One order for all ranks: nobody waits in a circle; senders start with different receivers. What can leave
-        # as it lies comes first: the rest is packed while it is on its way.
+        # One order for all ranks, so that no cycle of ranks waits for itself; senders start with different receivers.
+        # Messages that need no packing come first: the others are packed while those are on their way.
         turns = max(self.sources, self.destinations)
         return sorted(
             buckets, key=lambda b: (len(b.transfers) > 1, b.number, (b.destination - b.source) % turns, b.source)
@@ -114,9 +122,9 @@ class Plan:
 
 
 class Planner:
-    """Plans of all engines of one shape; they differ only in who sends what.
+    """Makes the plans of engines of equal sizes; they differ only in which of a box's holders sends it.
 
-    Raises ConfigError where the sizes do not fit the model.
+    Raises ConfigError if the sizes do not fit the model.
     """
 
     def __init__(
@@ -138,15 +146,15 @@ class Planner:
         ]
 
     def plan(self, engine: int) -> Plan:
-        """From all trainer ranks to the ranks of engine number `engine`."""
+        """Returns the plan from all trainer ranks to the ranks of engine number `engine`."""
         transfers = assign(self._wanted, len(self.sources), engine)
         return Plan(tuple(transfers), len(self.sources), len(self.destinations), self._bucket_elements)
 
 
 def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Need]:
-    """Every box of every destination, cut where the sources' boxes end, in the order of the model.
+    """Returns every box of every destination, cut where the sources' boxes end, in the order of the model.
 
-    Raises LayoutError unless the sources' boxes tile every canonical tensor: they must be equal or disjoint.
+    Raises LayoutError unless the sources' boxes tile every canonical tensor; two of them must be equal or disjoint.
     """
     held = _holdings(sources)
     result = []
@@ -163,10 +171,11 @@ def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Nee
 
 
 def assign(wanted: Sequence[Need], sources: int, engine: int) -> list[Transfer]:
-    """A source for each need, the same on every rank: largest first, to the least loaded holder.
+    """Returns a transfer for each need; every rank chooses the same sources.
 
-    Needs with few holders come first, since the others can make up for their imbalance. `engine` says
-    which source wins a tie, so that several engines do not all load the same one.
+    Needs are taken one by one and given to their least loaded holder: those with the fewest holders first, since the
+    others can make up for their imbalance, and among those the largest first. `engine` decides ties, so that several
+    engines do not all load the same source.
     """
     load = [0] * sources
     chosen = [0] * len(wanted)
@@ -180,7 +189,7 @@ def assign(wanted: Sequence[Need], sources: int, engine: int) -> list[Transfer]:
 
 
 def _holdings(sources: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]]]:
-    """Canonical tensor → its boxes → the ranks that hold the box (the first place where a rank has it)."""
+    """Returns canonical tensor → its boxes → the ranks that hold the box → the first piece where each has it."""
     held: dict[str, dict[Box, dict[int, Piece]]] = defaultdict(lambda: defaultdict(dict))
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, layout in enumerate(sources):
@@ -214,7 +223,7 @@ def _cut(box: Box, elements: int, axis: int = 0) -> Iterator[Box]:
 
 
 def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfer]]:
-    """The transfers of a pair in groups of at most `elements`: large tensors first and alone, the others together."""
+    """Yields a pair's transfers in groups of at most `elements`: large tensors first and alone, the others together."""
     small = []
     for transfer in transfers:
         box = transfer.receive.box

@@ -1,4 +1,15 @@
-"""The trainers' side of weight updates: sends this rank's boxes to every engine while training goes on."""
+"""The trainers' side of weight updates: sends this rank's boxes to every engine while training continues.
+
+Each class has a partner on the engine's side:
+
+| trainer rank | engine rank | what they are |
+|---|---|---|
+| Publisher | Receiver (receive.py) | what the process itself calls, from its start to its end |
+| TrainerRank | Shard (staging.py) | what all links of the rank share |
+| Outlet | Inlet (staging.py) | the rank's end of a link, for one generation; it owns the transport.Link |
+| Transmission | Reception (staging.py) | one update, on a thread of its own |
+| Parcel | `places` and `copies` of the Inlet | one message: its flat tensor, and what fills it or takes from it |
+"""
 
 from __future__ import annotations
 
@@ -7,65 +18,74 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.reshard import trainer_layout
-from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
-from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.reshard.plan import Bucket, Plan, Planner
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, pack
 from areal_megatron.run import RunError
 
 _LOOK_S = 0.5
-"""Between two looks at whether others have given up what the trainer waits for."""
+"""How often a trainer that waits looks whether other ranks have given up the update."""
 OnDelivered = Callable[[int, int, int, float, int, str], None]
 """(engine, generation, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
 
 
 class Publisher:
-    """Sends the live parameters of one trainer rank; every trainer rank has one and calls it alike.
+    """Sends the live parameters of one trainer rank to the engines, in the background.
 
-    `parameters` returns this rank's settled parameters by Megatron's names; their storage is read in place, so no step
-    may change them between `publish` and the return of `wait_until_read`. Each engine has the sizes `engine` and holds
-    `dtype`; `engines` of them are there from the start. `on_delivered` is called on global rank 0 alone, once for each
-    version and link. Raises ConfigError or LayoutError at once where model, sizes and parameters disagree.
+    Every trainer rank has one, and all ranks make the same calls. `parameters` returns the rank's parameters by
+    Megatron's names, with every gather into them finished; their storage is read in place, so no step may change them
+    between `publish` and the return of `wait_until_read`. `planner` knows the layouts of both sides; `engines` engines
+    exist from the start, and hold `dtype`. `store` is host:port of the trainers' TCPStore, `timeout_s` the time that an
+    update may take. `on_delivered` is called on rank 0 alone, once for each version and link.
+
+    Raises LayoutError if the parameters are not those of the layout.
+
+    Example:
+        planner = Planner(hf_config, MegatronSizes(tp=2), EngineSizes(tp=1))
+        publisher = Publisher(parameters=trainer.parameters, planner=planner, rank=rank, engines=1, dtype="bfloat16",
+                              store="10.0.0.1:29500", timeout_s=300, on_delivered=report, timeline=timeline)
+        publisher.publish(1, links=[(0, 1)])  # version 1, to engine 0 in generation 1 of its link
+        ...                                   # forward and backward passes of the next batch
+        publisher.wait_until_read()
+        optimizer.step()
     """
 
     def __init__(
         self,
         *,
         parameters: Callable[[], Mapping[str, Tensor]],
-        hf_config: Mapping[str, Any],
-        sizes: MegatronSizes,
+        planner: Planner,
         rank: int,
-        engine: EngineSizes,
         engines: int,
         dtype: str,
-        store_host: str,
-        store_port: int,
+        store: str,
         timeout_s: float,
         on_delivered: OnDelivered | None,
         timeline: Timeline,
-        bucket_elements: int = BUCKET_ELEMENTS,
         check_finite: bool = False,
     ):
         held = parameters()
-        trainer_layout.layout(hf_config, sizes, rank).check(
-            {n: p.shape for n, p in held.items()}, f"trainer rank {rank}"
+        planner.sources[rank].check({name: p.shape for name, p in held.items()}, f"trainer rank {rank}")
+        self._parameters, self._check_finite = parameters, check_finite
+        self._trainer = TrainerRank(
+            rank=rank,
+            plan=cache(planner.plan),
+            dtype=getattr(torch, dtype),
+            device=next(iter(held.values())).device,
+            store=store,
+            timeout_s=timeout_s,
+            on_delivered=on_delivered if rank == 0 else None,
+            timeline=timeline,
         )
-        self.parameters, self.rank, self.trainers, self.engine_ranks = parameters, rank, sizes.ranks, engine.ranks
-        self.dtype, self.device = getattr(torch, dtype), next(iter(held.values())).device
-        self.store, self.timeout_s, self.timeline = f"{store_host}:{store_port}", timeout_s, timeline
-        self.on_delivered = on_delivered if rank == 0 else None
-        self._check_finite = check_finite
-        self._planner = Planner(hf_config, sizes, engine, bucket_elements)
-        self._plans = {number: self._planner.plan(number) for number in range(engines)}
-        self._planning = threading.Lock()
+        for engine in range(engines):
+            self._trainer.plan(engine)
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Transmission] = []
 
@@ -75,39 +95,32 @@ class Publisher:
         Raises RunError, before anything is sent, for a weight that is NaN or Inf if check_finite is set.
         """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
-        parameters = self.parameters()
+        parameters = self._parameters()
         if self._check_finite:
-            _refuse_not_finite(parameters, f"trainer-{self.rank}, version {version}")
+            _refuse_not_finite(parameters, f"trainer-{self._trainer.rank}, version {version}")
         for engine, generation in links:
             outlet = self._outlets.get(engine)
             if outlet is None or outlet.generation != generation:
                 self._cut_off(outlet)
-                outlet = self._outlets[engine] = Outlet(self, engine, generation)
+                outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation)
             self._updates.append(Transmission(outlet, version, parameters))
-
-    def plan(self, engine: int) -> Plan:
-        """What is sent to it. One that was added to the run is planned here, on its link's thread."""
-        with self._planning:
-            if engine not in self._plans:
-                self._plans[engine] = self._planner.plan(engine)
-            return self._plans[engine]
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
 
-        A link that has failed for another rank, or is not done by its timeout, is cut off; it never holds the trainer
-        longer.
+        An update that another rank has given up, or that is not read by its timeout, is cut off, so that it holds the
+        trainer no longer.
         """
         for update in self._updates:
             update.wait_until_read()
 
     def sending(self) -> set[tuple[int, int]]:
-        """(engine, generation) of the links with an update under way; from any thread."""
+        """Returns (engine, generation) of each link with an update under way. May be called from any thread."""
         return {update.outlet.key for update in list(self._updates) if update.thread.is_alive()}
 
     def give_up(self, engine: int, generation: int) -> None:
-        """The engine will never have what is under way in this generation: no rank waits for it any longer; from any
-        thread."""
+        """Ends what is under way to an engine that will never have it; no rank waits for it any longer. May be called
+        from any thread."""
         for update in list(self._updates):
             if update.outlet.key == (engine, generation) and update.thread.is_alive():
                 update.give_up(f"engine {engine} has left generation {generation}")
@@ -125,41 +138,59 @@ class Publisher:
 
 
 def _refuse_not_finite(parameters: Mapping[str, Tensor], holder: str) -> None:
-    largest = torch.stack(torch._foreach_norm(list(parameters.values()), torch.inf))  # one look at the device
+    largest = torch.stack(torch._foreach_norm(list(parameters.values()), torch.inf))  # one transfer from the device
     for name, finite in zip(parameters, largest.isfinite().tolist(), strict=True):
         if not finite:
             raise RunError(f"{holder}: {name} holds NaN or Inf and is not published (reshard.check_finite)")
 
 
+@dataclass(frozen=True)
+class TrainerRank:
+    """What all links of one trainer rank share."""
+
+    rank: int
+    plan: Callable[[int], Plan]
+    """Number of an engine → what is sent to it; of an engine that is new to the run, on its link's thread."""
+    dtype: torch.dtype
+    """What the engines hold; parameters of another dtype are cast."""
+    device: torch.device
+    store: str
+    """The trainers' TCPStore, host:port."""
+    timeout_s: float
+    """How long an update may take, and what transport.py derives from that."""
+    on_delivered: OnDelivered | None
+    """None on every rank but the first."""
+    timeline: Timeline
+
+
 class Outlet:
     """This rank's end of the link to one engine in one generation, kept from update to update."""
 
-    def __init__(self, publisher: Publisher, engine: int, generation: int):
-        self.publisher, self.engine, self.generation = publisher, engine, generation
+    def __init__(self, trainer: TrainerRank, engine: int, generation: int):
+        self.trainer, self.engine, self.generation = trainer, engine, generation
         self.key = engine, generation
         self.updates = 0
         self.busy = threading.Lock()
         self._link: Link | None = None
         self._broken = ""
         self._buffers: list[Tensor] = []
-        self._messages: list[Parcel] = []
+        self._parcels: list[Parcel] = []
         self._bound_to: list[int] = []
 
     @cached_property
     def plan(self) -> Plan:
-        return self.publisher.plan(self.engine)
+        return self.trainer.plan(self.engine)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        return self.plan.sent_by(self.publisher.rank)
+        return self.plan.sent_by(self.trainer.rank)
 
     @cached_property
     def senders(self) -> list[int]:
         return sorted({transfer.source for transfer in self.plan.transfers})
 
     def link(self) -> Link:
-        """Raises LinkError if an earlier update of this generation failed."""
-        p = self.publisher
+        """Joins the link at the first call. Raises LinkError if an earlier update of this generation failed."""
         if self._broken:
             raise LinkError(
                 f"engine {self.engine} needs a new generation after {self.generation}, which failed: {self._broken}"
@@ -168,19 +199,19 @@ class Outlet:
             self._link = Link(
                 engine=self.engine,
                 generation=self.generation,
-                rank=p.rank,
-                trainers=p.trainers,
-                engine_ranks=p.engine_ranks,
-                store=p.store,
-                device=p.device,
-                timeout_s=p.timeout_s,
+                rank=self.trainer.rank,
+                trainers=self.plan.sources,
+                engine_ranks=self.plan.destinations,
+                store=self.trainer.store,
+                device=self.trainer.device,
+                timeout_s=self.trainer.timeout_s,
             )
         return self._link
 
     def break_link(self, update: int, reason: str) -> str:
-        """Tells the others and closes this rank's connections; this generation cannot be used again.
+        """Tells the other ranks and closes this one's connections; this generation cannot be used again.
 
-        Returns the reason that the link's ranks heard first.
+        Returns the first reason that any rank of the link gave.
         """
         if not self._broken:
             link, self._link = self._link, None
@@ -191,37 +222,39 @@ class Outlet:
         return reason
 
     def failure(self, update: int) -> str:
-        """Why a rank of the link has given it up, or ""; from any thread."""
+        """Returns why a rank of the link has given up `update`, or "". May be called from any thread."""
         link = self._link
         return link.failure(update) if link else ""
 
     def say_failed(self, update: int, reason: str) -> None:
-        """Tells the others; from any thread."""
+        """Tells the other ranks. May be called from any thread."""
         if link := self._link:
             link.say_failed(update, reason)
 
-    def messages(self, parameters: Mapping[str, Tensor]) -> list[Parcel]:
-        """One for each bucket, indexed once; again only where the parameters moved to other storage."""
-        p = self.publisher
+    def parcels(self, parameters: Mapping[str, Tensor]) -> list[Parcel]:
+        """Returns the messages of an update, one a bucket. They are made once, and again only if the parameters have
+        moved to other storage."""
         storage = [parameter.data_ptr() for parameter in parameters.values()]
         if storage != self._bound_to:
-            views = [list(self._views(bucket, parameters)) for bucket in self.buckets]
-            direct = [_is_message(held, p.dtype) for held in views]
-            largest = max((b.elements for b, as_is in zip(self.buckets, direct, strict=True) if not as_is), default=0)
-            self._buffers = [torch.empty(largest, dtype=p.dtype, device=p.device) for _ in range(2)]
-            turns = itertools.cycle(self._buffers)
-            self._messages = [
-                Parcel(bucket, held[0].view(-1), None)
-                if as_is
-                else Parcel(
-                    bucket,
-                    buffer := next(turns)[: bucket.elements],
-                    bind((transfer.send for transfer in bucket.transfers), parameters, buffer),
-                )
-                for bucket, held, as_is in zip(self.buckets, views, direct, strict=True)
-            ]
-            self._bound_to = storage
-        return self._messages
+            self._parcels, self._bound_to = self._bind(parameters), storage
+        return self._parcels
+
+    def _bind(self, parameters: Mapping[str, Tensor]) -> list[Parcel]:
+        dtype, device = self.trainer.dtype, self.trainer.device
+        views = [list(self._views(bucket, parameters)) for bucket in self.buckets]
+        direct = [_is_message(held, dtype) for held in views]
+        largest = max((b.elements for b, as_is in zip(self.buckets, direct, strict=True) if not as_is), default=0)
+        self._buffers = [torch.empty(largest, dtype=dtype, device=device) for _ in range(2)]
+        turns = itertools.cycle(self._buffers)
+        parcels = []
+        for bucket, held, as_is in zip(self.buckets, views, direct, strict=True):
+            if as_is:
+                parcels.append(Parcel(bucket, held[0].view(-1), None))
+            else:
+                flat = next(turns)[: bucket.elements]
+                copies = bind((transfer.send for transfer in bucket.transfers), parameters, flat)
+                parcels.append(Parcel(bucket, flat, copies))
+        return parcels
 
     @staticmethod
     def _views(bucket: Bucket, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -230,33 +263,33 @@ class Outlet:
 
 
 def _is_message(views: list[Tensor], dtype: torch.dtype) -> bool:
-    """Whether the parameter itself can be sent."""
+    """Returns whether the parameter itself can be sent."""
     return len(views) == 1 and views[0].is_contiguous() and views[0].dtype == dtype
 
 
 class Parcel(NamedTuple):
-    """One message."""
+    """One message of every update of an outlet."""
 
     bucket: Bucket
     flat: Tensor
-    """A buffer, or the part of a parameter that is the message as it stands."""
+    """What is sent: one of the outlet's two buffers, or the part of a parameter that is the message as it is."""
     copies: Copies | None
-    """What packs the buffer; two buffers take turns."""
+    """What packs the buffer; None where the parameter itself is sent."""
 
 
 class Transmission:
     """One version on its way to one engine."""
 
     def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor]):
-        self.outlet, self.version, self.parameters = outlet, version, parameters
-        self.deadline = Deadline(outlet.publisher.timeout_s)
-        self.read = threading.Event()
+        self.outlet, self.version, self._parameters = outlet, version, parameters
+        self._deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
+        self._read = threading.Event()
         """Set when no live parameter is read any more."""
         outlet.updates += 1
         self._number = outlet.updates
         self._reading = threading.Lock()
         self._cut_off = ""
-        device = outlet.publisher.device
+        device = outlet.trainer.device
         self._settled = torch.get_device_module(device).Event() if device.type != "cpu" else None
         if self._settled:
             self._settled.record()
@@ -266,73 +299,74 @@ class Transmission:
     def wait_until_read(self) -> None:
         """Returns when no live parameter is read any more, or will be."""
         # One second more, in which the link's own thread says whom it waited for.
-        overdue = time.monotonic() + self.deadline.left.total_seconds() + 1
-        while not self.read.wait(_LOOK_S):
+        overdue = time.monotonic() + self._deadline.left.total_seconds() + 1
+        while not self._read.wait(_LOOK_S):
             if failure := self.outlet.failure(self._number):  # which that thread does not hear of inside a message
                 self.give_up(failure)
             elif time.monotonic() > overdue:
-                self.cut_off(f"not read within {self.deadline.timeout_s:.0f} s and given up for the next step")
+                self.cut_off(f"not read within {self._deadline.timeout_s:.0f} s and given up for the next step")
 
     def cut_off(self, reason: str) -> None:
-        """The update fails unless all of it has been read by now; nothing read from here on reaches an engine's
+        """Makes the update fail unless all of it has been read: what is read from here on never gets into an engine's
         commit."""
         with self._reading:
             self._cut_off = reason
-            self.read.set()
+            self._read.set()
 
     def give_up(self, reason: str) -> None:
-        """The same on every rank, and nobody waits for the engine any longer."""
+        """Cuts the update off on every rank, none of which waits for the engine any longer."""
         self.outlet.say_failed(self._number, reason)
-        self.deadline.expire()
+        self._deadline.expire()
         self.cut_off(reason)
 
     def join(self) -> None:
         """Waits until it has arrived or failed, at most its timeout."""
-        self.thread.join(self.deadline.left.total_seconds() + 1)
+        self.thread.join(self._deadline.left.total_seconds() + 1)
 
     def _run(self) -> None:
-        outlet, publisher, start = self.outlet, self.outlet.publisher, time.monotonic()
+        outlet, trainer, start = self.outlet, self.outlet.trainer, time.monotonic()
         received, error = 0, ""
         with outlet.busy:  # the last instructions of the update before may still run
             try:
                 self._send()
-                if publisher.on_delivered:
+                if trainer.on_delivered:
                     received = self._wait_received()
             except Exception as e:  # a thread's traceback would be lost
-                error = str(e) if isinstance(e, LinkError) else f"trainer rank {publisher.rank}: {e!r}"
+                error = str(e) if isinstance(e, LinkError) else f"trainer rank {trainer.rank}: {e!r}"
                 error = outlet.break_link(self._number, error)
             finally:
-                self.read.set()
-        if publisher.on_delivered:
+                self._read.set()
+        if trainer.on_delivered:
             seconds = time.monotonic() - start
-            publisher.on_delivered(outlet.engine, outlet.generation, self.version, seconds, received, error)
+            trainer.on_delivered(outlet.engine, outlet.generation, self.version, seconds, received, error)
 
     def _send(self) -> None:
-        outlet, publisher, n, link = self.outlet, self.outlet.publisher, self._number, self.outlet.link()
+        outlet, trainer, n, link = self.outlet, self.outlet.trainer, self._number, self.outlet.link()
         if not outlet.buckets:
             return
-        ready = {f"ready/{n}/{r}": f"engine rank {r} to start update {n}" for r in range(publisher.engine_ranks)}
-        for rank, digest in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
+        ranks = range(outlet.plan.destinations)
+        ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
+        for rank, digest in enumerate(link.wait(ready, self._deadline, update=n, stop=self._stop)):
             if digest != outlet.plan.digest:
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
                     "the same release, with the same model and sizes?"
                 )
-        link.say(f"sending/{n}/{publisher.rank}", "")
-        size = sum(bucket.elements for bucket in outlet.buckets) * publisher.dtype.itemsize
-        span = publisher.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
+        link.say(f"sending/{n}/{trainer.rank}", "")
+        size = sum(bucket.elements for bucket in outlet.buckets) * trainer.dtype.itemsize
+        span = trainer.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
         with span, link.stream():
             if self._settled:
                 self._settled.wait()
             self._send_buckets(link)
 
     def _send_buckets(self, link: Link) -> None:
-        first = self.outlet.publisher.trainers
+        first = self.outlet.plan.sources  # the engine's rank 0, in the link
         packed: deque[Message] = deque()
         direct: list[Message] = []
-        for bucket, flat, copies in self.outlet.messages(self.parameters):
+        for bucket, flat, copies in self.outlet.parcels(self._parameters):
             if copies is not None and len(packed) == 2:
-                packed.popleft().wait(self.deadline)
+                packed.popleft().wait(self._deadline)
             with self._reading:
                 self._stop()
                 if copies is not None:
@@ -340,15 +374,15 @@ class Transmission:
                     link.settle()
             (direct if copies is None else packed).append(link.send(flat, first + bucket.destination, bucket))
         for message in direct:
-            message.wait(self.deadline)
+            message.wait(self._deadline)
         link.settle()
         with self._reading:
-            self._stop()  # else what was read since may be of the next version
-            self.read.set()
+            self._stop()  # otherwise what was read since may belong to the next version
+            self._read.set()
         for message in packed:
-            message.wait(self.deadline)
+            message.wait(self._deadline)
         link.settle()
-        link.say(f"sent/{self._number}/{self.outlet.publisher.rank}", "")
+        link.say(f"sent/{self._number}/{self.outlet.trainer.rank}", "")
 
     def _stop(self) -> None:
         if self._cut_off:
@@ -358,10 +392,10 @@ class Transmission:
             )
 
     def _wait_received(self) -> int:
-        """Bytes that the engine received, once all its ranks have them and no sender was cut off."""
-        n, link = self._number, self.outlet.link()
-        ranks = range(self.outlet.publisher.engine_ranks)
+        """Returns how many bytes the engine received, once all its ranks have them and no sender was cut off."""
+        n, link, outlet = self._number, self.outlet.link(), self.outlet
+        ranks = range(outlet.plan.destinations)
         received = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
-        sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in self.outlet.senders}
-        values = link.wait(received | sent, self.deadline, update=n, stop=lambda: None)
+        sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.senders}
+        values = link.wait(received | sent, self._deadline, update=n, stop=lambda: None)
         return sum(map(int, values[: len(received)]))

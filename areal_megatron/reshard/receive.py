@@ -1,19 +1,27 @@
-"""vLLM's weight transfer backend "areal": the engine's side of weight updates.
+"""vLLM's weight transfer backend "areal": the engine's side of weight updates, the partner of publish.py.
 
-Every call of vLLM into it stops generation while it runs, so all but the commit goes on in background
-threads (staging.py). A failed update leaves the old weights whole.
+Publisher there and Receiver here are what their processes call; publish.py lists the partners of both sides. vLLM stops
+generation during every call into the Receiver, so everything but the commit runs on background threads (staging.py). A
+failed update leaves the old weights complete.
 
-A call may raise on the last rank only: vLLM (0.32, multiproc_executor.py) stops reading replies at the first
-failure, and an unread reply is then taken for the reply to the next call. So the ranks agree on a problem
-before one of them raises, and what vLLM counts as an open session never differs between them.
+A call may raise on the last rank only: vLLM (0.32, multiproc_executor.py) stops reading replies at the first failure,
+and an unread reply is then taken for the reply to the next call. So the ranks agree on a problem before one of them
+raises, and all have the same idea of whether vLLM's session is open.
+
+vLLM rearranges experts after loading. On CUDA the Triton kernels compute from the loaded weights as they are, and any
+other is refused. On CPU the kernels compute from a packed form, which replaces the loaded one: here updates are written
+into plain tensors of their own and packed again after each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -21,13 +29,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.live import live_parameters
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS
-from areal_megatron.reshard.session import ABORT_BODY
+from areal_megatron.reshard.session import ABORT_BODY, LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.transport import LinkError
 
@@ -35,29 +42,28 @@ log = init_logger("vllm.areal_megatron.receive")
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Body of /init_weight_transfer_engine (session.init_body)."""
-
-    engine: int
-    generation: int
-    store: str
-    hf_config: dict[str, Any]
-    sizes: dict[str, Any]
-    engine_sizes: dict[str, Any]
-    dtype: str
-    timeout_s: float
-    bucket_elements: int = BUCKET_ELEMENTS
+class InitInfo(LinkInfo, WeightTransferInitInfo):
+    """The body of /init_weight_transfer_engine (session.init_body)."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Body of /update_weights, whose only use is to abandon an update."""
+    """The body of /update_weights, whose only use is to abandon an update."""
 
     action: Literal["abort"]
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """The backend of one vLLM worker."""
+    """Receives and commits the weights of one vLLM worker, with `full` staging.
+
+    vLLM makes one in each worker and calls it for the routes that session.py lists.
+
+    Example:
+        receiver.init_transfer_engine(init_info)  # joins a generation of the link, in the background
+        receiver.start_weight_update()            # receives the next version into staging, in the background
+        ...                                       # the trainers report that all ranks have received it
+        receiver.finish_weight_update()           # generation is paused: staging becomes the live parameters
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -66,14 +72,17 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Here, before vLLM sizes its KV cache, so that the cache leaves room for it.
+        # Reserved before vLLM sizes its KV cache, so that the cache leaves room.
         self._parameters, self._repack = live_parameters(self.model)
         self._staging = reserve(self._parameters, self.streamed)
         self._inlet: Inlet | None = None
         self._update: Reception | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins a new generation in the background. Raises LayoutError if vLLM's parameters are not the layout's."""
+        """Joins a new generation of the link in the background.
+
+        Raises LayoutError if vLLM's parameters are not those of the layout.
+        """
         parallel, problem = self.parallel_config, ""
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
@@ -82,25 +91,25 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if parallel.pipeline_parallel_size != 1:
                 raise LayoutError("an engine with pipeline parallelism has no layout; use rollout.tp")
-            self._inlet = Inlet(shard, **vars(init_info), log=log.error)
+            self._inlet = Inlet(shard, init_info, log=log.error)
         except (LayoutError, ConfigError) as e:
             problem = str(e)
         self._refuse(LayoutError, problem)
 
     def start_weight_update(self) -> None:
-        """Starts to receive the next update of this generation; what goes wrong, the trainers hear over the link."""
+        """Starts to receive the next update of this generation; the trainers hear of failures over the link."""
         self._update = Reception(self._inlet, after=self._update) if self._inlet else None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Abandons the update; vLLM's session ends with the /finish_weight_update that follows."""
+        """Abandons the update; the /finish_weight_update that follows closes vLLM's session."""
         if self._update:
             self._update.abandon()
 
     def finish_weight_update(self) -> None:
-        """Commits: staging → live parameters, on all ranks or on none; after an abort, on none.
+        """Commits: copies staging into the live parameters, on all ranks or on none; after an abort, on none.
 
-        Generation must be paused. Raises LinkError, with the old weights untouched, if an update is not
-        complete; with tp above 1 vLLM's session is then beyond repair, so ask the trainers first.
+        Generation must be paused. Raises LinkError, with the old weights untouched, if the update is not complete; with
+        tp above 1 vLLM's session cannot be closed any more then, so ask the trainers first.
         """
         if self._update and self._update.abandoned:
             return
@@ -114,7 +123,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._inlet = self._update = None
 
     def _refuse(self, error: type[Exception], problem: str) -> bool:
-        """Whether any rank has a problem; if so, raises on the last one."""
+        """Returns whether any rank has a problem; if so, raises `error` on the last rank."""
         problems = [""] * self.parallel_config.tensor_parallel_size
         dist.all_gather_object(problems, problem, group=get_tp_group().cpu_group)
         first = next(filter(None, problems), "")
@@ -124,16 +133,71 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class ReceiverExtension:
-    """What every vLLM worker of an engine can do in addition (--worker-extension-cls)."""
+    """A method for /collective_rpc that every vLLM worker of an engine has in addition (--worker-extension-cls)."""
 
     def close_update(self) -> None:
-        """Abandons the update that is open, if one is: whoever opened it is gone."""
+        """Abandons the update that a controller which is gone has left open, if there is one."""
         if self._weight_update_active:
             self.update_weights(ABORT_BODY["update_info"])
             self.finish_weight_update()
 
 
 class StreamedReceiver(Receiver):
-    """The same with streamed staging: generation is paused from before the first message to the commit."""
+    """A Receiver with `streamed` staging: generation is paused from before the first message to the commit."""
 
     streamed = True
+
+
+def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Returns the tensors to write updates into, by vLLM's names, and a function to call when all are written.
+
+    Raises LayoutError if vLLM keeps experts in an order that no layout describes.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    packed = []
+    for name, experts in _experts(model):
+        if current_platform.is_cpu():
+            plain = _Plain(experts)
+            parameters |= {f"{name}.{kind}": tensor for kind, tensor in plain.tensors.items()}
+            packed.append(plain)
+        elif (backend := experts.quant_method.unquantized_backend.value) != "TRITON":
+            raise LayoutError(f"vLLM keeps {name}.w13_weight as {backend} wants it; start it with --moe-backend triton")
+
+    def repack() -> None:
+        for plain in packed:
+            plain.repack()
+
+    return parameters, repack
+
+
+def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    return (
+        (name, module)
+        for name, module in model.named_modules()
+        if "w13_weight" in dict(module.named_parameters(recurse=False))
+    )
+
+
+class _Plain:
+    """The experts of one layer as they were loaded, beside the packed ones that the CPU computes from."""
+
+    def __init__(self, experts: Any):
+        self._experts = experts
+        self._isa = experts.quant_method.moe_kernel.fused_experts.isa
+        self._width = experts.moe_config.intermediate_size_per_partition
+        w13, w2 = experts.w13_weight, experts.w2_weight
+        self.tensors = {
+            "w13_weight": torch.zeros(w13.shape[0], 2 * self._width, w13.shape[2], dtype=w13.dtype),
+            "w2_weight": torch.zeros(*w2.shape[:2], self._width, dtype=w2.dtype),
+        }
+
+    @torch.no_grad()
+    def repack(self) -> None:
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        w13, w2 = self._experts.w13_weight, self._experts.w2_weight
+        padding = w2.shape[2] - self._width  # zeros, in the gate's rows, in the up's rows and in the columns of down
+        pad = torch.nn.functional.pad
+        halves = (pad(half, (0, 0, 0, padding)) for half in self.tensors["w13_weight"].chunk(2, dim=1))
+        w13.copy_(cpu_prepack_moe_weight(torch.cat(list(halves), dim=1), self._isa))
+        w2.copy_(cpu_prepack_moe_weight(pad(self.tensors["w2_weight"], (0, padding)), self._isa))

@@ -1,4 +1,4 @@
-"""What the controller tells an engine about a link, as bodies of its routes: vLLM's own, and /commit. No torch.
+"""What the controller tells an engine about a link: the bodies of vLLM's routes and of /commit. Imports no torch.
 
 One update of one engine:
 
@@ -6,46 +6,67 @@ One update of one engine:
 |---|---|---|
 | /init_weight_transfer_engine | init_body(…) | once per generation: joins the link in the background, returns at once |
 | /start_weight_update | {} | receives the next version of this generation into staging, in the background |
-| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/commit.py) |
+| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/middleware) |
 
-A link numbers its updates: the n-th /start_weight_update of a generation receives the n-th `publish` that
-names this generation on the trainer's side. After a failed or abandoned update post ABORT_BODY to
-/update_weights, then {} to /finish_weight_update (closes vLLM's session, changes no weight), and give the
-link a new generation: its process group cannot be used again. Never post /commit on a guess: an engine with tp
-above 1 refuses it, but then vLLM's session cannot be closed any more.
+The updates of a generation are numbered: the n-th /start_weight_update receives what the n-th `publish` with this
+generation sends. After a failed or abandoned update post ABORT_BODY to /update_weights, then {} to
+/finish_weight_update (this closes vLLM's session and changes no weight), and give the link a new generation: its
+process group cannot be used again. Never post /commit on a guess: an engine with tp above 1 refuses it, but vLLM's
+session cannot be closed any more then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ABORT_BODY = {"update_info": {"action": "abort"}}
 
 
+@dataclass
+class LinkInfo:
+    """What the ranks of an engine need to join a new generation of their link."""
+
+    engine: int
+    """Its number among the engines of the run."""
+    generation: int
+    store: str
+    """The trainers' TCPStore, host:port."""
+    hf_config: dict[str, Any]
+    sizes: dict[str, Any]
+    """Fields of the trainers' MegatronSizes."""
+    engine_sizes: dict[str, Any]
+    """Fields of EngineSizes."""
+    dtype: str
+    """What the trainers send."""
+    timeout_s: float
+    """How long an update may take."""
+    bucket_elements: int = BUCKET_ELEMENTS
+
+
 def init_body(
     *, config: Config, engine: int, generation: int, store: str, hf_config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Joins engine number `engine` to the trainers' store (host:port) in a new generation of its link."""
-    return {
-        "init_info": {
-            "engine": engine,
-            "generation": generation,
-            "store": store,
-            "hf_config": dict(hf_config),
-            "sizes": asdict(MegatronSizes.of(config.trainer)),
-            "engine_sizes": asdict(EngineSizes.of(config.rollout)),
-            "dtype": config.model.dtype,
-            "timeout_s": config.reshard.timeout_s,
-        }
-    }
+    """Returns the body that has engine number `engine` join a new generation of its link at `store` (host:port)."""
+    info = LinkInfo(
+        engine=engine,
+        generation=generation,
+        store=store,
+        hf_config=dict(hf_config),
+        sizes=asdict(MegatronSizes.of(config.trainer)),
+        engine_sizes=asdict(EngineSizes.of(config.rollout)),
+        dtype=config.model.dtype,
+        timeout_s=config.reshard.timeout_s,
+    )
+    return {"init_info": asdict(info)}
 
 
 def commit_body(version: int, clear_cache: bool) -> dict[str, Any]:
-    """Commits staging; tokens sampled from here on carry `version`."""
+    """Returns the body that commits what is staged; tokens sampled from then on carry `version`."""
     return {"version": str(version), "clear_cache": clear_cache}

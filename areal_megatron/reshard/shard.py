@@ -1,7 +1,7 @@
-"""What one rank holds of a row of an architecture table.
+"""Builds one rank's layout from the rows of an architecture table.
 
-Megatron and vLLM agree in everything but the order in which they fuse query, key and value heads, the padding
-of the vocabulary, and where the layers and experts of a rank begin; so both layouts are built here.
+Megatron and vLLM differ only in the order in which they fuse query, key and value heads, in the padding of the
+vocabulary, and in the layers and experts that a rank holds; so both layouts are built here.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ from areal_megatron.reshard.boxes import Box, Layout, Piece, Rows, Shape
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of `count` equal parts; `key` is the config key that says how many, for errors."""
+    """One of `count` equal parts. `key` is the config key that sets `count`, for errors."""
 
     index: int
     count: int
     key: str
 
     def of(self, size: int) -> tuple[int, int]:
+        """Returns start and stop of the part of an axis of `size`."""
         return self.index * size // self.count, (self.index + 1) * size // self.count
 
     def check(self, what: str, size: int) -> None:
+        """Raises ConfigError if `size` cannot be divided into `count` equal parts."""
         if size % self.count:
             raise ConfigError(f"{self.key}: {self.count} does not divide {what}={size} of the model")
 
 
 FuseHeads = Callable[[Dimensions, Share, tuple[str, str, str]], list[Rows]]
-"""(dimensions, this rank's share, names of query, key, value) → the rows that this rank stacks."""
+"""(dimensions, share of this rank, names of the query, key and value tensors) → the rows that this rank stacks."""
 
 
 class ShardBuilder:
-    """Collects the parameters of one rank: its `tensor` share of everything, of the experts in `experts` its
-    `expert_tensor` share."""
+    """Collects the parameters of one rank: the `expert_tensor` share of each expert in `experts`, and the `tensor`
+    share of everything else.
+
+    `vocabulary` is its padded size. Raises ConfigError if the shares do not divide the model.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class ShardBuilder:
             )
 
     def add(self, row: Row, parameter: str, layers: range | None = None) -> None:
-        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors in those layers."""
+        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors in `layers`."""
         row = row if layers is None else row.of_layers()
         shapes = {name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
         leading = [layers] * (layers is not None) + [self.experts] * row.of_experts

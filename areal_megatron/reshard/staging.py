@@ -1,9 +1,14 @@
 """An engine rank's end of a link: receives updates into staging, in the background, and commits them.
 
-Staging is reserved once and has one of two sizes. `full`: a second copy of the rank's shard; messages land in
-it while the engine generates, the commit copies them into the live parameters, and an update that fails leaves
-those whole. `streamed`: room for one layer; the engine is paused, and messages are copied into the live
-parameters as they come, so an update that fails leaves a mixture of versions. Imports no vllm.
+Shard, Inlet and Reception are the partners of TrainerRank, Outlet and Transmission in publish.py; receive.py has the
+Receiver, through which vLLM uses them. Imports no vllm.
+
+Staging is reserved once and has one of two sizes:
+
+- `full`: a second copy of the rank's shard. Messages are received into it while the engine generates, the commit copies
+  them into the live parameters, and a failed update leaves those complete.
+- `streamed`: room for one layer. The engine is paused, and messages are copied into the live parameters as they arrive,
+  so a failed update leaves a mixture of versions.
 """
 
 from __future__ import annotations
@@ -22,13 +27,14 @@ from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
+from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, unpack
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What engine rank `rank` holds, and room for what it receives."""
+    """The parameters of engine rank `rank`, and staging for what it receives."""
 
     parameters: Mapping[str, Tensor]
     """The live parameters by vLLM's names."""
@@ -37,85 +43,72 @@ class Shard:
     rank: int
     streamed: bool = False
     repack: Callable[[], None] = lambda: None
-    """Brings what vLLM has derived from the parameters up to date."""
+    """Called at the end of a commit: updates what vLLM has derived from the parameters."""
 
 
 def reserve(parameters: Mapping[str, Tensor], streamed: bool = False) -> Tensor:
-    """Staging for these parameters: flat, of their dtype, on their device."""
-    some = next(iter(parameters.values()))
+    """Returns staging for these parameters: one axis, their dtype, on their device."""
+    first = next(iter(parameters.values()))
     size = sum(parameter.numel() for parameter in parameters.values())
     if streamed:
         layers: dict[str, int] = defaultdict(int)
         for name, parameter in parameters.items():
             layers[re.sub(r"(layers\.\d+\.).*", r"\1", name)] += parameter.numel()
         size = min(size, max(*layers.values(), 2 * BUCKET_ELEMENTS))
-    return torch.empty(size, dtype=some.dtype, device=some.device)
+    return torch.empty(size, dtype=first.dtype, device=first.device)
 
 
 class Inlet:
-    """One generation of the link. Plans and joins on a thread of its own.
+    """An engine rank's end of the link in one generation. Joins and plans on a thread of its own.
 
-    Raises LayoutError, before anything is received, if the parameters are not the layout's.
+    Raises LayoutError, before anything is received, if the shard's parameters are not those of the layout.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        *,
-        engine: int,
-        generation: int,
-        store: str,
-        hf_config: Mapping[str, Any],
-        sizes: Mapping[str, Any],
-        engine_sizes: Mapping[str, Any],
-        dtype: str,
-        timeout_s: float,
-        bucket_elements: int = BUCKET_ELEMENTS,
-        log: Callable[[str], None] = print,
-    ):
-        self.name = f"engine {engine}, rank {shard.rank}, generation {generation}"
-        self.shard, self.timeout_s, self.log = shard, timeout_s, log
+    def __init__(self, shard: Shard, info: LinkInfo, log: Callable[[str], None] = print):
+        self.name = f"engine {info.engine}, rank {shard.rank}, generation {info.generation}"
+        self.shard, self.timeout_s, self.log = shard, info.timeout_s, log
         self.updates = 0
         self.broken = ""
         self.link: Link | None = None
         self.buckets: list[Bucket] = []
         self.places: list[Tensor] = []
-        """Where the message of each bucket lands."""
+        """The part of staging that receives each bucket."""
         self.copies: list[Copies] = []
-        """From there into the live parameters."""
+        """What copies each bucket from there into the live parameters."""
         self.slots = 0
-        """Messages that have a place at the same time."""
+        """How many messages fit into staging at the same time."""
         self.digest = ""
-        trainers, engine_sizes = MegatronSizes(**sizes), EngineSizes(**engine_sizes)
-        _check(shard, hf_config, engine_sizes, getattr(torch, dtype), self.name)
+        trainers, engine = MegatronSizes(**info.sizes), EngineSizes(**info.engine_sizes)
+        _check(shard, info.hf_config, engine, getattr(torch, info.dtype), self.name)
 
         def join() -> None:
             try:
                 self.link = Link(
-                    engine=engine,
-                    generation=generation,
+                    engine=info.engine,
+                    generation=info.generation,
                     rank=trainers.ranks + shard.rank,
                     trainers=trainers.ranks,
-                    engine_ranks=engine_sizes.ranks,
-                    store=store,
+                    engine_ranks=engine.ranks,
+                    store=info.store,
                     device=shard.staging.device,
-                    timeout_s=timeout_s,
+                    timeout_s=info.timeout_s,
                 )
-                self._index(Planner(hf_config, trainers, engine_sizes, bucket_elements).plan(engine))
+                self._bind(Planner(info.hf_config, trainers, engine, info.bucket_elements).plan(info.engine))
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
-        self._joining = threading.Thread(target=join, name=f"join-generation-{generation}", daemon=True)
+        self._joining = threading.Thread(target=join, name=f"join-generation-{info.generation}", daemon=True)
         self._joining.start()
 
     def joined(self, deadline: Deadline) -> Link:
+        """Returns the link once this rank has joined it. Raises LinkError if it cannot, or not by the deadline."""
         self._joining.join(deadline.left.total_seconds())
         if self.broken or self._joining.is_alive():
             raise LinkError(self.broken or f"{self.name}: not joined within {deadline.timeout_s:.0f} s")
         return self.link
 
     def break_link(self, update: int, reason: str) -> None:
-        """Tells the trainers and closes the connections; this generation cannot be used again."""
+        """Tells the other ranks and closes this one's connections; this generation cannot be used again."""
         if self.broken:
             return
         self.broken = reason
@@ -125,8 +118,8 @@ class Inlet:
             link.say_failed(update, reason)
             link.abort()
 
-    def _index(self, plan: Plan) -> None:
-        """Plans where each message lands: one after another in `full` staging, in turns in `streamed` staging."""
+    def _bind(self, plan: Plan) -> None:
+        """Gives each message its place: one after another in `full` staging, in turns in `streamed` staging."""
         self.digest = plan.digest
         self.buckets = plan.received_by(self.shard.rank)
         largest = max((bucket.elements for bucket in self.buckets), default=1)
@@ -148,30 +141,30 @@ class Inlet:
 class Reception:
     """One update on its way into staging, on a thread of its own.
 
-    `after` is the update before it, of any generation: two never write into staging at the same time.
+    `after` is the update before it, in whatever generation: two never write into staging at the same time.
     """
 
     def __init__(self, inlet: Inlet, after: Reception | None):
         inlet.updates += 1
         self.abandoned = False
         self._inlet, self._number = inlet, inlet.updates
-        self._deadline = Deadline(inlet.timeout_s)
+        self._deadline = Deadline(inlet.timeout_s)  # from /start_weight_update; transport.py lists all limits
         self._error = "not received yet"
         before = after._thread if after else None
         self._thread = threading.Thread(target=self._run, args=(before,), name=f"receive-{self._number}", daemon=True)
         self._thread.start()
 
     def abandon(self) -> None:
-        """Gives the update up; what still arrives of it touches neither parameters nor a later update."""
+        """Gives up the update; what still arrives of it changes neither parameters nor a later update."""
         self.abandoned = True
 
     def problem(self) -> str:
-        """Why the update cannot be committed, or "" if all of it is in staging."""
+        """Returns why the update cannot be committed, or "" if all of it is in staging."""
         self._thread.join(1.0)  # the trainers may hear of the last message before this thread has ended
         return self._error and f"{self._inlet.name}: update {self._number} cannot be committed: {self._error}"
 
     def commit(self) -> None:
-        """Staging → live parameters; only where there is no problem."""
+        """Copies staging into the live parameters. Call it only if there is no `problem`."""
         shard = self._inlet.shard
         if not shard.streamed:
             for copies in self._inlet.copies:
@@ -198,9 +191,9 @@ class Reception:
         inlet, n = self._inlet, self._number
         link.say(f"ready/{n}/{inlet.shard.rank}", inlet.digest)
         senders = sorted({bucket.source for bucket in inlet.buckets})
-        # A posted gloo receive ends only with its message or its timeout: post none before its sender is there.
-        begun = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
-        link.wait(begun, self._deadline, update=n, stop=self._stop)
+        # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
+        sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
+        link.wait(sending, self._deadline, update=n, stop=self._stop)
         with link.stream():
             arriving: deque[tuple[Message, Copies]] = deque()
             for bucket, place, copies in zip(inlet.buckets, inlet.places, inlet.copies, strict=True):

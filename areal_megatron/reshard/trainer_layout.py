@@ -1,8 +1,7 @@
-"""The trainer's layout: how megatron-core's GPTModel holds a model, by rank.
+"""The trainer's layout: which part of a model each rank of megatron-core's GPTModel holds.
 
-Names are those of GPTModel.named_parameters(): decoder layers counted from 0 on each pipeline stage. With
-virtual stages a rank holds several models; the names of the k-th begin with `model<k>.`, as in Megatron's own
-checkpoints.
+Names are those of GPTModel.named_parameters(), with decoder layers counted from 0 on each pipeline stage. With virtual
+stages a rank holds several models; the names of the k-th begin with `model<k>.`, as in Megatron's own checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from areal_megatron.reshard.shard import ShardBuilder, Share
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in each dimension of parallelism; of the experts in etp, ep and edp (their dp)."""
+    """A rank's index in each dimension of parallelism; etp, ep and edp (data parallelism) are those of the experts."""
 
     tp: int
     cp: int
@@ -33,7 +32,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """Parallel sizes of the trainer pool. Ranks are numbered in megatron-core's default order, tp-cp-ep-dp-pp.
+    """The parallel sizes of the trainer pool. Ranks are numbered in megatron-core's default order, tp-cp-ep-dp-pp.
 
     Raises ConfigError if the sizes do not divide each other.
     """
@@ -44,15 +43,15 @@ class MegatronSizes:
     cp: int = 1
     ep: int = 1
     etp: int = 0
-    """Tensor parallelism of the experts; 0: as tp."""
+    """Tensor parallelism of the experts; 0 for the same as tp."""
     vpp: int = 1
-    """Virtual pipeline stages of a rank."""
+    """The number of virtual pipeline stages of a rank."""
     vocabulary_multiple: int = 128
     """The vocabulary is padded to a multiple of this times tp (Megatron's make_vocab_size_divisible_by)."""
     fused_layernorm: bool = False
-    """TransformerEngine's layers, which hold the layer norms inside the linear layers that follow them."""
+    """Whether linear layers hold the layer norm before them, as TransformerEngine's do."""
     grouped_experts: bool = False
-    """TransformerEngine's experts, all of a rank in one module."""
+    """Whether one module holds all experts of a rank, as TransformerEngine's does."""
 
     def __post_init__(self):
         if self.tp * self.cp * self.dp % (self.expert_tp * self.ep):
@@ -65,7 +64,7 @@ class MegatronSizes:
 
     @classmethod
     def of(cls, trainer: TrainerConfig, transformer_engine: bool = False) -> MegatronSizes:
-        """The sizes that a run's config asks for."""
+        """Returns the sizes that a run's config asks for."""
         return cls(
             tp=trainer.tp,
             pp=trainer.pp,
@@ -94,14 +93,15 @@ class MegatronSizes:
         return Coordinates(tp, cp, dp, pp, etp, ep, edp)
 
     def padded_vocabulary(self, vocabulary: int) -> int:
-        """The vocab_size to build GPTModel with."""
+        """Returns the vocab_size to build GPTModel with."""
         multiple = self.vocabulary_multiple * self.tp
         return -(-vocabulary // multiple) * multiple
 
     def stage_sizes(self, layers: int) -> list[int]:
-        """Decoder layers of each pipeline stage: equal, or less on the first and last, which have more to do.
+        """Returns the number of decoder layers of each pipeline stage.
 
-        Raises ConfigError where Megatron has no such division: only the first and the last stage may differ.
+        It is equal for all, or if pp does not divide the layers, another on the first and last, which have more to do.
+        Raises ConfigError if Megatron has no such division: only those two may differ from the others.
         """
         pp, unit = self.pp, self.vpp
         if layers % (pp * unit) == 0:
@@ -119,16 +119,16 @@ class MegatronSizes:
         )
 
     def uneven_stages(self, layers: int) -> dict[str, int]:
-        """What megatron-core's TransformerConfig must be told of stage_sizes."""
+        """Returns what TransformerConfig of megatron-core must be told of stage_sizes; nothing if all are equal."""
         sizes = self.stage_sizes(layers)
         if len(set(sizes)) == 1:
             return {}
         first = {"num_layers_in_first_pipeline_stage": sizes[0]}
-        # With two stages the second is what is left; megatron-core divides by zero if it is told both.
+        # With two stages the second gets the rest; megatron-core divides by zero if it is given both.
         return first if self.pp == 2 else first | {"num_layers_in_last_pipeline_stage": sizes[-1]}
 
     def chunk_layers(self, layers: int, stage: int) -> list[range]:
-        """The decoder layers of each model of a pipeline stage, counted over the whole model."""
+        """Returns the decoder layers of each virtual stage of pipeline stage `stage`, numbered over the whole model."""
         sizes = [size // self.vpp for size in self.stage_sizes(layers)]
         before = sum(sizes[:stage])
         starts = (chunk * sum(sizes) + before for chunk in range(self.vpp))
@@ -136,25 +136,24 @@ class MegatronSizes:
 
 
 def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int) -> Layout:
-    """What trainer rank `rank` holds. Raises ConfigError where the sizes do not fit the model."""
+    """Returns what trainer rank `rank` holds. Raises ConfigError if the sizes do not fit the model."""
     return _layout(architecture(hf_config), sizes, sizes.coordinates(rank))
 
 
 def without_head(layout: Layout) -> Layout:
-    """The layout of the same model but for its output layer: of one with another, which no Hugging Face folder
-    holds."""
+    """Returns the layout without the output layer, for models whose output layer is in no Hugging Face folder."""
     pieces = tuple(piece for piece in layout.pieces if not is_head(piece.parameter))
     held = {name: shape for name, shape in layout.held.items() if not is_head(name)}
     return Layout(held, {piece.tensor: layout.canonical[piece.tensor] for piece in pieces}, pieces)
 
 
 def is_head(parameter: str) -> bool:
-    """Whether that is the name of the output layer's weight."""
+    """Returns whether `parameter` is the name of the output layer's weight."""
     return parameter.endswith(HEAD.megatron)
 
 
 def layouts(hf_config: Mapping[str, Any], sizes: MegatronSizes) -> list[Layout]:
-    """One per trainer rank; ranks that hold the same share one object."""
+    """Returns the layout of each trainer rank; ranks that hold the same share one object."""
     model = architecture(hf_config)
     held = cache(lambda at: _layout(model, sizes, at))
     return [held(at._replace(cp=0, dp=0, edp=0)) for at in map(sizes.coordinates, range(sizes.ranks))]
@@ -190,7 +189,7 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
 
 
 def _name(row: Row, model: Architecture, sizes: MegatronSizes) -> str:
-    """Of a layer's parameter: which modules are fused decides it."""
+    """Returns Megatron's name of a layer's parameter, which depends on what is fused."""
     if sizes.grouped_experts and row.grouped:
         return row.grouped
     if sizes.fused_layernorm and row.megatron == "input_layernorm.weight":
@@ -201,7 +200,7 @@ def _name(row: Row, model: Architecture, sizes: MegatronSizes) -> str:
 
 
 def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
-    """Query group by query group: its query heads, its key head, its value head; cut evenly over tp."""
+    """Returns this rank's share of the query groups, each with its query heads, its key head and its value head."""
     query, key, value = names
     d, per_group = dimensions.head_dim, dimensions.query // dimensions.kv_heads
     stack = []

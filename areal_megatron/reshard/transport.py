@@ -1,7 +1,7 @@
 """One link: the trainer ranks and the ranks of one engine, for one generation.
 
-Bytes travel over a process group of the link's own (gloo between CPUs, NCCL between GPUs), words over keys
-of the trainers' TCPStore under the link's own prefix:
+Weights travel over a process group of the link's own (gloo between CPUs, NCCL between GPUs). What the ranks have to
+tell each other they write under keys of the trainers' TCPStore, with a prefix of the link's own:
 
 | key | set by | value |
 |---|---|---|
@@ -13,6 +13,20 @@ of the trainers' TCPStore under the link's own prefix:
 
 N counts the updates of a generation from 1. A group in which anything failed is never used again: gloo's pairs
 are unusable after a timeout, so the controller gives the link a new generation.
+
+`reshard.timeout_s` is how long one update may take. Every limit of an update is derived from it:
+
+| limit | value | set in |
+|---|---|---|
+| a trainer rank, from `publish` until its last message is sent; rank 0, until all have arrived | timeout_s | publish |
+| an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
+| an engine rank, from /start_weight_update until it has its last message | timeout_s | staging.Reception |
+| connecting to the store; an operation of an NCCL group | timeout_s | `connect`, `_process_group` |
+| one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_process_group` |
+| the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
+
+The controller waits twice as long because trainers that are alive report the end of their own limit; its limit passes
+only if one is dead.
 """
 
 from __future__ import annotations
@@ -33,20 +47,21 @@ from torch import Tensor
 from areal_megatron.reshard.plan import Bucket
 
 POLL_S = (0.001, 0.005)
-"""Between two looks at the store: at first, and at most after a long wait."""
+"""The pause between two looks at the store: the first, and the longest, to which it grows."""
 POLL_S_PER_RANK = 0.001
-"""Of a link, if that is more: a look takes 36 µs of the store, and all ranks of all links look at the same."""
+"""The longest pause for each rank of a link, if that is more: all ranks of all links look at the same store, and a look
+takes 36 µs of it."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+"""Bytes of an element → an integer dtype of that size."""
 
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""Of a link's group: where its peer dies, torch's watchdog aborts this group. By default it ends the process: at once,
-or, where a dump of what hangs is asked for, some minutes later (ProcessGroupNCCL.cpp)."""
+"""With these, torch's watchdog aborts a link's group when a peer dies, and no more. By default it ends the process: at
+once, or some minutes later if a dump of what hangs is asked for (ProcessGroupNCCL.cpp)."""
 _nccl_settings = threading.Lock()
 
 GLOO_TRIES = 5
-"""Times that gloo waits for a peer that does not connect before it gives up."""
+"""How often gloo waits for a peer that does not connect before it gives up."""
 
 
 class LinkError(RuntimeError):
@@ -62,7 +77,7 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """Never zero: gloo takes a zero timeout for none."""
+        """The time left; never zero, which gloo would take for no timeout."""
         return timedelta(seconds=max(self._end - time.monotonic(), 0.001))
 
     @property
@@ -76,11 +91,10 @@ class Deadline:
 
 @functools.cache
 def connect(store: str, timeout_s: float) -> dist.TCPStore:
-    """This process's one connection to the store at host:port. Raises LinkError.
+    """Returns this process's one connection to the store at host:port. Raises LinkError.
 
-    Shared by all links: their calls are short, because a link asks only for what is there. A connection per
-    link and generation would be dear, since torch looks up the peer's name each time, which a lost DNS packet
-    makes 5 s.
+    All links share it: their calls are short, because a link reads only keys that are set. A connection per link and
+    generation would be expensive: torch looks up the peer's name each time, and one lost DNS packet costs 5 s.
     """
     host, _, port = store.rpartition(":")
     try:
@@ -90,9 +104,9 @@ def connect(store: str, timeout_s: float) -> dist.TCPStore:
 
 
 class Link:
-    """One rank's end of a link. Trainer ranks come first, then the engine's: its rank R is trainers + R.
+    """One rank's end of a link. The trainer ranks come first; rank R of the engine is rank `trainers` + R of the link.
 
-    One thread at a time may use it; what it says and hears of failures, any thread.
+    One thread at a time may use it, but any thread may call `say_failed` and `failure`.
     """
 
     def __init__(
@@ -118,7 +132,7 @@ class Link:
         self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
 
     def stream(self) -> contextlib.AbstractContextManager:
-        """Copies and messages of a link run on its own stream, beside the training or generating one."""
+        """Returns a context in which copies and messages run on a stream of the link, beside training or generation."""
         return torch.get_device_module(self.device).stream(self._stream) if self._stream else contextlib.nullcontext()
 
     def settle(self) -> None:
@@ -127,27 +141,29 @@ class Link:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """Frees the GPU of messages that nobody will send or take; the link is unusable then. gloo's end by
-        themselves."""
+        """Ends messages on the GPU that no peer will send or take; the link is unusable then. gloo's end by themselves,
+        at their timeout."""
         if self._stream:
-            with contextlib.suppress(RuntimeError):  # of a group that has failed already
+            with contextlib.suppress(RuntimeError):  # the group may have failed already
                 self._group.abort()
 
     def say(self, key: str, text: str) -> None:
+        """Sets a key of the link for all its ranks."""
         try:
             self._keys.set(key, text)
         except RuntimeError as e:
             raise LinkError(self._lost(e)) from None
 
     def say_failed(self, update: int, reason: str) -> str:
-        """The first reason that any rank gave stays and is returned; what follows from it is less telling."""
+        """Reports that this rank has given up `update`. Returns the first reason that any rank gave; it is kept, since
+        later ones only follow from it."""
         try:
             return self._keys.compare_set(f"failed/{update}", "", reason).decode()
-        except RuntimeError:  # without a store nobody is left to hear it
+        except RuntimeError:  # the store is gone, and with it the trainers who would read this
             return reason
 
     def failure(self, update: int) -> str:
-        """The reason that stays, or "" as long as no rank has failed."""
+        """Returns the first reason that any rank gave for the failure of `update`, or "" if none has failed."""
         key = f"failed/{update}"
         try:
             return self._keys.get(key).decode() if self._keys.check([key]) else ""
@@ -155,10 +171,10 @@ class Link:
             return self._lost(e)
 
     def wait(self, keys: Mapping[str, str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
-        """The values of `keys` (key → who has to do what), once all are set.
+        """Returns the values of `keys` (key → who has to do what), once all are set.
 
-        Raises LinkError at the deadline (naming who did not) and when a rank of the link reported that
-        `update` failed; calls `stop` again and again meanwhile, which may raise.
+        Raises LinkError at the deadline, naming who is missing, and as soon as a rank of the link reports that `update`
+        has failed. Calls `stop` at every look at the store; it raises to end the wait.
         """
         names, pause = list(keys), POLL_S[0]
         try:
@@ -186,7 +202,7 @@ class Link:
 
 
 class Message:
-    """A message that has been issued."""
+    """A message that is on its way, sent or received. Raises LinkError if it cannot be issued."""
 
     def __init__(self, link: Link, what: str, issue: Callable[[], dist.Work]):
         self._what = f"{link.name}: {what}"
@@ -204,11 +220,11 @@ class Message:
 
 
 Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.ndarray]]
-"""Views into parameters, and views of the same shapes into a message; arrays where the bytes are copied as they are."""
+"""Views into parameters, and views of the same shapes into a message: arrays on a CPU if no element need be cast."""
 
 
 def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Copies:
-    """Views of `pieces` in their parameters, and of the places in `flat` where they lie one after another."""
+    """Returns views of `pieces` in their parameters, and of their places in the message `flat`, one after another."""
     held, packed, offset = [], [], 0
     for piece in pieces:
         views = list(piece.views(parameters))
@@ -221,19 +237,19 @@ def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Co
 
 
 def pack(copies: Copies) -> None:
-    """Parameters → message, cast to the message's dtype."""
+    """Copies parameters into the message, cast to its dtype."""
     held, packed = copies
     _copy(packed, held)
 
 
 def unpack(copies: Copies) -> None:
-    """Message → parameters."""
+    """Copies the message into the parameters."""
     held, packed = copies
     _copy(held, packed)
 
 
 def _array(view: Tensor) -> np.ndarray:
-    """The same memory, as integers: numpy has no bfloat16."""
+    """Returns the same memory as integers, because numpy has no bfloat16."""
     return view.detach().view(_INTEGERS[view.dtype.itemsize]).numpy()
 
 
@@ -250,9 +266,9 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu":
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout / GLOO_TRIES  # of one try to connect; messages have deadlines of their own
+        options._timeout = timeout / GLOO_TRIES  # for one attempt to connect; messages have deadlines of their own
         options._threads = 2
-        # Lazy: only pairs that talk connect, and making the group waits for nobody.
+        # Lazy: only pairs that exchange messages connect, and no rank waits for another to make the group.
         options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
@@ -261,7 +277,7 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
         before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
         os.environ.update(_NCCL_SETTINGS)
         try:
-            return dist.ProcessGroupNCCL(store, rank, size, options)  # reads them as it is made, and not again
+            return dist.ProcessGroupNCCL(store, rank, size, options)  # reads the settings here only
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -1,4 +1,4 @@
-"""A controller and a real engine, with a test in the trainers' place."""
+"""A controller and a real engine; the tests take the trainers' place."""
 
 import json
 import signal
@@ -92,7 +92,7 @@ def connect():
 
 
 def take(client, number, version):
-    """The parts of both replicas."""
+    """Returns the parts of both replicas."""
     parts = []
     for replica in range(2):
         while isinstance(reply := client.request(NextBatch(replica, number, version)), NotYet):
@@ -163,7 +163,7 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
     assert client.request(Publish(2, "127.0.0.1:1")).links == [LinkRef(0, 1)]
     client.request(Delivered(0, 1, 2, 0.1, 0, "no such store"))
     while not (again := client.request(Publish(2, "127.0.0.1:1")).links):
-        time.sleep(0.05)  # it goes to those who lack it and are not about to get it
+        time.sleep(0.05)  # published to engines that lack it and are not about to get it
     assert again == [LinkRef(0, 2)]
     client.request(Delivered(0, 2, 2, 0.1, 0, "no such store"))
     client.request(Bye())
@@ -189,7 +189,7 @@ def test_batches_follow_the_gate_and_the_account_is_kept(start, connect):
 
 
 def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, world, tmp_path):
-    """That it goes on with it: tests/e2e/test_resume.py."""
+    """tests/e2e/test_resume.py tests that the next launch resumes it."""
     long = lengthened(world, tmp_path / "world")
     lines = [json.loads(line) for line in (long / "train.jsonl").read_text().splitlines()]
     lines = [json.dumps(line | {"response_tokens": LONG}) for line in lines]
@@ -203,7 +203,7 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     while isinstance(reply := client.request(NextBatch(0, 0, 0)), NotYet):
         pass
     assert isinstance(reply, Stop)
-    for _ in range(2):  # the one whose turn it is, and that of the stop, which replaces it
+    for _ in range(2):  # the one that is due, and that of the stop, which replaces it
         client.request(CheckpointBegin(0, 0))
         client.request(CheckpointWritten(0))
     assert ask(run, lambda c: c.load()).running == 0
@@ -260,7 +260,7 @@ def wait_for(run, words, timeout_s=30):
 
 
 def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, connect, engine):
-    """It kills the engine, and one that takes its place: the last test of this file."""
+    """Kills the engine and the one that replaces it, so this is the last test of the file."""
     run, _, process = start(timeout_s=40, updates=1000)
     client = connect(run)
     for number in range(2):

@@ -80,14 +80,14 @@ def test_the_benchmarks_stand_in_answers_as_an_engine_does(run):
 
 
 def form(choice):
-    """Keys in their order, and types; None where a field is not used."""
+    """Returns the keys in their order with types in place of values."""
     if isinstance(choice, dict):
         return {key: form(value) for key, value in choice.items()}
     return [form(value) for value in choice] if isinstance(choice, list) else type(choice)
 
 
 def assert_sampled_from(reference, completion, prompt=PROMPT, sampled=slice(None)):
-    """`completion`: tokens and log-probabilities; `sampled`: which of them the model has sampled."""
+    """`sampled` is the slice of the completion's tokens that the model has sampled."""
     tokens = torch.tensor([[*prompt, *completion.tokens.tolist()]])
     with torch.no_grad():
         logits = reference(tokens).logits[0, len(prompt) - 1 : -1]
@@ -116,7 +116,7 @@ def test_only_the_named_stop_tokens_end_an_answer(run, reference):
 
 
 def test_a_seed_gives_the_same_answers_again(run):
-    """Alone or beside others, in a group of any size; the answers of a group differ."""
+    """Whether alone or beside others, in a group of any size; the answers of a group differ."""
 
     async def asked(client):
         beside = asyncio.create_task(generate(client, n=8, max_tokens=400, stop_tokens=[], request_id="beside"))
@@ -131,7 +131,7 @@ def test_a_seed_gives_the_same_answers_again(run):
 
 
 def test_seeded_answers_to_more_prompt_tokens_than_a_step_takes(run):
-    """vLLM would prefill a part of a prompt and take back the draw that came with it, which a CPU generator cannot."""
+    """vLLM would prefill part of a prompt and rewind the random generator, which is impossible on CPU."""
     prompts = [np.random.default_rng(number).integers(3, 15, 900).tolist() for number in range(5)]
 
     async def asked(client):
@@ -146,7 +146,7 @@ def test_seeded_answers_to_more_prompt_tokens_than_a_step_takes(run):
 
 
 def server(run):
-    """vLLM's processes."""
+    """Returns vLLM's processes."""
     port = int(run.endpoint("engine-0").rpartition(":")[2])
     (api,) = [p for p in psutil.Process().children() if any(c.laddr.port == port for c in p.net_connections())]
     return [api, *api.children(recursive=True)]
@@ -196,8 +196,8 @@ def test_an_aborted_request_returns_what_it_has(run):
         assert len(completion.tokens) == len(completion.logprobs) < 1900
 
 
-def test_answers_that_were_broken_off_go_on(run, reference):
-    """As one distribution, to the length that was asked for; what was whole already stays as it is."""
+def test_interrupted_answers_are_resumed(run, reference):
+    """They are of one distribution and end at the length that was asked for; complete answers stay as they are."""
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=1000)
     rollout = RolloutConfig(temperature=TEMPERATURE)
 
@@ -234,7 +234,7 @@ def test_answers_that_were_broken_off_go_on(run, reference):
 
 
 async def talk(episode):
-    """An agent with the real OpenAI client; one of its calls is of another conversation."""
+    """An agent with the real OpenAI client; one of its calls belongs to another conversation."""
     async with episode.openai() as api, AsyncOpenAI(base_url=api.url, api_key=api.key) as client:
         messages = [{"role": "user", "content": episode.prompt.text}]
         for turn in range(3):
@@ -247,8 +247,8 @@ async def talk(episode):
 
 @pytest.mark.parametrize("name", ["multi_turn", "tool_use", "openai"])
 def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, isolation, name):
-    """All of a trajectory's tokens at once through the Hugging Face model: what was said between stands in the
-    context."""
+    """Compares with one pass of the Hugging Face model over all of a trajectory's tokens: its context has what was said
+    between the turns."""
     workflow, between = {
         "multi_turn": (multi_turn.run, "42"),
         "tool_use": (lambda episode: tool_use.run(episode, lambda text: "print(6 * 7)"), "\n```output\n42\n```\n"),
@@ -377,7 +377,7 @@ def test_a_request_that_vllm_refuses_is_an_error_with_its_reason(run):
 
 
 def test_a_request_to_a_dying_engine_fails_at_once(run):
-    """Last test of this file: it kills the engine."""
+    """Kills the engine, so this is the last test of the file."""
     api = server(run)[0]
 
     async def killed(client):

@@ -77,7 +77,7 @@ def start(world, tmp_path):
 
 
 def figures(lines):
-    """avg@4 and pass@2 of the lines, counted out."""
+    """Counts avg@4 and pass@2 of the lines by hand."""
     correct = [0] * ITEMS
     for answer in lines:
         correct[answer["item"]] += answer["correct"]

@@ -41,7 +41,7 @@ SHARD_BYTES = 500_000
 
 
 def write_again(folder: Path, name: str, tensors: dict) -> None:
-    """The model `name` there and back by areal_megatron.convert, and as a trainer of one rank exports it."""
+    """Writes model `name` again: converted to torch_dist and back, and as a trainer of one rank exports it."""
     config, sizes = read_config(folder / name), MegatronSizes()
     from_hf(folder / name, folder / f"{name}-checkpoint")
     to_hf(folder / f"{name}-checkpoint", folder / f"{name}-converted", shard_bytes=SHARD_BYTES)
@@ -61,7 +61,7 @@ def write_again(folder: Path, name: str, tensors: dict) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """What each vLLM rank says of each case."""
+    """Each rank's case → [parameters as vLLM loaded them, as we filled them]."""
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS:
         write_again(folder, name, write_model(name, folder / name, head_dim=32, hidden_size=256))
@@ -86,7 +86,7 @@ def loaded(tmp_path_factory):
         code = ranks.wait(300)
     finally:
         end_sessions({ranks.pid}, SharedMemory(), grace_s=1)
-        for left in Path("/dev/shm").glob(f"layouts-{port}-*"):  # vLLM's communicator on CPU does not remove it
+        for left in Path("/dev/shm").glob(f"layouts-{port}-*"):  # vLLM's communicator on CPU does not remove them
             left.unlink()
     assert code == 0, (folder / "out").read_text()[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
@@ -101,7 +101,7 @@ def test_layout_is_what_vllm_loads(loaded, name, tp, expert_parallel):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_we_write_is_to_vllm_the_checkpoint_it_came_from(loaded, name):
-    """With the same keys, `write_again` says, and here the same parameters."""
+    """`write_again` asserts that the keys are the same, and this test that the parameters are."""
     ours, _ = loaded[0][f"{name} 1 False"]
     original, _ = loaded[0][f"{name.rpartition('-')[0]} 1 False"]
     assert ours == original

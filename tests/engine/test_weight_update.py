@@ -18,6 +18,7 @@ from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -32,7 +33,7 @@ SERVERS = {
     "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2),
     "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1),
 }
-"""The last number: parts of the engine, each as on a node of its own."""
+"""Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -57,7 +58,7 @@ class Server:
                 "batch_size": 8,
                 "model": {"path": str(self.folders[0]), "dtype": "float32"},
                 "data": {"train": "none", "max_prompt_tokens": 32},
-                "machine": {"device": "cpu", "timeout_s": 20},
+                "machine": {"device": "cpu", "peer_timeout_s": 20},
                 "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
                 "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8},
             },
@@ -78,17 +79,15 @@ class Server:
         self.store = open_store()
         timeline = Timeline(self.run.timeline("trainer-0"), "trainer-0")
         self.live = [self._shard(0, rank) for rank in range(sizes.ranks)]
+        planner = Planner(self.hf_config, sizes, engine)
         self.publishers = [
             Publisher(
                 parameters=lambda rank=rank: self.live[rank],
-                hf_config=self.hf_config,
-                sizes=sizes,
+                planner=planner,
                 rank=rank,
-                engine=engine,
                 engines=1,
                 dtype="float32",
-                store_host="127.0.0.1",
-                store_port=self.store.port,
+                store=f"127.0.0.1:{self.store.port}",
                 timeout_s=20,
                 on_delivered=self._delivered,
                 timeline=timeline,
@@ -143,7 +142,8 @@ class Server:
         return 4 * (sum(t.numel() for _, t in tensors) + (self.engine.tp - 1) * on_every_rank)
 
     async def assert_holds(self, client, version):
-        """Every parameter of every rank but the experts, which vLLM packs, bit for bit, by its own checksums."""
+        """Asserts, by vLLM's own checksums, that every parameter of every rank has the bytes of `version`, but for the
+        experts, which vLLM packs."""
         expected = expected_checksums(self.tensors[version % 2], self.hf_config, tp=self.engine.tp)
         assert await held_checksums(client) == expected
 
@@ -170,7 +170,7 @@ def references(server):
 
 @torch.no_grad()
 def recomputed(models, tokens, switches):
-    """Log-probabilities of the tokens, each under the model of its version and nothing of the others."""
+    """Returns the log-probability of each token under the model of its version, which computes all of the context."""
     edges = [0, *switches, len(tokens)]
     parts = []
     for model, start, stop in zip(models, edges, edges[1:], strict=False):
@@ -181,7 +181,8 @@ def recomputed(models, tokens, switches):
 
 @torch.no_grad()
 def with_stale_cache(models, tokens, switches):
-    """Log-probabilities of the tokens, each version going on from the keys and values that the ones before left."""
+    """Returns the log-probability of each token under the model of its version, with the keys and values of the context
+    as earlier versions computed them."""
     ids = torch.tensor([PROMPT + tokens])
     seen, cache, logits = 0, None, []
     for model, switch in zip(models, [*switches, None], strict=True):
@@ -197,7 +198,10 @@ def _chosen(logits, tokens):
 
 
 async def stream_through(server, versions, *, clear_cache):
-    """One answer during which the engine goes through `versions`; the token at which each of the later ones begins."""
+    """Samples one answer while the engine is updated to each of `versions`.
+
+    Returns the completion, and the index of the first token of each later version.
+    """
     client = server.client()
     await client.wait_until_healthy(240)
     if server.generation == 0:

@@ -25,7 +25,7 @@ LONG_S = 16.0
 
 
 class Rank:
-    """A process of link_rank.py."""
+    """A process that runs link_rank.py."""
 
     def __init__(self, setup):
         self.name = f"{setup['role']} {setup.get('engine', '')}/{setup['rank']}"
@@ -133,7 +133,7 @@ class World:
             trainer.tell(overwrite=True)
 
     def deliveries(self, number):
-        """What trainer 0 was told, by engine, once every trainer has overwritten its parameters."""
+        """Returns what trainer 0 was told, by engine, once every trainer has overwritten its parameters."""
         for trainer in self.trainers:
             trainer.hear("overwritten")
         return sorted((self.trainers[0].hear("error") for _ in range(number)), key=lambda event: event["engine"])
@@ -146,7 +146,7 @@ class World:
             assert process.ask(commit=True) == {"fingerprint": expected}
 
     def slice_bytes(self):
-        """Of one engine: everything but the padding of the vocabulary, norms on both ranks."""
+        """Returns the bytes that one engine receives: all but the vocabulary's padding, norms once on each rank."""
         whole = sum(t.numel() for t in self.tensors[0].values())
         norms = sum(t.numel() for t in self.tensors[0].values() if t.dim() == 1)
         return (whole + norms * (ENGINE_TP - 1)) * getattr(torch, self.dtype).itemsize
@@ -231,7 +231,7 @@ def test_silent_engine_does_not_hold_the_trainers_beyond_the_timeout(world):
 
 
 def test_engine_that_is_given_up_holds_nobody(world):
-    """As a node that is gone without a word: messages to it wait for their timeout, the trainers do not."""
+    """Like a node that has vanished: messages to it wait for their timeout, the trainers do not."""
     world.join(0)
     world.join(1)
     for trainer in world.trainers:
@@ -254,7 +254,7 @@ def test_engine_that_is_given_up_holds_nobody(world):
     world.restart(1)
 
 
-def test_abandoned_update_leaves_the_weights_and_the_next_epoch_alone(world):
+def test_abandoned_update_leaves_the_weights_and_the_next_generation_alone(world):
     world.join(0)
     world.start(0)
     for rank in world.engines[0]:

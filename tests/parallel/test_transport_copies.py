@@ -20,8 +20,8 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 def test_messages_carry_every_parameter(tmp_path, device, dtype):
-    """Cast from float32 or as they are. The sender packs on a stream of its own and the message crosses through pinned
-    memory where there is any."""
+    """The parameters are cast from float32 or sent as they are. Packing runs on a stream of its own, and messages go
+    through pinned memory where there is any."""
     tensors = write_model("qwen2", tmp_path, hidden_size=256, intermediate_size=512)
     config = read_config(tmp_path)
     sources = [_on(device, megatron_shard(tensors, config, SIZES, rank)) for rank in range(SIZES.ranks)]

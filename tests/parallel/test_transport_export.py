@@ -23,7 +23,7 @@ LARGE, SMALL = 2**30, 60_000
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Folder with models, their exports as MODEL-LAYOUT, and the tensors that transformers wrote."""
+    """A folder with models and their exports, named MODEL-LAYOUT, and the tensors that transformers wrote."""
     folder = tmp_path_factory.mktemp("export")
     written, exports = {}, []
     for model, layouts in MODELS.items():

@@ -25,7 +25,7 @@ from vllm.plugins import load_general_plugins
 from areal_megatron.checkpoint import hf
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
-from areal_megatron.reshard.live import live_parameters
+from areal_megatron.reshard.receive import live_parameters
 
 
 def describe(model: torch.nn.Module) -> dict[str, list]:

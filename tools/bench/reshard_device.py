@@ -23,7 +23,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Plan, Planner
-from areal_megatron.reshard.publish import Outlet, Publisher
+from areal_megatron.reshard.publish import Outlet, TrainerRank
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import bind, pack, unpack
 from tools.bench.figures import line, spreads
@@ -71,9 +71,7 @@ class Shards:
         self.messages = _in_turns(self.sizes, SENT, device)
         self.staged = _side_by_side(self.sizes, SENT, device)
         self._outgoing = [
-            message
-            for rank, held in enumerate(trainer)
-            for message in _outlet(hf_config, plan, rank, held).messages(held)
+            parcel for rank, held in enumerate(trainer) for parcel in _outlet(plan, rank, device).parcels(held)
         ]
         self._packs = [
             bind([t.send for t in bucket.transfers], trainer[bucket.source], flat)
@@ -93,10 +91,10 @@ class Shards:
             unpack(copies)
 
     def reshard(self) -> None:
-        for message, staged in zip(self._outgoing, self.staged, strict=True):
-            if message.copies is not None:
-                pack(message.copies)
-            staged.copy_(message.flat)
+        for parcel, staged in zip(self._outgoing, self.staged, strict=True):
+            if parcel.copies is not None:
+                pack(parcel.copies)
+            staged.copy_(parcel.flat)
         self.unpack()
 
     def check(self) -> None:
@@ -113,24 +111,19 @@ class Shards:
                 yield name, self._checkpoint[name][region], view
 
 
-def _outlet(hf_config: Mapping[str, Any], plan: Plan, rank: int, parameters: dict[str, Tensor]) -> Outlet:
+def _outlet(plan: Plan, rank: int, device: torch.device) -> Outlet:
     """Returns a trainer rank's end of the link, which knows what need not be packed; nothing is connected."""
-    publisher = Publisher(
-        parameters=lambda: parameters,
-        hf_config=hf_config,
-        sizes=TRAINERS,
+    trainer = TrainerRank(
         rank=rank,
-        engine=ENGINE,
-        engines=1,
-        dtype=str(SENT).removeprefix("torch."),
-        store_host="",
-        store_port=0,
+        plan=lambda engine: plan,
+        dtype=SENT,
+        device=device,
+        store="",
         timeout_s=1,
         on_delivered=None,
         timeline=Timeline(Path(os.devnull), "bench"),
-        bucket_elements=plan.bucket_elements,
     )
-    return Outlet(publisher, engine=0, generation=1)
+    return Outlet(trainer, engine=0, generation=1)
 
 
 def measure(

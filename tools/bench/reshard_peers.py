@@ -194,19 +194,15 @@ class TrainerRank:
         sizes = parallel_sizes(config, self._parallel.device)
         (self._model,) = build_model(config, sizes, self._parallel.device)
         self._parameters = {name: parameter.data for name, parameter in self._model.module.named_parameters()}
-        hf_config, host_port = read_config(config.model.path), run.endpoint(STORE)
+        hf_config = read_config(config.model.path)
         hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
-        host, _, port = host_port.rpartition(":")
         self._publisher = Publisher(
             parameters=lambda: self._parameters,
-            hf_config=hf_config,
-            sizes=sizes,
+            planner=Planner(hf_config, sizes, EngineSizes.of(config.rollout)),
             rank=rank,
-            engine=EngineSizes.of(config.rollout),
             engines=config.rollout.engines,
             dtype=config.model.dtype,
-            store_host=host,
-            store_port=int(port),
+            store=run.endpoint(STORE),
             timeout_s=self._timeout_s,
             on_delivered=self._delivered,
             timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),

@@ -27,7 +27,9 @@ from areal_megatron.files import new_folder, write_json
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
@@ -117,8 +119,7 @@ def receive(model: Path, store: str) -> None:
     hf_config, sizes = read_config(model), EngineSizes()
     held = {name: torch.zeros(shape) for name, shape in engine_layout.layout(hf_config, sizes, 0).parameters.items()}
     shard = Shard(held, reserve(held), sizes, 0)
-    inlet = Inlet(
-        shard,
+    info = LinkInfo(
         engine=0,
         generation=1,
         store=store,
@@ -128,6 +129,7 @@ def receive(model: Path, store: str) -> None:
         dtype="float32",
         timeout_s=TIMEOUT_S,
     )
+    inlet = Inlet(shard, info)
     update = None
     for _ in sys.stdin:
         update = Reception(inlet, after=update)
@@ -170,17 +172,13 @@ def measure(folder: Path, repetitions: int, seconds: float) -> list[dict[str, fl
 
 
 def _publisher(trainer, store: str, told) -> Publisher:
-    host, _, port = store.rpartition(":")
     return Publisher(
         parameters=trainer.parameters,
-        hf_config=trainer.hf_config,
-        sizes=trainer.sizes,
+        planner=Planner(trainer.hf_config, trainer.sizes, EngineSizes()),
         rank=0,
-        engine=EngineSizes(),
         engines=1,
         dtype="float32",
-        store_host=host,
-        store_port=int(port),
+        store=store,
         timeout_s=TIMEOUT_S,
         on_delivered=told,
         timeline=trainer.timeline,

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, LinkError
@@ -44,19 +46,14 @@ def trainer(setup) -> None:
     # Ranks 0 and 1 have the engines' dtype and send large parameters uncast; the others must cast them.
     own = torch.bfloat16 if setup["rank"] < 2 else torch.float32
     live = {name: tensor.to(own, copy=True) for name, tensor in shard(setup["folder"]).items()}
-    host, port = setup["store"].split(":")
     publisher = Publisher(
         parameters=lambda: live,
-        hf_config=setup["hf_config"],
-        sizes=sizes,
+        planner=Planner(setup["hf_config"], sizes, EngineSizes(tp=setup["engine_tp"]), setup["bucket_elements"]),
         rank=setup["rank"],
-        engine=EngineSizes(tp=setup["engine_tp"]),
         engines=setup["engines"],
         dtype=setup["dtype"],
-        store_host=host,
-        store_port=int(port),
+        store=setup["store"],
         timeout_s=setup["timeout_s"],
-        bucket_elements=setup["bucket_elements"],
         on_delivered=lambda engine, generation, version, seconds, received, error: say(
             engine=engine, generation=generation, version=version, bytes=received, error=error
         ),
@@ -79,7 +76,7 @@ def trainer(setup) -> None:
             threading.Timer(command["after_s"], publisher.give_up, command["give_up"]).start()
             say(ok=True)
         elif "timeout_s" in command:
-            publisher.timeout_s = command["timeout_s"]
+            publisher._trainer = replace(publisher._trainer, timeout_s=command["timeout_s"])  # of the next generation
             say(ok=True)
         elif "buffers" in command:
             say(buffers=[b.data_ptr() for outlet in publisher._outlets.values() for b in outlet._buffers])
@@ -99,12 +96,18 @@ def engine(setup) -> None:
         command = json.loads(line)
         try:
             if "join" in command:
-                session = {
-                    key: setup[key]
-                    for key in ("store", "hf_config", "sizes", "dtype", "timeout_s", "engine", "bucket_elements")
-                }
-                session["engine_sizes"] = asdict(sizes)
-                inlet = Inlet(shard, **session | {"generation": command["join"]}, log=lambda text: None)
+                info = LinkInfo(
+                    engine=setup["engine"],
+                    generation=command["join"],
+                    store=setup["store"],
+                    hf_config=setup["hf_config"],
+                    sizes=setup["sizes"],
+                    engine_sizes=asdict(sizes),
+                    dtype=setup["dtype"],
+                    timeout_s=setup["timeout_s"],
+                    bucket_elements=setup["bucket_elements"],
+                )
+                inlet = Inlet(shard, info, log=lambda text: None)
             elif "start" in command:
                 if command["start"]:
                     _at_second_message(command["start"])

@@ -46,6 +46,34 @@ def test_a_request_says_what_it_was_asked_for(seed):
     assert body == {"request_id": "x", "token_ids": [5, 9], "cache_salt": "v2", "sampling_params": sampling}
 
 
+def test_answers_of_all_engines_are_decoded_one_in_each_turn_of_the_event_loop(monkeypatch):
+    async def answer(*_, **__):
+        return b'{"choices":[]}'
+
+    async def burst():
+        turn, decoded = 0, []
+
+        async def count():
+            nonlocal turn
+            while True:
+                await asyncio.sleep(0)
+                turn += 1
+
+        counting = asyncio.create_task(count())
+        clients = [EngineClient(f"engine-{number}", "http://127.0.0.1:9", "secret", timeout_s=5) for number in range(2)]
+        monkeypatch.setattr(EngineClient, "_completions", lambda *_: decoded.append(turn))
+        monkeypatch.setattr(EngineClient, "_call", answer)
+        asked = {"n": 1, "max_tokens": 1, "temperature": 1.0, "stop_tokens": []}
+        await asyncio.gather(*(c.generate([1], request_id=str(k), **asked) for c in clients for k in range(3)))
+        counting.cancel()
+        for client in clients:
+            await client.close()
+        return decoded
+
+    decoded = asyncio.run(burst())
+    assert len(decoded) == 6 and decoded == sorted(set(decoded))
+
+
 def test_an_engine_that_is_not_there_is_named():
     async def call():
         client = EngineClient("engine-7", "http://127.0.0.1:9", "secret", timeout_s=5)

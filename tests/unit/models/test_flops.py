@@ -16,7 +16,7 @@ MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 
 
 def count(folder, tokens: int, trained: int) -> int:
-    """FLOPs of a forward pass with every query against every key, as eager attention computes it."""
+    """Returns the FLOPs of a forward pass with every query against every key, as eager attention computes it."""
     model = tiny_models.load_oracle(folder)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros((1, tokens), dtype=torch.long), logits_to_keep=trained, use_cache=False)

@@ -51,7 +51,7 @@ EXPERT_ENGINES = [
 
 
 def brief(sizes) -> str:
-    """A test's name for sizes: those that differ from the default."""
+    """Returns a test's name for sizes: those that differ from the default."""
     return (
         "-".join(f"{f.name}{getattr(sizes, f.name)}" for f in fields(sizes) if getattr(sizes, f.name) != f.default)
         or "one"
@@ -123,7 +123,7 @@ def execute(transfers_plan: plan.Plan, sources, engine, dtype):
 
 
 def slice_elements(parameters, rank):
-    """Elements of an engine rank's parameters that the checkpoint has, so without rows that pad the vocabulary."""
+    """Returns how many elements of an engine rank's parameters the checkpoint has: all but the vocabulary's padding."""
     total = 0
     for name, tensor in parameters.items():
         rows = len(tensor)
@@ -223,7 +223,7 @@ ORDER = "tp-cp-ep-dp-pp"
 
 
 def groups(sizes, *own):
-    """Ranks that differ in the coordinates `own` only, as Megatron lists its groups."""
+    """Returns the groups of ranks that differ only in the coordinates `own`, in Megatron's order."""
     coordinates = [sizes.coordinates(rank) for rank in range(sizes.ranks)]
     expert = set(own) & {"etp", "ep", "edp"}
     others = [name for name in (("etp", "ep", "edp", "pp") if expert else ("tp", "cp", "dp", "pp")) if name not in own]

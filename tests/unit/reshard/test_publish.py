@@ -1,4 +1,4 @@
-"""What a publisher refuses before it sends."""
+"""The parameters that a publisher refuses before it sends anything."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import RunError
@@ -25,14 +26,11 @@ CONFIG = {
 def publisher(parameters, check_finite=False):
     return Publisher(
         parameters=lambda: parameters,
-        hf_config=CONFIG,
-        sizes=MegatronSizes(),
+        planner=Planner(CONFIG, MegatronSizes(), EngineSizes()),
         rank=0,
-        engine=EngineSizes(),
         engines=1,
         dtype="bfloat16",
-        store_host="127.0.0.1",
-        store_port=1,
+        store="127.0.0.1:1",
         timeout_s=1,
         on_delivered=None,
         timeline=None,
