@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal_megatron.errors import first_line
+from areal_megatron.files import write_atomically
 from areal_megatron.ppo import settings
 
 
@@ -235,6 +236,11 @@ class Config:
         return self.batch_size // self.rollout.group_size
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest answer together; vLLM's max_model_len."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.name
 
@@ -280,7 +286,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
             try:
                 OmegaConf.update(config, key, value, merge=False)
             except OmegaConfBaseException as e:
-                raise ConfigError(f"{where}: {key}: {str(e).splitlines()[0]}") from None
+                raise ConfigError(f"{where}: {key}: {first_line(e)}") from None
     missing = OmegaConf.missing_keys(config)
     if missing:
         raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
@@ -291,9 +297,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 
 def save(config: Config, path: Path) -> None:
     """The resolved config as YAML; `load` reads it back to an equal Config."""
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    os.replace(temporary, path)
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def check(config: Config, where=lambda key: key) -> None:

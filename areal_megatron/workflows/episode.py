@@ -117,7 +117,7 @@ class Episode:
     def room(self, context: Transcript) -> int:
         """Tokens that are left."""
         config, used = self._setting.config, context.length
-        held = config.data.max_prompt_tokens + config.rollout.max_new_tokens - len(context.prompt)
+        held = config.longest_sequence - len(context.prompt)
         return min(self.prompt.response_tokens or config.rollout.max_new_tokens, held) - used
 
     async def answer(self, context: Transcript, max_tokens: int | None = None) -> Transcript:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.memory.parts import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def microbatch_tokens(config: Config) -> int:
     """Of the largest micro-batch: the cap, a longer trajectory, or all of a mini-batch that is smaller."""
     cap, tp = config.trainer.microbatch_tokens, config.trainer.tp
     if config.mode != "sft":
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        longest = config.longest_sequence
         cap = max(longest, min(cap, config.batch_size // config.ppo.minibatches * longest))
     return -(-cap // tp) * tp
 

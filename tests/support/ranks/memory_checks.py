@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, Data, Model
 from areal_megatron.config import Trainer as Sizes
-from areal_megatron.trainer import trainer
 from areal_megatron.trainer.batch import pack
 from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
 from areal_megatron.trainer.optimizer import ModelOptimizer
@@ -100,7 +99,6 @@ def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
     measured = {
         "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
         "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
-        "logits_elements": trainer.LOGITS_ELEMENTS,
     }
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(measured))

@@ -17,13 +17,13 @@ import torch
 from areal_megatron.config import PPO, Config, Data, Machine, Model, Optimizer, Rollout
 from areal_megatron.config import Trainer as TrainerSettings
 from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.models import logits as logits_limit
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
-from areal_megatron.trainer import step as trainer_step
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
@@ -45,7 +45,7 @@ from tests.support.plain_results import (
 )
 from tests.support.tiny_models import load_oracle
 
-trainer_step.LOGITS_ELEMENTS = 50 * 250
+logits_limit.LOGITS_ELEMENTS = 50 * 250
 
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
