@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(report, indent=2) + "\n")
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Returns when a file's content, or the names in a folder, are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -40,8 +42,8 @@ def sync(path: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Returns when the folder and everything in it is on the disk. Raises OSError."""
     for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
+        sync_path(path)
+    sync_path(folder)
 
 
 def set_aside(path: Path, reason: str) -> Path:
@@ -52,6 +54,29 @@ def set_aside(path: Path, reason: str) -> Path:
     if path.exists():
         os.rename(path, aside)
     return aside
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """Yields a folder to fill, which takes the place of `path` at the end, or is removed if an error is raised.
+
+    sync: everything is on the disk before the folder appears. Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if sync:
+            sync_folder(partial)
+        older = set_aside(path, "old")
+        os.rename(partial, path)
+        if sync:
+            sync_path(path.parent)
+        shutil.rmtree(older, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def drop_torn_line(path: Path) -> None:
