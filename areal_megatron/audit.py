@@ -19,6 +19,7 @@ from pathlib import Path
 
 from areal_megatron import config as configuration
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
@@ -144,7 +145,7 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
     return faults
 
 
-def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint, batches: list[Batch]) -> list[str]:
+def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: list[Batch]) -> list[str]:
     """What the controller says of each prompt that it drew before the checkpoint is what became of it."""
     ids, cursor = drawing(config)
     saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)

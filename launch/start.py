@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_megatron import config as configuration
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.checkpoint.folder import Checkpoint
+from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import recorded
 from areal_megatron.data.prompts import check_data
@@ -76,7 +76,7 @@ class Beginning:
     config: Config
     run: Run
     plan: ClusterPlan
-    checkpoint: Checkpoint | None
+    checkpoint: SavedCheckpoint | None
     """None: from the model of model.path."""
 
     def begin(self) -> None:
@@ -108,7 +108,7 @@ def check_input(config: Config) -> None:
         check_workflow(config)
 
 
-def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> None:
+def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) -> None:
     """Raises ConfigError for a folder without the batches that are asked for."""
     folder = Path(config.data.train)
     if folder.absolute().is_relative_to(run.folder):
@@ -116,7 +116,7 @@ def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> No
     recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)
 
 
-def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:
+def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = ()) -> None:
     """Another incarnation, from the checkpoint or from the start. `keep`: processes that live on."""
     if checkpoint is None:
         run.begin()
@@ -132,7 +132,7 @@ def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -
     )
 
 
-def newest(run: Run) -> Checkpoint | None:
+def newest(run: Run) -> SavedCheckpoint | None:
     """The run's newest whole checkpoint; says what is wrong with newer ones. Raises ConfigError where none is whole."""
     checkpoint_folder.put_back(run)
     checkpoint, problems = checkpoint_folder.newest(run)
@@ -143,7 +143,7 @@ def newest(run: Run) -> Checkpoint | None:
     return checkpoint
 
 
-def _resumed(config: Config, run: Run) -> Checkpoint | None:
+def _resumed(config: Config, run: Run) -> SavedCheckpoint | None:
     """The checkpoint that `resume` names; None: from the start. Raises ConfigError."""
     if not config.resume:
         return None
