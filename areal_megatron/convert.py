@@ -100,7 +100,7 @@ def to_hf(
             copy_description(description, folder, model[0].dtype)
             if verify:
                 with closing(HfFolder.of_model(folder, config)) as result:
-                    compare(source, result, model, progress)
+                    compare(source, result, model, blocks, progress)
 
 
 def from_hf(
@@ -155,15 +155,15 @@ def from_hf(
         torch_dist_file.write_folder(folder / TRAINER, tensors, chunks, read, objects, shard_bytes, sync)
         if verify:
             with closing(DistCheckpoint(folder / TRAINER, config)) as result:
-                compare(model, result, written, progress)
+                compare(model, result, written, blocks, progress)
 
 
-def compare(source: BoxReader, result: BoxReader, model: list[HfTensor], progress: _Progress) -> None:
+def compare(source: BoxReader, result: BoxReader, model: list[HfTensor], blocks: Blocks, progress: _Progress) -> None:
     """Raises CheckpointError unless `result` has the source's values, cast to the model's dtypes, bit for bit."""
-    blocks = Blocks()
     for tensor in model:
-        for block, expected in blocks.of(tensor.box, tensor.dtype):
-            found = np.empty_like(expected)
+        # Memory is given in turn, so that the two blocks of a pair never share it.
+        pairs = zip(blocks.of(tensor.box, tensor.dtype), blocks.of(tensor.box, tensor.dtype), strict=True)
+        for (block, expected), (_, found) in pairs:
             source.read(tensor.pattern, block, expected, tensor.dtype)
             result.read(tensor.pattern, block, found, tensor.dtype)
             if not np.array_equal(expected, found):

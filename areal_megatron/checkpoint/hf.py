@@ -25,7 +25,6 @@ from areal_megatron.checkpoint.hf_folder import (
 from areal_megatron.config import ConfigError
 from areal_megatron.files import whole_folder
 from areal_megatron.models.architecture import architecture
-from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.boxes import Layout, Piece, numbers, whole
 from areal_megatron.reshard.plan import Need, needs
@@ -52,9 +51,9 @@ def load(parameters: Mapping[str, Tensor], layout: Layout, path: str | Path) -> 
 
 
 def _load_piece(parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolder, blocks: Blocks) -> None:
-    dtype = str(next(piece.views(parameters)).dtype).removeprefix("torch.")
-    dtype = dtype if dtype in ITEMSIZE else "float32"
-    for single in piece.box.singles(numbers(piece.tensor)):
+    named = numbers(piece.tensor)
+    for single in piece.box.singles(named):
+        dtype = weights.dtype(piece.tensor, single.start[:named])
         for block, rows in blocks.of(single, dtype):
             weights.read(piece.tensor, block, rows, dtype)
             (view,) = piece.narrow(block).views(parameters)

@@ -64,9 +64,9 @@ class HfFolder:
                 raise CheckpointError(f"{folder} has a tensor {name}, which config.json ({model.name}) does not have")
         return weights
 
-    def dtype(self, tensor: str) -> str:
-        """Returns the dtype of a canonical pattern, which is that of its first tensor."""
-        return self._extents[tensor.format(*[0] * numbers(tensor))].dtype
+    def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
+        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one."""
+        return self._extents[tensor.format(*(numbered or [0] * numbers(tensor)))].dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
         """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern.
