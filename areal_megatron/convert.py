@@ -113,7 +113,7 @@ def from_hf(
     sync: bool = True,
     report: Report = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder as the checkpoint folder `out`: the model, no optimizer. As to_hf in all else.
+    """Writes a Hugging Face folder as the checkpoint folder `out`, with the model and no optimizer; else like to_hf.
 
     Layer norms are written under both names that megatron-core has for them, with TransformerEngine and without.
     """
@@ -173,7 +173,10 @@ def compare(source: BoxReader, result: BoxReader, model: list[HfTensor], blocks:
 
 @contextlib.contextmanager
 def _new_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
-    """As files.whole_folder, for `size` bytes; raises CheckpointError where `path` exists or cannot be written."""
+    """Yields a folder that becomes `path` at the end, as files.whole_folder does.
+
+    size: bytes that will be written. Raises CheckpointError where `path` exists or cannot be written.
+    """
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists: remove it or choose another name")
     path = path.absolute()

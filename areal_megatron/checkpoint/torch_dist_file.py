@@ -202,7 +202,7 @@ def _direct(path: str, flags: int) -> int:
 
 
 def _blocks(size: int, pinned: bool) -> Tensor:
-    """Zeros, at least `size` of them: whole blocks that begin at one."""
+    """Returns at least `size` zeros: whole blocks, aligned to a block."""
     space = torch.zeros(_aligned(size, _BLOCK) + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
     start = -space.data_ptr() % _BLOCK
     return space[start : start + _aligned(size, _BLOCK)]
@@ -211,7 +211,7 @@ def _blocks(size: int, pinned: bool) -> Tensor:
 def _lay_out(
     chunks: Iterable[tuple[str, torch.dtype, Shape, Box]], objects: Mapping[str, Any]
 ) -> Iterator[tuple[Entry, bytes, bytes]]:
-    """The entries of a file, chunks before objects, each with the bytes before and after its elements."""
+    """Yields the entries of a file, chunks before objects, each with the bytes before and after its elements."""
     offset = 0
     for name, dtype, shape, box in chunks:
         head, tail = _skeleton(dtype, box.shape)
@@ -230,7 +230,7 @@ def _end(entries: list[Entry]) -> int:
 
 @cache
 def _skeleton(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the elements of a tensor."""
+    """Returns the bytes that torch.save writes before and after the elements of a tensor."""
     file = io.BytesIO()
     with skip_data():
         torch.save(torch.empty(shape, dtype=dtype), file)

@@ -37,7 +37,7 @@ _DTYPES = {dtype: dtype for dtype in ITEMSIZE} | {
     "HalfStorage": "float16",
     "FloatStorage": "float32",
 }
-"""What torch's pickles call the dtypes of tensors and of their storages."""
+"""The names of tensors' and storages' dtypes in torch's pickles."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Boxes and layouts: where each rank of a pool holds which part of the model.
+"""Boxes and layouts: which part of the model each rank of a pool holds, and where.
 
-Canonical tensors are the Hugging Face checkpoint's, by name and shape. Names are patterns: a `{}` stands for
-the number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for
-each `{}`, so that layers and experts are cut, intersected and counted like rows and columns. A layout lists,
-for one rank, its local parameters (patterns too) and the pieces of canonical tensors that lie in them; what no
-piece covers is padding. Pure Python: no torch, no process group.
+Canonical tensors are those of the Hugging Face checkpoint, by name and shape. Names are patterns, in which `{}` is the
+number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for each `{}`, so
+that layers and experts are cut, intersected and counted like rows and columns. A layout lists, for one rank, its local
+parameters (patterns too) and the pieces of canonical tensors in them; what no piece covers is padding. Pure Python: no
+torch, no process group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersection(self, other: Box) -> Box | None:
-        """The common region, or None where there is none."""
+        """Returns the common region, or None if there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
@@ -60,11 +60,11 @@ class Box:
         return Box(start, tuple(b + offset for b, offset in zip(self.stop, by, strict=True)))
 
     def cut(self, elements: int) -> Iterator[Box]:
-        """Cuts the box along its first axes into parts of at most `elements`, in row-major order."""
+        """Yields parts of at most `elements`, cut along the first axes, in row-major order."""
         return self._cut(elements, 0)
 
     def singles(self, axes: int) -> Iterator[Box]:
-        """The parts with one index along each of the first `axes` axes: the tensors of a pattern."""
+        """Yields the parts with one index along each of the first `axes` axes, such as the tensors of a pattern."""
         for index in product(*map(range, self.start[:axes], self.stop[:axes])):
             yield Box((*index, *self.start[axes:]), (*(n + 1 for n in index), *self.stop[axes:]))
 
@@ -83,12 +83,13 @@ class Box:
 
 
 def whole(shape: Iterable[int]) -> Box:
+    """Returns the box of a whole tensor."""
     shape = tuple(shape)
     return Box((0,) * len(shape), shape)
 
 
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The elements start to stop of a tensor, counted row by row, as boxes one after another.
+    """Yields the elements start to stop of a tensor, counted in row-major order, as boxes one after another.
 
     A tensor of n axes gives at most 2n − 1 of them: a part of a row, whole rows, a part of a row.
     """
@@ -114,12 +115,12 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def numbers(pattern: str) -> int:
-    """How many leading axes of a pattern's box are numbers in its names."""
+    """Returns how many leading axes of a pattern's box are numbers in its names."""
     return pattern.count("{}")
 
 
 def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Pattern → shape with the numbers' axes, as name → shape of one tensor."""
+    """Turns pattern → shape, with the numbers' axes first, into name → shape of one tensor."""
     return {
         pattern.format(*single.start[: numbers(pattern)]): shape[numbers(pattern) :]
         for pattern, shape in shapes.items()
@@ -129,7 +130,7 @@ def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`box` of the canonical pattern `tensor` lies in `local` of the rank's pattern `parameter`.
+    """One box of a rank's parameters: `local` of the pattern `parameter` holds `box` of the canonical pattern `tensor`.
 
     Local axis k runs along canonical axis axes[k], so transposed weights are pieces as well. The numbers of
     `parameter` are those of `tensor`, or fewer: an expert may be a number there and an index here.
@@ -142,16 +143,16 @@ class Piece:
     axes: Shape
 
     def narrow(self, box: Box) -> Piece:
-        """The part of this piece that lies in the canonical `box`, which must be inside it."""
+        """Returns the part of this piece that holds the canonical `box`, which must be inside it."""
         offset = [local - self.box.start[axis] for local, axis in zip(self.local.start, self.axes, strict=True)]
         start = tuple(box.start[axis] + by for axis, by in zip(self.axes, offset, strict=True))
         stop = tuple(box.stop[axis] + by for axis, by in zip(self.axes, offset, strict=True))
         return Piece(self.parameter, Box(start, stop), self.tensor, box, self.axes)
 
     def views(self, parameters: Mapping[str, Any]) -> Iterator[Any]:
-        """The piece inside its local parameters (torch tensors by name), without copies.
+        """Yields one view of each local parameter (torch tensors by name) that the piece is in, without copies.
 
-        One view a parameter, their axes in canonical order; one after another they are the box in its order.
+        Their axes are in canonical order; one after another they are the box in row-major order.
         """
         named = numbers(self.parameter)
         inner, region = self.axes[named:], self.local.slices[named:]
@@ -160,7 +161,7 @@ class Piece:
             yield parameters[self.parameter.format(*number)][region].permute(order)
 
     def tensors(self, parameters: Mapping[str, Any]) -> Iterator[tuple[str, tuple[slice, ...], Any]]:
-        """(canonical name, region of that tensor, view of it in the local parameters), for each tensor of the piece."""
+        """Yields for each tensor of the piece (canonical name, region of it, view of that in the local parameters)."""
         named = numbers(self.tensor)
         region = self.box.slices[named:]
         for single in self.box.singles(named):
@@ -170,28 +171,28 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank holds. Shapes are of patterns, the axes of their numbers first."""
+    """The parameters of one rank. Shapes are those of patterns, the axes of their numbers first."""
 
     held: dict[str, Shape]
     """Local parameters; their numbers count from 0."""
     canonical: dict[str, Shape]
-    """Canonical tensors of which this rank holds a part: their whole shapes."""
+    """The whole shapes of the canonical tensors of which this rank holds a part."""
     pieces: tuple[Piece, ...]
-    """In the order of the model."""
+    """The pieces in the order of the model."""
 
     @cached_property
     def parameters(self) -> dict[str, Shape]:
-        """Name of each local parameter → its shape."""
+        """The shape of each local parameter by its name."""
         return expand(self.held)
 
     @cached_property
     def size(self) -> int:
-        """Elements that the pieces cover, padding not counted."""
+        """The number of elements that the pieces cover, without padding."""
         return sum(piece.box.size for piece in self.pieces)
 
     @property
     def padded(self) -> set[str]:
-        """Parameters that hold more than their pieces: padding, always zero."""
+        """The names of parameters that hold more than their pieces: padding, which is always zero."""
         covered = dict.fromkeys(self.held, 0)
         for piece in self.pieces:
             covered[piece.parameter] += piece.box.size
@@ -211,7 +212,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows start to stop of a canonical tensor: what a fused parameter stacks along its first axis."""
+    """Rows start to stop of a canonical tensor; a fused parameter stacks several of these along its first axis."""
 
     tensor: str
     start: int
@@ -219,7 +220,7 @@ class Rows:
 
 
 def window(stack: Iterable[Rows], start: int, stop: int) -> Iterator[Rows]:
-    """The part of a stack of rows that lies between its rows start and stop."""
+    """Yields the part of a stack of rows between its rows start and stop."""
     top = 0
     for rows in stack:
         first, last = max(start - top, 0), min(stop - top, rows.stop - rows.start)

@@ -1,7 +1,7 @@
 """The trainer pool's state as megatron-core's distributed checkpoint (torch_dist), under any parallel sizes.
 
-Each rank writes one file, on a thread of its own; rank 0 adds what describes them. Loading is megatron-core's, and
-unpickles what is no tensor: checkpoints are trusted input.
+Each rank writes one file, on a thread of its own; rank 0 adds the files that describe them. megatron-core loads it and
+unpickles everything but tensors: checkpoints are trusted input.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class Saver:
     Example:
         saver = Saver(trainer)
         saver.begin(folder / "trainer", seal)
-        trainer.train_batch(part, before_step=saver.wait_until_read)  # the copy overlaps forward and backward
-        if saver.done():  # raises RunError if the save failed
-            ...
+        trainer.train_batch(part, before_step=saver.wait_until_read)  # the next optimizer step waits for the copy
+        saver.done()  # now and then: raises RunError if the save failed
         saver.wait()  # before the process ends
     """
 

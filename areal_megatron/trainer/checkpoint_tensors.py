@@ -1,4 +1,4 @@
-"""What one trainer rank stores in a checkpoint: its own part of every parameter and of the optimizer's states.
+"""The part of a checkpoint that one trainer rank stores: its own part of every parameter and optimizer state.
 
 The parts of all ranks together are the tensors that megatron-core's dist_checkpointing reads (torch_dist, optimizer
 in the format fully_reshardable), each element once. The distributed optimizer gives each rank a run of elements of a
