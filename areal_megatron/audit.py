@@ -19,6 +19,7 @@ from pathlib import Path
 
 from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
@@ -148,7 +149,7 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
     return faults
 
 
-def check_dispositions(config: Config, checkpoint: checkpoint_folder.Checkpoint, batches: list[Batch]) -> list[str]:
+def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: list[Batch]) -> list[str]:
     """Checks the controller's disposition of each prompt that it drew before the checkpoint against the ledgers."""
     ids, cursor = drawing(config)
     saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)

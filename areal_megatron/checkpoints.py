@@ -1,12 +1,14 @@
-"""A trainer rank's part in checkpoints: where a run goes on, and saving beside training."""
+"""A trainer rank's part in checkpoints: resuming a run, and saving and exporting beside training."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -22,12 +24,46 @@ from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
-_EXPORT = """
-import sys
-from pathlib import Path
-from areal_megatron.checkpoint.convert import to_hf
-to_hf(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
+_PROGRESS_S = 60.0
+
+
+class Export(threading.Thread):
+    """Converts a checkpoint into a Hugging Face folder beside training, in a process of its own that may take as long
+    as it needs.
+
+    It begins when the export `after` has ended. The process ends with this one: the kernel ends it when the thread that
+    started it ends (on Linux), the launcher with all other processes of the trainer's session.
+    """
+
+    def __init__(self, checkpoint: Path, out: Path, after: Export | None = None):
+        super().__init__(name=f"export-{checkpoint.name}", daemon=True)
+        self.checkpoint, self._out, self._after = checkpoint, out, after
+        self.start()
+
+    def run(self) -> None:
+        if self._after:
+            self._after.join()
+        self._out.parent.mkdir(exist_ok=True)
+        if self._out.exists():  # this version was exported before the run was resumed
+            shutil.rmtree(self._out)
+        command = [sys.executable, "-m", "areal_megatron.convert", "to-hf", str(self.checkpoint), str(self._out)]
+        process = subprocess.Popen([*command, "--parent", str(os.getpid())])
+        begun = time.monotonic()
+        while True:
+            try:
+                failed = process.wait(_PROGRESS_S)
+                break
+            except subprocess.TimeoutExpired:
+                minutes, written = (time.monotonic() - begun) / 60, self._written() / 1e9
+                log.warning("the export of %s: %.1f GB after %.0f min", self.checkpoint.name, written, minutes)
+        if failed:
+            log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
+
+    def _written(self) -> int:
+        unfinished = self._out.with_name(f".{self._out.name}.partial")
+        with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+            return sum(path.stat().st_size for path in unfinished.iterdir())
+        return 0
 
 
 class Checkpoints:
@@ -38,14 +74,12 @@ class Checkpoints:
         self._trainer, self._experience = trainer, experience
         self._saver = checkpoint.Saver(trainer)
         self._version = 0
-        """Of the checkpoint that is being saved, or was saved last."""
+        """Version of the checkpoint that is being saved or was saved last."""
         self._stall_s = 0.0
-        self._export: subprocess.Popen | None = None
-        self.wait_until_read = self._saver.wait_until_read
-        """Returns when parameters may change."""
+        self._exports: list[Export] = []
 
     def resume(self) -> tuple[int, int]:
-        """Version and number of batches with which this incarnation of the run begins; loads them first."""
+        """Loads what this incarnation of the run starts from; returns its version and number of batches."""
         start = self._run.start
         if self._trainer.parallel.is_first:
             checkpoint_folder.remove_unfinished(self._run)
@@ -55,10 +89,14 @@ class Checkpoints:
         self._version = start.version
         return start.version, start.batches
 
+    def wait_until_read(self) -> None:
+        """Returns when parameters may change."""
+        self._saver.wait_until_read()
+
     def after_update(self, version: int, batches: int, last: bool) -> None:
         """Saves `version` if it is its turn or the last; to be called before the next batch is asked for.
 
-        Raises RunError if the one before could not be saved.
+        Raises RunError if the checkpoint before could not be saved.
         """
         with self._removed_if_it_fails():
             self._saver.done()
@@ -69,7 +107,8 @@ class Checkpoints:
     def stop(self, version: int, batches: int) -> None:
         """Saves `version`, whatever checkpoint.every is: the run is to end before its last update.
 
-        Where that was done, the controller's part alone is written again: it has the answers that are broken off now.
+        If `version` was saved already, only the controller's part is written again, which has the answers that were
+        interrupted since.
         """
         with self._removed_if_it_fails():
             self._saver.wait()
@@ -82,7 +121,7 @@ class Checkpoints:
         """Returns when what was begun is saved and exported. Raises RunError if it cannot be saved."""
         with self._removed_if_it_fails():
             self._saver.wait()
-        self._finish_export()
+        self._wait_for_exports()
 
     def _begin(self, version: int, batches: int) -> None:
         begun, path = time.monotonic(), checkpoint_folder.partial(self._run, version)
@@ -95,7 +134,7 @@ class Checkpoints:
         self._stall_s = time.monotonic() - begun
 
     def _write_again(self, version: int, batches: int) -> None:
-        self._finish_export()  # it may be reading what is replaced
+        self._wait_for_exports()  # one may be reading what is replaced
         try:
             if checkpoint_folder.again(self._run, version):
                 self._experience.checkpoint(version, batches)
@@ -106,21 +145,22 @@ class Checkpoints:
             log.warning("answers that were running will be generated again: %s", e)
 
     def _seal(self, version: int, batches: int, begun: float) -> None:
-        """Rank 0, on the saver's thread: all ranks' files are there."""
+        """Completes the checkpoint when all ranks' files are there; rank 0, on the saver's thread."""
         folder = checkpoint_folder.partial(self._run, version)
         self._experience.wait_for_checkpoint(version)
         (folder / "hf").mkdir()
         copy_description(Path(self._model.path), folder / "hf", self._model.dtype)
         sealed = checkpoint_folder.seal(self._run, version, batches)
-        if not self._export or self._export.poll() is not None:  # else it may read the oldest one
-            checkpoint_folder.tidy(self._run, self._settings)
+        self._exports = [export for export in self._exports if export.is_alive()]
+        checkpoint_folder.tidy(self._run, self._settings, {export.checkpoint for export in self._exports})
         if self._settings.hf_every and version % self._settings.hf_every == 0:
-            self._start_export(sealed.folder)
+            out = self._run.exports / sealed.folder.name
+            self._exports.append(Export(sealed.folder, out, after=self._exports[-1] if self._exports else None))
         self._experience.saved(version, self._stall_s, time.monotonic() - begun)
 
     @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:
-        """Nothing half-written stays."""
+        """Removes a checkpoint that could not be finished."""
         try:
             yield
         except (RunError, ControllerError):
@@ -128,23 +168,6 @@ class Checkpoints:
                 shutil.rmtree(checkpoint_folder.partial(self._run, self._version), ignore_errors=True)
             raise
 
-    def _start_export(self, folder: Path) -> None:
-        """Hugging Face format beside training, by a process of its own."""
-        out = self._run.exports / folder.name
-        if out.exists():  # this version was exported before the run was resumed
-            shutil.rmtree(out)
-        out.parent.mkdir(exist_ok=True)
-        self._finish_export()
-        self._export = subprocess.Popen([sys.executable, "-c", _EXPORT, str(folder), str(out)])
-
-    def _finish_export(self) -> None:
-        if not self._export:
-            return
-        try:
-            failed = self._export.wait(self._trainer.config.machine.peer_timeout_s)
-        except subprocess.TimeoutExpired:
-            self._export.kill()
-            failed = True
-        if failed:
-            log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
-        self._export = None
+    def _wait_for_exports(self) -> None:
+        for export in self._exports:
+            export.join()

@@ -314,6 +314,11 @@ class Config:
         return self.batch_size // self.rollout.group_size
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest answer together; vLLM's max_model_len."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.name
 

@@ -4,30 +4,234 @@
                                              [--verify] [--no-sync]
     python -m areal_megatron.convert from-hf HF_DIR OUT [--dtype bfloat16] [--shard-gb 4] [--verify] [--no-sync]
 
-CHECKPOINT is a checkpoint folder of a run (RUN/checkpoints/version-000012), or a torch_dist folder alone with --config,
-a folder that has config.json and tokenizer. OUT is a new folder; it appears whole or not at all. One process without
-GPUs that never holds more than a part of a tensor; every parallel layout and every model of
-areal_megatron/models. Exit code 2 and one line for input that cannot be converted. More:
-docs/checkpoints.md.
+CHECKPOINT is a checkpoint folder of a run (RUN/checkpoints/version-000012), which holds `trainer/`, a torch_dist folder
+as megatron-core writes it, and `hf/`, all of the Hugging Face folder but the weights; or a torch_dist folder alone with
+--config, a folder that has config.json and tokenizer. OUT is a new folder; it appears whole or not at all. One process
+without GPUs that never holds more than a part of a tensor; every parallel layout and every model of
+areal_megatron/models. Exit code 2 and one line for input that cannot be converted. More: docs/checkpoints.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import os
+import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from math import prod
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+from numpy import ndarray
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from areal_megatron.checkpoint.convert import from_hf, to_hf
-from areal_megatron.checkpoint.disk import ITEMSIZE, CheckpointError
+from areal_megatron.checkpoint import torch_dist
+from areal_megatron.checkpoint.disk import Blocks, CheckpointError
+from areal_megatron.checkpoint.hf_folder import (
+    SHARD_BYTES,
+    HfFolder,
+    HfTensor,
+    copy_description,
+    hf_tensors,
+    write_weights,
+)
+from areal_megatron.checkpoint.torch_dist import DistCheckpoint
 from areal_megatron.config import ConfigError
+from areal_megatron.files import whole_folder
+from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.reshard.boxes import Box, numbers, whole
+
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of the largest chunk of a tensor that from_hf stores as one; who loads it holds a whole chunk."""
+TRAINER, DESCRIPTION = "trainer", "hf"
+"""The parts of a checkpoint folder: the torch_dist folder, and config, tokenizer and the like."""
+Report = Callable[[int, int], None]
+"""Told (bytes done, bytes to do) after each block."""
+
+
+class BoxReader(Protocol):
+    """A model on disk that is read by boxes of canonical tensors, each within one layer and one expert."""
+
+    def dtype(self, tensor: str) -> str: ...
+    def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None: ...
+
+
+def to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    description: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = False,
+    sync: bool = True,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes the checkpoint folder's model as the Hugging Face folder `out`, which appears whole or not at all.
+
+    `checkpoint` may also be a torch_dist folder alone; then `description` is a folder with config.json, tokenizer
+    and so on. dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one tensor.
+    verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power failure
+    soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that is
+    missing or describes no known model.
+    """
+    trainer, description = _folders(checkpoint, description)
+    config = read_config(description)
+    with closing(DistCheckpoint(trainer, config)) as source:
+        model = hf_tensors(architecture(config).canonical, lambda pattern: dtype or source.dtype(pattern))
+        total = sum(tensor.nbytes for tensor in model)
+        progress, blocks = _Progress(report, total * (1 + verify)), Blocks()
+
+        def read(tensor: HfTensor) -> Iterator[ndarray]:
+            for block, rows in blocks.of(tensor.box, tensor.dtype):
+                source.read(tensor.pattern, block, rows, tensor.dtype)
+                progress(rows.nbytes)
+                yield rows
+
+        with _new_folder(out, total, sync) as folder:
+            write_weights(folder, model, read, shard_bytes, sync)
+            copy_description(description, folder, model[0].dtype)
+            if verify:
+                with closing(HfFolder.of_model(folder, config)) as result:
+                    compare(source, result, model, blocks, progress)
+
+
+def from_hf(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = False,
+    sync: bool = True,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes a Hugging Face folder as the checkpoint folder `out`, with the model and no optimizer; else like to_hf.
+
+    Layer norms are written under both names that megatron-core has for them, with TransformerEngine and without.
+    """
+    from areal_megatron.checkpoint import torch_dist_file  # imports torch
+
+    config = read_config(source)
+    model = HfFolder.of_model(source, config)
+    layout = torch_dist.layout(config)
+    pieces = torch_dist.by_parameter(layout)
+    held = dict(layout.held)
+    for plain, fused in torch_dist.ALIASES.items():
+        held[fused], pieces[fused] = held[plain], pieces[plain]
+    tensors = {name: (dtype or model.dtype(pieces[name][0].tensor), shape) for name, shape in held.items()}
+    chunks = [
+        (name, chunk)
+        for name, (kind, shape) in tensors.items()
+        for single in whole(shape).singles(numbers(pieces[name][0].tensor))
+        for chunk in single.cut(CHUNK_BYTES // ITEMSIZE[kind])
+    ]
+    dtypes = {piece.tensor: tensors[piece.parameter][0] for piece in layout.pieces}
+    written = hf_tensors(layout.canonical, dtypes.__getitem__)
+    total = sum(prod(shape) * ITEMSIZE[kind] for kind, shape in tensors.values())
+    progress, blocks = _Progress(report, total + verify * sum(tensor.nbytes for tensor in written)), Blocks()
+
+    def read(name: str, chunk: Box) -> Iterator[ndarray]:
+        kind, _ = tensors[name]
+        for block, rows in blocks.of(chunk, kind):
+            for piece in pieces[name]:
+                if common := piece.local.intersection(block):
+                    box = common.within(piece.local).shifted(piece.box.start)
+                    model.read(piece.tensor, box, rows[common.within(block).slices], kind)
+            progress(rows.nbytes)
+            yield rows
+
+    with closing(model), _new_folder(out, total, sync) as folder:
+        (folder / DESCRIPTION).mkdir()
+        copy_description(source, folder / DESCRIPTION, written[0].dtype)
+        objects = torch_dist.extra_states(layout)
+        torch_dist_file.write_folder(folder / TRAINER, tensors, chunks, read, objects, shard_bytes, sync)
+        if verify:
+            with closing(DistCheckpoint(folder / TRAINER, config)) as result:
+                compare(model, result, written, blocks, progress)
+
+
+def compare(source: BoxReader, result: BoxReader, model: list[HfTensor], blocks: Blocks, progress: _Progress) -> None:
+    """Raises CheckpointError unless `result` has the source's values, cast to the model's dtypes, bit for bit."""
+    for tensor in model:
+        # Memory is given in turn, so that the two blocks of a pair never share it.
+        pairs = zip(blocks.of(tensor.box, tensor.dtype), blocks.of(tensor.box, tensor.dtype), strict=True)
+        for (block, expected), (_, found) in pairs:
+            source.read(tensor.pattern, block, expected, tensor.dtype)
+            result.read(tensor.pattern, block, found, tensor.dtype)
+            if not np.array_equal(expected, found):
+                raise CheckpointError(f"{tensor.name} read back is not what was written; check the disk and try again")
+            progress(expected.nbytes)
+
+
+@contextlib.contextmanager
+def _new_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
+    """Yields a folder that becomes `path` at the end, as files.whole_folder does.
+
+    size: bytes that will be written. Raises CheckpointError where `path` exists or cannot be written.
+    """
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists: remove it or choose another name")
+    path = path.absolute()
+    if not path.parent.is_dir():
+        raise CheckpointError(f"cannot write {path}: there is no folder {path.parent}, make it first")
+    try:
+        with whole_folder(path, sync=sync) as folder:
+            if (free := shutil.disk_usage(folder).free) < size:
+                raise CheckpointError(
+                    f"{path} needs {size / 1e9:.3f} GB and {free / 1e9:.3f} GB are free: make room or choose another "
+                    "disk"
+                )
+            yield folder
+    except OSError as e:
+        raise CheckpointError(f"cannot write {path}: {e.strerror}; nothing was left behind") from None
+
+
+class _Progress:
+    def __init__(self, report: Report, total: int):
+        self._report, self._done, self._total = report, 0, total
+        report(0, total)
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._report(self._done, self._total)
+
+
+def _folders(checkpoint: Path, description: Path | None) -> tuple[Path, Path]:
+    """Returns the torch_dist folder of a checkpoint, and the folder with its config and tokenizer."""
+    if (checkpoint / TRAINER).is_dir():
+        return checkpoint / TRAINER, description or checkpoint / DESCRIPTION
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} is no folder; give a checkpoint folder such as RUN/checkpoints/version-000012"
+        )
+    if description is None:
+        raise CheckpointError(
+            f"{checkpoint} has no folder {TRAINER}: give a checkpoint folder, or for a torch_dist folder "
+            "alone --config HF_DIR, a folder with config.json and tokenizer"
+        )
+    return checkpoint, description
+
+
+def _end_with(parent: int) -> None:
+    """Has the kernel send this process SIGTERM when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before
+        sys.exit(128 + signal.SIGTERM)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    if options.parent:
+        _end_with(options.parent)
     settings = {
         "dtype": options.dtype,
         "shard_bytes": int(options.shard_gb * 2**30),
@@ -45,7 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 from_hf(options.hf_dir, options.out, **settings)
     except (CheckpointError, ConfigError) as e:
-        # what reads config.json speaks of the key of a run's config
+        # errors about config.json name the key of a run's config
         print(f"error: {str(e).removeprefix('model.path: ')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -73,6 +277,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
             action="store_false",
             help="do not wait until everything is on the disk; cp does not either",
         )
+        direction.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # end when this process ends
         direction.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     options = parser.parse_args(arguments)
     if options.shard_gb <= 0:

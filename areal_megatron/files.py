@@ -2,33 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Writes a file of which readers see the old content or the new, never a part. Raises OSError.
+
+    sync: the content is on the disk before the file appears.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Writes an indented JSON file atomically."""
+    write_atomically(path, json.dumps(report, indent=2) + "\n")
+
+
+def sync_path(path: Path) -> None:
+    """Returns when a file's content, or the names in a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the folder and everything in it is on the disk. Raises OSError."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Renames a folder, if it exists, to `.NAME.REASON` beside it and returns that path, for the caller to remove:
+    a folder that is half removed must not look complete. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{reason}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.exists():
+        os.rename(path, aside)
+    return aside
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """Yields a folder to fill, which takes the place of `path` at the end, or is removed if an error is raised.
+
+    sync: everything is on the disk before the folder appears. Raises OSError.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if sync:
+            sync_folder(partial)
+        older = set_aside(path, "old")
+        os.rename(partial, path)
+        if sync:
+            sync_path(path.parent)
+        shutil.rmtree(older, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
 def drop_torn_line(path: Path) -> None:
-    """A writer that died in the middle of a line must not spoil the first line of the next writer."""
+    """Removes an unfinished last line, left by a writer that died, which would spoil the next writer's first line."""
     if path.exists():
         with path.open("rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old content or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Whoever reads `path` sees the old report or the new one, never a part."""
-    write_atomically(path, json.dumps(report, indent=2) + "\n")
-
-
 def new_folder(kind: str, chosen: Path | None = None) -> Path:
-    """`chosen`, or the first runs/KIND-N that does not exist; made."""
+    """Makes and returns `chosen`, or the first runs/KIND-N that does not exist."""
     folders = (Path("runs") / f"{kind}-{number}" for number in range(1, 10**6))
     folder = (chosen or next(folder for folder in folders if not folder.exists())).absolute()
     folder.mkdir(parents=True)

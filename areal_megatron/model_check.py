@@ -74,7 +74,7 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
 
 
 def _check_length(config: Config, hf: dict[str, Any]) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence
     limit, (rope_type, rope) = hf.get("max_position_embeddings", longest), _rope(hf)
     if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
         limit = max(limit, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", limit)))

@@ -31,6 +31,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.errors import first_line
 from areal_megatron.run import Run
 
 VERSIONS = ("cyan", "yellow", "magenta", "green", "blue", "red")
@@ -131,7 +132,7 @@ def _network(model: Path):
     try:
         found = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     except (OSError, ValueError) as e:
-        raise ConfigError(f"--model: {model} cannot be loaded: {str(e).splitlines()[0]}") from None
+        raise ConfigError(f"--model: {model} cannot be loaded: {first_line(e)}") from None
     return found.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

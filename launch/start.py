@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.checkpoint.folder import Checkpoint
+from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import recorded
 from areal_megatron.data.prompts import check_data
@@ -76,7 +76,7 @@ class Beginning:
     config: Config
     run: Run
     plan: ClusterPlan
-    checkpoint: Checkpoint | None
+    checkpoint: SavedCheckpoint | None
     """None: the run begins with the model of model.path."""
 
     def begin(self) -> None:
@@ -108,7 +108,7 @@ def check_input(config: Config) -> None:
         check_workflow(config)
 
 
-def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> None:
+def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) -> None:
     """Raises ConfigError if the folder lacks batches that the replay needs."""
     folder = Path(config.data.train)
     if folder.absolute().is_relative_to(run.folder):
@@ -116,7 +116,7 @@ def _check_replay(config: Config, run: Run, checkpoint: Checkpoint | None) -> No
     recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)
 
 
-def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -> None:
+def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = ()) -> None:
     """Begins an incarnation, from the checkpoint or from the start. `keep`: names of the processes that stay alive."""
     if checkpoint is None:
         run.begin()
@@ -132,7 +132,7 @@ def begin(run: Run, checkpoint: Checkpoint | None, keep: Collection[str] = ()) -
     )
 
 
-def newest(run: Run) -> Checkpoint | None:
+def newest(run: Run) -> SavedCheckpoint | None:
     """Returns the run's newest whole checkpoint, None if there is none, and warns of newer ones that are broken.
 
     Raises ConfigError if there are checkpoints and all of them are broken.
@@ -146,7 +146,7 @@ def newest(run: Run) -> Checkpoint | None:
     return checkpoint
 
 
-def _resumed(config: Config, run: Run) -> Checkpoint | None:
+def _resumed(config: Config, run: Run) -> SavedCheckpoint | None:
     """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
     if not config.resume:
         return None

@@ -1,16 +1,17 @@
-"""Tensors inside files: where their bytes lie, and how a region of them is read.
+"""Boxes of tensors in files: how they are read, and how files of them are written, a block at a time.
 
-A safetensors file and a torch_dist checkpoint both hold tensors, or boxes of them, uncompressed and row by row.
-Regions are read with pread into memory of the caller: pages of a mapped file would count as this process's own.
-Elements are moved as unsigned integers of their size; torch, whose import alone takes seconds, is needed to cast only.
+A safetensors file and a torch_dist checkpoint both hold tensors, or boxes of them, uncompressed and in row-major order.
+Boxes are read with pread into the caller's memory: the pages of a mapped file would count as this process's own.
+Elements are moved as unsigned integers of their size; torch, whose import alone takes seconds, is needed only to cast.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
 import os
-import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -19,13 +20,16 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from areal_megatron.reshard.boxes import Box, Shape, whole
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.reshard.boxes import Box, Shape
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Of the dtypes that can be read and written, by torch's names."""
-SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-HEADER_LIMIT = 100 * 2**20
-"""Bytes of a safetensors header; the safetensors library refuses more."""
+BLOCK_BYTES = 4 * 2**20
+"""Read at a time, while the block before is written."""
+WRITE_BYTES = 256 * 2**10
+"""Bytes of one call of write; with calls of a megabyte and more the kernel (6.18, ext4) takes four times as long."""
+WRITE_BEHIND_BYTES = 64 * 2**20
+"""Each time so many have been written, the kernel is told to bring them to the disk, so that little is left when the
+file is synced."""
 
 
 class CheckpointError(ValueError):
@@ -34,7 +38,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The box `box` of a tensor lies in the file `path` from byte `offset` on."""
+    """The place of a box of a tensor: the file `path` from byte `offset` on."""
 
     path: Path
     offset: int
@@ -43,22 +47,36 @@ class Extent:
 
 
 def empty(shape: Shape, dtype: str, memory: ndarray | None = None) -> ndarray:
-    """An array for elements of a dtype of ITEMSIZE; in `memory`, bytes, if it is large enough."""
+    """Returns an array for elements of a dtype of ITEMSIZE, inside `memory` (bytes) if that is large enough."""
     size = prod(shape) * ITEMSIZE[dtype]
     if memory is None or memory.size < size:
         memory = np.empty(size, np.uint8)
     return memory[:size].view(f"u{ITEMSIZE[dtype]}").reshape(shape)
 
 
+class Blocks:
+    """Cuts boxes into blocks of at most BLOCK_BYTES and gives each an array to fill.
+
+    The memory of a block is used again for the block after the next one, and not before.
+    """
+
+    def __init__(self):
+        self._memory = itertools.cycle([np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)])
+
+    def of(self, box: Box, dtype: str) -> Iterator[tuple[Box, ndarray]]:
+        for block in box.cut(BLOCK_BYTES // ITEMSIZE[dtype]):
+            yield block, empty(block.shape, dtype, next(self._memory))
+
+
 class OpenFiles:
-    """The files that were read from last, kept open: opening one takes as long as reading half a megabyte."""
+    """The files that were read last, kept open: opening one takes as long as reading half a megabyte."""
 
     def __init__(self, limit: int = 32):
         self._limit = limit
         self._files: dict[Path, FileIO] = {}
 
     def descriptor(self, path: Path) -> int:
-        """Of the file, open for reading. Raises OSError."""
+        """Returns the descriptor of the file, open for reading. Raises OSError."""
         file = self._files.pop(path, None) or FileIO(path)
         self._files[path] = file  # the last one of the dict
         if len(self._files) > self._limit:
@@ -70,48 +88,64 @@ class OpenFiles:
             self._files.popitem()[1].close()
 
 
-def read(files: OpenFiles, extent: Extent, region: Box, out: ndarray, dtype: str) -> None:
-    """Fills `out`, of the region's shape and for elements of `dtype`, with `region`, a part of the extent's box.
+def read_box(files: OpenFiles, extent: Extent, box: Box, out: ndarray, dtype: str) -> None:
+    """Fills `out`, an array of the box's shape for elements of `dtype`, with `box`, a part of the extent's box.
 
     Raises CheckpointError where the file cannot be read or ends too early.
     """
-    start, stop = inside(extent.box, region)
+    region, shape = box.within(extent.box), extent.box.shape
     try:
-        _fill(files.descriptor(extent.path), extent.offset, extent.box.shape, (start, stop), extent.dtype, out, dtype)
+        file = files.descriptor(extent.path)
+        _fill(file, extent.offset, shape, region.start, region.stop, extent.dtype, out, dtype)
     except EOFError:
         raise CheckpointError(f"{extent.path} ends too early: it is truncated, take another copy of it") from None
     except OSError as e:
         raise CheckpointError(f"cannot read {extent.path}: {e.strerror}") from None
 
 
-def inside(outer: Box, region: Box) -> tuple[Shape, Shape]:
-    """Start and stop of `region`, counted from the start of `outer`."""
-    start = tuple(a - base for a, base in zip(region.start, outer.start, strict=True))
-    stop = tuple(b - base for b, base in zip(region.stop, outer.start, strict=True))
-    return start, stop
-
-
-def part(array: ndarray, box: Box, region: Box) -> ndarray:
-    """The view of `array`, which holds the box, that holds `region` of it."""
-    return array[tuple(map(slice, *inside(box, region)))]
-
-
 def raw(array: ndarray) -> memoryview:
-    """The bytes of a contiguous array, without a copy."""
+    """Returns the bytes of a contiguous array, without a copy."""
     return memoryview(array.reshape(-1).view(np.uint8))
 
 
+@contextlib.contextmanager
+def appending(path: Path, sync: bool) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Opens a new file and yields a function that appends to it on a thread, while the caller makes the next block.
+
+    A call returns once what was passed to the call before has been written; only then may that memory change. sync: the
+    file will be synced, so the kernel is told early to bring it to the disk. Raises OSError.
+    """
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as writer:
+        written = writer.submit(int)
+
+        def append(data: bytes | memoryview) -> None:
+            nonlocal written
+            written.result()
+            written = writer.submit(_append, file, memoryview(data), sync)
+
+        yield append
+        written.result()
+
+
+def _append(file: FileIO, data: memoryview, sync: bool) -> None:
+    before = file.tell() // WRITE_BEHIND_BYTES
+    while data:
+        data = data[file.write(data[:WRITE_BYTES]) :]
+    if sync and before < (now := file.tell() // WRITE_BEHIND_BYTES):
+        begin = before * WRITE_BEHIND_BYTES
+        os.posix_fadvise(file.fileno(), begin, now * WRITE_BEHIND_BYTES - begin, os.POSIX_FADV_DONTNEED)
+
+
 def _fill(
-    file: int, offset: int, shape: Shape, region: tuple[Shape, Shape], stored: str, out: ndarray, dtype: str
+    file: int, offset: int, shape: Shape, start: Shape, stop: Shape, stored: str, out: ndarray, dtype: str
 ) -> None:
-    """Reads rows that follow each other at once, others one after another."""
-    start, stop = region
+    """Reads rows that follow each other in one call, others one after another."""
     row = prod(shape[1:]) * ITEMSIZE[stored]
     if not any(start[1:]) and stop[1:] == shape[1:]:
         _read_rows(file, offset + start[0] * row, stored, out, dtype)
         return
     for index, rows in zip(range(start[0], stop[0]), out, strict=True):
-        _fill(file, offset + index * row, shape[1:], (start[1:], stop[1:]), stored, rows, dtype)
+        _fill(file, offset + index * row, shape[1:], start[1:], stop[1:], stored, rows, dtype)
 
 
 def _read_rows(file: int, offset: int, stored: str, out: ndarray, dtype: str) -> None:
@@ -132,50 +166,3 @@ def _cast(array: ndarray, stored: str, dtype: str) -> ndarray:
 
     values = torch.from_numpy(array).view(getattr(torch, stored)).to(getattr(torch, dtype))
     return values.view(getattr(torch, f"uint{8 * ITEMSIZE[dtype]}")).numpy()
-
-
-def safetensors_extents(path: Path) -> dict[str, Extent]:
-    """Name → extent of every tensor of a safetensors file.
-
-    Raises CheckpointError where it is damaged or has tensors of other dtypes than SAFETENSORS_DTYPES.
-    """
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > HEADER_LIMIT:
-                raise ValueError("its header is too long")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        extents, end = {}, 8 + length
-        for name, entry in header.items():
-            box, (start, stop) = whole(entry["shape"]), entry["data_offsets"]
-            if entry["dtype"] not in SAFETENSORS_DTYPES:
-                raise CheckpointError(
-                    f"{path}: {name} has dtype {entry['dtype']}; supported are {', '.join(SAFETENSORS_DTYPES)}"
-                )
-            dtype = SAFETENSORS_DTYPES[entry["dtype"]]
-            if stop - start != box.size * ITEMSIZE[dtype] or 8 + length + stop > size:
-                raise ValueError(f"{name} does not lie in it whole")
-            extents[name] = Extent(path, 8 + length + start, dtype, box)
-            end = max(end, 8 + length + stop)
-    except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {e}; take another copy of it") from None
-    return extents
-
-
-def safetensors_header(tensors: Mapping[str, tuple[str, Shape]]) -> bytes:
-    """What a safetensors file begins with if the tensors, name → dtype and shape, follow in their order."""
-    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + prod(shape) * ITEMSIZE[dtype]
-        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are to begin at a multiple of 8 bytes
-    return struct.pack("<Q", len(text)) + text

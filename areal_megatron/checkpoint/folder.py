@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: which are complete, which one to resume from, which to keep. No torch.
+"""The checkpoints of a run on disk: which are complete, which one to resume from, which ones to keep. No torch.
 
 ```
 runs/NAME/checkpoints/version-000012/
@@ -7,8 +7,8 @@ runs/NAME/checkpoints/version-000012/
     controller.msgpack   controller/state.py
     hf/                  config.json and tokenizer of the model
 ```
-A checkpoint is written into `.version-000012.partial` and renamed once everything is synced: a folder without
-the leading dot is complete, unless something happened to it later.
+A checkpoint is written into `.version-000012.partial` and renamed once everything is synced: a folder without the
+leading dot is complete, unless something happened to it later.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_megatron.config import CheckpointConfig, ConfigError
-from areal_megatron.files import write_atomically
+from areal_megatron.files import set_aside, sync_folder, sync_path, write_atomically
 from areal_megatron.run import Run
 
 _NAME = re.compile(r"version-(\d+)")
 _SEAL = "complete.json"
 _REPLACED = "replaced"
 _CRC_BYTES = 64 * 2**20
-"""Larger files are checked by their size alone: reading terabytes again would hold up every start."""
+"""Larger files are checked only by their size: reading terabytes again would hold up every start."""
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
+    """One complete checkpoint."""
+
     folder: Path
     version: int
     """Policy version of everything in it."""
     batches: int
-    """Batches trained before it; above `version` by the updates that were not applied."""
+    """Batches trained before it: `version` and the updates that were not applied."""
     incarnation: int
-    """Of the run that wrote it."""
+    """Incarnation of the run that wrote it."""
 
     @property
     def trainer(self) -> Path:
@@ -57,13 +60,15 @@ class Checkpoint:
 
 
 def partial(run: Run, version: int) -> Path:
-    """Where the checkpoint of `version` is written."""
+    """Returns the folder into which the checkpoint of `version` is written."""
     return run.checkpoints / f".version-{version:06d}.partial"
 
 
 def again(run: Run, version: int) -> bool:
-    """Begins to write the complete checkpoint of `version` once more, with the trainers' files of before: whether there
-    is one. Raises OSError."""
+    """Starts to write the checkpoint of `version` once more, with links to the trainers' files of the existing one.
+
+    Returns False if there is none. Raises OSError.
+    """
     saved, written = run.checkpoints / f"version-{version:06d}", partial(run, version)
     if not saved.exists():
         return False
@@ -72,38 +77,36 @@ def again(run: Run, version: int) -> bool:
     return True
 
 
-def seal(run: Run, version: int, batches: int) -> Checkpoint:
-    """Makes the written files the checkpoint of `version`: synced, listed, renamed. Raises OSError."""
+def seal(run: Run, version: int, batches: int) -> SavedCheckpoint:
+    """Lists, syncs and renames the written files, which makes them the checkpoint of `version`. Raises OSError."""
     written, folder = partial(run, version), run.checkpoints / f"version-{version:06d}"
-    checkpoint = Checkpoint(folder, version, batches, run.incarnation)
-    files = {}
-    for path in sorted(path for path in written.rglob("*") if path.is_file()):
-        _sync(path)
-        files[str(path.relative_to(written))] = [path.stat().st_size, _crc(path)]
-    for path in (written, *(path for path in written.rglob("*") if path.is_dir())):
-        _sync(path)
+    checkpoint = SavedCheckpoint(folder, version, batches, run.incarnation)
+    files = {
+        str(path.relative_to(written)): [path.stat().st_size, _crc(path)]
+        for path in sorted(written.rglob("*"))
+        if path.is_file()
+    }
     described = {key: value for key, value in asdict(checkpoint).items() if key != "folder"}
     write_atomically(written / _SEAL, json.dumps(described | {"files": files}))
-    _sync(written / _SEAL)
-    _sync(written)
-    # The same version, written before, or of a line of the run that was given up
-    before = _set_aside(folder, _REPLACED)
+    sync_folder(written)
+    # The same version, written before, perhaps by a branch of the run that was given up
+    before = set_aside(folder, _REPLACED)
     try:
         os.rename(written, folder)
     except OSError:
         put_back(run)
         raise
-    _sync(run.checkpoints)
+    sync_path(run.checkpoints)
     shutil.rmtree(before, ignore_errors=True)
     return checkpoint
 
 
-def read(folder: Path) -> Checkpoint:
-    """Raises ConfigError that says what is wrong with it, the files' sizes and CRCs included."""
+def read(folder: Path) -> SavedCheckpoint:
+    """Reads complete.json and checks each file's size and CRC against it. Raises ConfigError if one is wrong."""
     try:
         described = json.loads((folder / _SEAL).read_text())
         files = described.pop("files")
-        checkpoint = Checkpoint(folder, **described)
+        checkpoint = SavedCheckpoint(folder, **described)
         files.items()
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no complete checkpoint: it has no {_SEAL}") from None
@@ -121,15 +124,15 @@ def read(folder: Path) -> Checkpoint:
 
 
 def complete(run: Run) -> list[Path]:
-    """Folders of the run's checkpoints in the order of their writing, which resuming an old one makes another than
-    that of their versions. One that its run removes at this moment is none of them."""
+    """Returns the folders of the run's checkpoints in the order in which they were written; resuming an old checkpoint
+    makes that differ from the order of versions. Leaves out one that its run is just removing."""
     folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
     written = {folder: _written_at(folder) for folder in folders if _NAME.fullmatch(folder.name)}
     return sorted((folder for folder, at in written.items() if at is not None), key=written.get)
 
 
-def newest(run: Run) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint written last that is whole, and what is wrong with those written after it."""
+def newest(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
+    """Returns the last undamaged checkpoint, and what is wrong with those written after it."""
     problems = []
     for folder in reversed(complete(run)):
         try:
@@ -140,7 +143,7 @@ def newest(run: Run) -> tuple[Checkpoint | None, list[str]]:
 
 
 def put_back(run: Run) -> None:
-    """Brings back what `seal` set aside and did not come to replace; while nobody writes."""
+    """Restores what `seal` set aside but did not live to replace. Only while no process of the run writes."""
     for path in run.checkpoints.glob(f".version-*.{_REPLACED}"):
         folder = path.with_name(path.name.removeprefix(".").removesuffix(f".{_REPLACED}"))
         if not folder.exists():
@@ -148,30 +151,22 @@ def put_back(run: Run) -> None:
 
 
 def remove_unfinished(run: Run) -> None:
-    """Removes what an earlier incarnation of the run did not write, or remove, to the end."""
+    """Removes what an earlier incarnation of the run had not finished writing or removing."""
     for path in run.checkpoints.glob(".*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def tidy(run: Run, settings: CheckpointConfig) -> None:
-    """Removes all but the last checkpoint.keep and those of every checkpoint.keep_every versions."""
+def tidy(run: Run, settings: CheckpointConfig, in_use: Collection[Path] = ()) -> None:
+    """Removes all but the last `checkpoint.keep`, those whose version checkpoint.keep_every divides, and those
+    `in_use`."""
     for folder in complete(run)[: -settings.keep]:
         version = int(_NAME.fullmatch(folder.name)[1])
-        if not settings.keep_every or version % settings.keep_every:
-            shutil.rmtree(_set_aside(folder, "removed"), ignore_errors=True)
-
-
-def _set_aside(folder: Path, reason: str) -> Path:
-    """Where a folder that may not be there is removed: what is half removed must not look complete."""
-    aside = folder.with_name(f".{folder.name}.{reason}")
-    shutil.rmtree(aside, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, aside)
-    return aside
+        if folder not in in_use and (not settings.keep_every or version % settings.keep_every):
+            shutil.rmtree(set_aside(folder, "removed"), ignore_errors=True)
 
 
 def _written_at(folder: Path) -> int | None:
-    """Nanoseconds since the epoch; None where it is gone."""
+    """Returns nanoseconds since 1970, or None if the folder is gone."""
     for path in (folder / _SEAL, folder):
         with contextlib.suppress(FileNotFoundError):
             return path.stat().st_mtime_ns
@@ -180,11 +175,3 @@ def _written_at(folder: Path) -> int | None:
 
 def _crc(path: Path) -> int | None:
     return zlib.crc32(path.read_bytes()) if path.stat().st_size <= _CRC_BYTES else None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,80 +1,215 @@
-"""A Hugging Face folder as files: its weights read by boxes, and what in it is no weight. Without torch."""
+"""A Hugging Face folder as files: weights read by boxes and written in shards, and all that is no weight. No torch."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy import ndarray
 
-from areal_megatron.checkpoint.disk import CheckpointError, OpenFiles, read, safetensors_extents
+from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, appending, raw, read_box
+from areal_megatron.files import write_json
 from areal_megatron.models.architecture import architecture, read_config
-from areal_megatron.reshard.boxes import Box, expand, numbers
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.reshard.boxes import Box, Shape, expand, numbers, whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+HEADER_LIMIT = 100 * 2**20
+"""Bytes of a safetensors header; the safetensors library refuses more."""
+SHARD_BYTES = 4 * 2**30
+"""Bytes of the largest file that is written unless somebody asks for another size."""
 
 
 class HfFolder:
-    """The weights of a Hugging Face folder.
+    """The weights of a Hugging Face folder, read by boxes of canonical tensors.
 
-    Raises CheckpointError where files are missing or damaged, or where names and shapes are not those of hf_config.
+    canonical: the patterns that will be read, with their whole shapes; files that hold none of them are not opened.
+    model: the model's class, for errors. Raises CheckpointError where files are missing or damaged, or a tensor is
+    missing or has another shape.
     """
 
-    def __init__(self, folder: Path, hf_config: Mapping[str, Any]):
-        model = architecture(hf_config)
-        self._extents, self._files = {}, OpenFiles()
-        for file in _weight_files(folder):
-            self._extents |= safetensors_extents(file)
-        expected = expand(model.canonical)
+    def __init__(self, folder: Path, canonical: Mapping[str, Shape], model: str = ""):
+        expected, config = expand(canonical), f"config.json ({model})" if model else "config.json"
+        file_of = _file_of(folder)
+        files = sorted({file_of[name] for name in expected if name in file_of}) if file_of else [SINGLE]
+        self._files = OpenFiles()
+        self._extents: dict[str, Extent] = {}
+        self.names = set(file_of)
+        """Every tensor that the folder says it has."""
+        for file in files:
+            names, extents = safetensors_extents(folder / file, expected)
+            self._extents |= extents
+            self.names |= names
         for name, shape in expected.items():
             if name not in self._extents:
-                raise CheckpointError(f"{folder} has no tensor {name}, which config.json ({model.name}) asks for")
+                raise CheckpointError(f"{folder} has no tensor {name}, which {config} asks for")
             if (found := self._extents[name].box.shape) != shape:
-                raise CheckpointError(
-                    f"{folder}: {name} has shape {list(found)}, config.json ({model.name}) asks for {list(shape)}"
-                )
-        for name in self._extents.keys() - expected.keys():
+                raise CheckpointError(f"{folder}: {name} has shape {list(found)}, {config} asks for {list(shape)}")
+
+    @classmethod
+    def of_model(cls, folder: Path, hf_config: Mapping[str, Any]) -> HfFolder:
+        """Opens the folder of exactly the model of hf_config: raises CheckpointError also for any other tensor."""
+        model = architecture(hf_config)
+        weights = cls(folder, model.canonical, model.name)
+        for name in weights.names - weights._extents.keys():
             if not (name == "lm_head.weight" and model.tied) and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{folder} has a tensor {name}, which config.json ({model.name}) does not have")
+        return weights
 
-    def dtype(self, tensor: str) -> str:
-        """Of a canonical pattern: that of its first tensor."""
-        return self._extents[tensor.format(*[0] * numbers(tensor))].dtype
+    def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
+        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one."""
+        return self._extents[tensor.format(*(numbered or [0] * numbers(tensor)))].dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
-        """Fills `out`, of the box's shape and for elements of `dtype`, with a box of a canonical pattern that lies
-        within one layer and expert."""
+        """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern.
+
+        The box must be within one layer and expert.
+        """
         named = numbers(tensor)
         extent = self._extents[tensor.format(*box.start[:named])]
-        read(self._files, extent, Box(box.start[named:], box.stop[named:]), out[(0,) * named], dtype)
+        read_box(self._files, extent, Box(box.start[named:], box.stop[named:]), out[(0,) * named], dtype)
 
     def close(self) -> None:
         self._files.close()
 
 
+class HfTensor(NamedTuple):
+    """One tensor of a Hugging Face folder: a box of the canonical pattern `pattern`."""
+
+    name: str
+    pattern: str
+    box: Box
+    dtype: str
+
+    @property
+    def shape(self) -> Shape:
+        return self.box.shape[numbers(self.pattern) :]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * ITEMSIZE[self.dtype]
+
+
+def hf_tensors(canonical: Mapping[str, Shape], dtype: Callable[[str], str]) -> list[HfTensor]:
+    """Returns the tensors of a Hugging Face folder, layer by layer; dtype: from a pattern to its dtype."""
+    found = []
+    for _, patterns in groupby(canonical, key=lambda pattern: bool(numbers(pattern))):
+        boxes = [(name, box) for name in patterns for box in whole(canonical[name]).singles(numbers(name))]
+        for pattern, box in sorted(boxes, key=lambda pair: pair[1].start[0]):
+            name = pattern.format(*box.start[: numbers(pattern)])
+            found.append(HfTensor(name, pattern, box, dtype(pattern)))
+    return found
+
+
+def write_weights(
+    folder: Path,
+    tensors: Iterable[HfTensor],
+    blocks: Callable[[HfTensor], Iterable[ndarray]],
+    shard_bytes: int = SHARD_BYTES,
+    sync: bool = False,
+) -> None:
+    """Writes safetensors files of at most shard_bytes (or one tensor), and their index if there are several.
+
+    blocks: makes the contiguous arrays that are a tensor's elements one after another; each is written while the next
+    one is made, and may change after that. sync: the files will be synced. Raises OSError.
+    """
+    files: list[list[HfTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+        if files[-1] and size > shard_bytes:
+            files.append([])
+            size = tensor.nbytes
+        files[-1].append(tensor)
+    weight_map = {}
+    for number, held in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+        with appending(folder / name, sync) as append:
+            append(safetensors_header(held))
+            for tensor in held:
+                for block in blocks(tensor):
+                    append(raw(block))
+        weight_map |= {tensor.name: name for tensor in held}
+    if len(files) > 1:
+        total = sum(tensor.nbytes for held in files for tensor in held)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
 def copy_description(source: Path, folder: Path, dtype: str) -> None:
-    """Everything of a model folder that is no weight, config.json with the dtype of the new weights."""
+    """Copies everything of a model folder that is no weight; config.json gets the dtype of the new weights."""
     for file in source.iterdir():
         weights = file.name.endswith(WEIGHT_SUFFIXES) or file.name.endswith(".index.json")
         if file.is_file() and not weights:
             shutil.copyfile(file, folder / file.name)
     config = read_config(source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], dict[str, Extent]]:
+    """Returns the names of all tensors of a safetensors file, and the extents of those in `wanted`.
+
+    Raises CheckpointError where the file is damaged or such a tensor has a dtype that is not in SAFETENSORS_DTYPES.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > HEADER_LIMIT:
+                raise ValueError("its header is too long")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        extents = {}
+        for name in header.keys() & wanted:
+            entry = header[name]
+            box, (start, stop) = whole(entry["shape"]), entry["data_offsets"]
+            if entry["dtype"] not in SAFETENSORS_DTYPES:
+                raise CheckpointError(
+                    f"{path}: {name} has dtype {entry['dtype']}; supported are {', '.join(SAFETENSORS_DTYPES)}"
+                )
+            dtype = SAFETENSORS_DTYPES[entry["dtype"]]
+            if stop - start != box.size * ITEMSIZE[dtype] or 8 + length + stop > size:
+                raise ValueError(f"{name} does not lie in it whole")
+            extents[name] = Extent(path, 8 + length + start, dtype, box)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
+        raise CheckpointError(f"{path} is truncated or no safetensors file: {e}; take another copy of it") from None
+    return set(header), extents
+
+
+def safetensors_header(tensors: Iterable[HfTensor]) -> bytes:
+    """Returns the beginning of a safetensors file in which the tensors follow in this order."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        described = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = described
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are to begin at a multiple of 8 bytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def _file_of(folder: Path) -> dict[str, str]:
+    """Tensor → file by the index; empty where one file has everything and there is no index."""
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors are read")
-        return [folder / SINGLE]
+        return {}
     try:
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, AttributeError) as e:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{index} cannot be read: {e}") from None

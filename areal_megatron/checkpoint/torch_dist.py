@@ -1,9 +1,9 @@
 """The layout of megatron-core's distributed checkpoints (format torch_dist), and reading a model by it.
 
-A distributed checkpoint holds each parameter of the whole model as one tensor, in chunks as the saving ranks had
-them. It is what a single trainer rank would hold, but for its names: the numbers of layers and experts are leading
-axes of the tensors (`decoder.layers.self_attention.linear_qkv.weight` is [layers, rows, columns]), and the rows
-that pad the vocabulary are those of the saving ranks. Imports no megatron.
+A distributed checkpoint holds each parameter of the whole model as one tensor, in the chunks that the saving ranks had.
+It is what a single trainer rank would hold, except for names and padding: the numbers of layers and experts are leading
+axes of the tensors (`decoder.layers.self_attention.linear_qkv.weight` is [layers, rows, columns]), and the rows that
+pad the vocabulary are those of the saving ranks. Imports no megatron.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from numpy import ndarray
 
-from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, inside, part, read
+from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, read_box
 from areal_megatron.checkpoint.torch_dist_metadata import Chunk, stored_tensors
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.table import EMBEDDING, HEAD
 from areal_megatron.reshard import trainer_layout
-from areal_megatron.reshard.boxes import Box, Layout, Piece, Shape, numbers
+from areal_megatron.reshard.boxes import Box, Layout, Piece, Shape, numbers, whole
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
-"""Of the model's tensors; the optimizer's and others' begin otherwise."""
+"""How the names of the model's tensors begin, unlike those of the optimizer and others."""
 ALIASES = {
     "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
@@ -37,7 +36,9 @@ PADDED = (EMBEDDING.megatron, HEAD.megatron)
 
 
 def layout(hf_config: Mapping[str, Any]) -> Layout:
-    """Which region of which checkpoint tensor is which box of which canonical tensor; no vocabulary padding.
+    """Returns which region of which checkpoint tensor is which box of which canonical tensor; no vocabulary padding.
+
+    Its pieces transpose nothing.
 
     Raises ConfigError for a model without a table.
     """
@@ -48,22 +49,29 @@ def layout(hf_config: Mapping[str, Any]) -> Layout:
 
 
 def tensor_name(parameter: str) -> str:
-    """The checkpoint's name of a parameter pattern of the trainer: its numbers are axes."""
+    """Returns the checkpoint's name for a parameter pattern of the trainer: numbers are axes there."""
     return parameter.replace("local_experts.{}", "experts").replace("layers.{}", "layers")
 
 
-def canonical_box(piece: Piece, local: Box) -> Box:
-    """What lies in `local`, a part of a piece's local box; pieces of this layout transpose nothing."""
-    start, stop = inside(piece.local, local)
-    by = piece.box.start
-    return Box(tuple(map(int.__add__, start, by)), tuple(map(int.__add__, stop, by)))
-
-
 def by_parameter(layout: Layout) -> dict[str, list[Piece]]:
+    """Returns parameter → its pieces."""
     pieces = defaultdict(list)
     for piece in layout.pieces:
         pieces[piece.parameter].append(piece)
     return dict(pieces)
+
+
+def extra_states(layout: Layout) -> list[str]:
+    """Returns the names of the entries without content that megatron-core keeps, and misses, for every linear layer."""
+    names = []
+    for name, pieces in by_parameter(layout).items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and ".linear_" in name:
+            counts = layout.held[name][: numbers(pieces[0].tensor)]
+            for single in whole(counts).singles(len(counts)):
+                number, count = (".".join(map(str, indices)) for indices in (single.start, counts))
+                names.append(f"{module}._extra_state/shard_{number}_{count}")
+    return names
 
 
 class DistCheckpoint:
@@ -92,16 +100,19 @@ class DistCheckpoint:
         self._files = OpenFiles()
 
     def dtype(self, tensor: str) -> str:
-        """Of a canonical pattern."""
+        """Returns the dtype of a canonical pattern."""
         return self._stored[self._name_of[self._pieces[tensor][0].parameter]].dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
-        """Fills `out`, of the box's shape and for elements of `dtype`, with a box of a canonical pattern that lies
-        within one layer and expert."""
+        """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern.
+
+        The box must be within one layer and expert.
+        """
         for piece in self._pieces[tensor]:
             if common := piece.box.intersection(box):
                 region = piece.narrow(common).local
-                self._read(self._name_of[piece.parameter], region, numbers(tensor), part(out, box, common), dtype)
+                part = out[common.within(box).slices]
+                self._read(self._name_of[piece.parameter], region, numbers(tensor), part, dtype)
 
     def close(self) -> None:
         self._files.close()
@@ -111,7 +122,7 @@ class DistCheckpoint:
             if common := chunk.box.intersection(region):
                 if chunk not in self._located:
                     self._located[chunk] = chunk.locate()
-                read(self._files, self._located[chunk], common, part(out, region, common), dtype)
+                read_box(self._files, self._located[chunk], common, out[common.within(region).slices], dtype)
 
     def _check_shapes(self, expected: Layout, model: str) -> None:
         for name, shape in expected.held.items():
@@ -135,15 +146,15 @@ class DistCheckpoint:
                 )
 
     def _index(self, name: str, named: int) -> dict[Shape, list[Chunk]]:
-        """Layer and expert → the chunks that hold parts of them."""
+        """Returns layer and expert → the chunks that hold parts of them."""
         stored, found = self._stored[name], defaultdict(list)
         for chunk in stored.chunks:
-            for number in product(*map(range, chunk.box.start[:named], chunk.box.stop[:named])):
-                found[number].append(chunk)
-        size, whole = sum(chunk.box.size for chunk in stored.chunks), prod(stored.shape)
-        if size != whole:
+            for single in chunk.box.singles(named):
+                found[single.start[:named]].append(chunk)
+        size, expected = sum(chunk.box.size for chunk in stored.chunks), prod(stored.shape)
+        if size != expected:
             raise CheckpointError(
-                f"{self.folder}: {name} has {size} of its {whole} elements; it was not saved whole, "
+                f"{self.folder}: {name} has {size} of its {expected} elements; it was not saved whole, "
                 "take another checkpoint"
             )
         return dict(found)

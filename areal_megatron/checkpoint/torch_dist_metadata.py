@@ -1,4 +1,4 @@
-"""What a torch_dist folder says about its tensors, read without torch and without running anything that it says.
+"""The description of a torch_dist folder, read without torch and without running anything that it says.
 
 Its `.metadata` is a pickle, which torch's own loader trusts, and so is the head of each tensor. Here everything but
 shapes and dtypes becomes an inert object, whatever class the pickle names.
@@ -19,7 +19,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from areal_megatron.checkpoint.disk import ITEMSIZE, CheckpointError, Extent
+from areal_megatron.checkpoint.disk import CheckpointError, Extent
+from areal_megatron.errors import first_line
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.boxes import Box, Shape
 
 BACKEND = {
@@ -28,19 +30,19 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""metadata.json, by which megatron-core knows the format; it writes this file last."""
+"""Content of metadata.json, by which megatron-core knows the format; this file is written last."""
 
 _DTYPES = {dtype: dtype for dtype in ITEMSIZE} | {
     "BFloat16Storage": "bfloat16",
     "HalfStorage": "float16",
     "FloatStorage": "float32",
 }
-"""What torch's pickles call the dtypes of tensors and of their storages."""
+"""The names of tensors' and storages' dtypes in torch's pickles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, stored as a torch file of its own between two bytes of `file`."""
+    """A box of a tensor, stored as a torch file of its own in the bytes start to stop of `file`."""
 
     tensor: str
     box: Box
@@ -49,7 +51,7 @@ class Chunk:
     stop: int
 
     def locate(self) -> Extent:
-        """Where its elements lie. Raises CheckpointError where they are damaged."""
+        """Returns the place of its elements. Raises CheckpointError where they are damaged."""
         try:
             with open(self.file, "rb") as file:
                 dtype, shape, offset = _saved_tensor(_Window(file, self.start, self.stop))
@@ -58,10 +60,9 @@ class Chunk:
             if self.start + offset + self.box.size * ITEMSIZE[dtype] > self.stop:
                 raise ValueError("it is longer than its place")
         except Exception as e:  # reading a damaged file raises almost anything
-            problem = str(e).strip().partition("\n")[0]
             raise CheckpointError(
                 f"{self.file} is damaged: cannot read {self.tensor} from byte {self.start} on "
-                f"({problem}); take another checkpoint"
+                f"({first_line(e)}); take another checkpoint"
             ) from None
         return Extent(self.file, self.start + offset, dtype, self.box)
 
@@ -74,7 +75,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, StoredTensor]:
-    """The tensors whose names begin with one of `prefixes`.
+    """Returns the tensors whose names begin with one of `prefixes`.
 
     Raises CheckpointError where the folder is no whole torch_dist checkpoint: its description cannot be read, or a
     file with one of these tensors is missing or shorter than it should be.
@@ -129,7 +130,8 @@ def _chunks(folder: Path, name: str, stored: Any, places: dict[tuple[str, Shape]
 
 
 def _check_files(folder: Path, places: Any, files: set[Path]) -> None:
-    """A file is whole if all that should lie in it does, the optimizer's part included."""
+    """Raises CheckpointError unless the files are long enough for all that should be in them, the optimizer's part
+    included."""
     ends: dict[Path, int] = defaultdict(int)
     for place in places:
         path = folder / place.relative_path
@@ -152,7 +154,7 @@ def _dtype(name: str, stored: Any) -> str:
 
 
 def _saved_tensor(file: BinaryIO) -> tuple[str, Shape, int]:
-    """dtype, shape and first byte of the elements of what torch.save made of one tensor: a zip file that compresses
+    """Returns dtype, shape and first byte of the elements of a tensor that torch.save wrote: a zip file that compresses
     nothing, with a pickle of the tensor's description in `data.pkl` and its storage in `data/0`."""
     with zipfile.ZipFile(file) as records:
         entries = {entry.filename.partition("/")[2]: entry for entry in records.infolist()}

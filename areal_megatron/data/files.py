@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import ConfigError
+from areal_megatron.errors import first_line
 
 _HUB = "hf://datasets/"
 _SHARD = re.compile(r"-\d+-of-\d+$")
@@ -142,7 +143,7 @@ def _downloaded(uri: str) -> Path:
             huggingface_hub.hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision or None)
         )
     except Exception as e:  # the network, the hub and the cache each have errors of their own
-        raise ConfigError(f"{uri}: cannot be had: {type(e).__name__}: {str(e).splitlines()[0]}") from None
+        raise ConfigError(f"{uri}: cannot be had: {type(e).__name__}: {first_line(e)}") from None
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -175,7 +176,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches()
             yield from enumerate(row for batch in batches for row in batch.to_pylist())
         except pyarrow.ArrowInvalid as e:
-            raise ConfigError(f"{path}: no Parquet file: {str(e).splitlines()[0]}") from None
+            raise ConfigError(f"{path}: no Parquet file: {first_line(e)}") from None
 
 
 def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
@@ -184,7 +185,7 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield from enumerate(row for batch in pyarrow.ipc.open_stream(file) for row in batch.to_pylist())
         except pyarrow.ArrowInvalid as e:
-            raise ConfigError(f"{path}: no Arrow stream: {str(e).splitlines()[0]}") from None
+            raise ConfigError(f"{path}: no Arrow stream: {first_line(e)}") from None
 
 
 def _pyarrow(path: Path):

@@ -5,12 +5,13 @@ Needs numpy and msgspec only, no torch.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+
+from areal_megatron.files import write_atomically
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -98,9 +99,4 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder:
 def store(value: Any, path: Path) -> None:
     """Encodes a value into a file, which appears complete and synced to disk or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        file.write(encoder().encode(value))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomically(path, encoder().encode(value), sync=True)

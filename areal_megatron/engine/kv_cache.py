@@ -12,12 +12,12 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture
+from areal_megatron.models.dtypes import ITEMSIZE
 
 CPU_BLOCK_TOKENS = 128
 """Tokens in one KV block of vLLM on CPU."""
 SHARE = 0.25
 """The part of a machine's memory that the KV caches of all engines may take together."""
-_ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -25,12 +25,7 @@ def bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
     """Returns the bytes of a token's keys and values on one rank. With tp above kv_heads the heads are replicated."""
     d = architecture(hf_config).dimensions
     heads = max(d.kv_heads // config.rollout.tp, 1)
-    return 2 * d.layers * heads * d.head_dim * _ITEMSIZE[config.model.dtype]
-
-
-def longest_answer(config: Config) -> int:
-    """Returns the number of tokens of the longest sequence, prompt and answer: vLLM's max_model_len."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return 2 * d.layers * heads * d.head_dim * ITEMSIZE[config.model.dtype]
 
 
 def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
@@ -39,7 +34,7 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
     It has room for rollout.max_running sequences of full length, or for what fits into SHARE, but for one at least.
     """
     block = CPU_BLOCK_TOKENS * bytes_per_token(config, hf_config)
-    answer = -(-longest_answer(config) // CPU_BLOCK_TOKENS)
+    answer = -(-config.longest_sequence // CPU_BLOCK_TOKENS)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)
     return block * max(min(1 + config.rollout.max_running * answer, within), 1 + answer)  # vLLM keeps a block to itself
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.ppo.correction import TRUNCATED, corrected, sequence_mean
+from areal_megatron.ppo.penalty import k3
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ def metric_sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Te
         "ratio_mean": ratio.sum(),
         "weight": weight.sum(),
         "weight_squared": weight.square().sum(),
-        "kl": _k3(tokens.current - tokens.behaviour),
-        "kl_proximal": _k3(tokens.proximal - tokens.behaviour),
-        "kl_step": _k3(tokens.current - tokens.proximal),
+        "kl": k3(tokens.current - tokens.behaviour).sum(),
+        "kl_proximal": k3(tokens.proximal - tokens.behaviour).sum(),
+        "kl_step": k3(tokens.current - tokens.proximal).sum(),
         "entropy": entropy.sum(),
     }
 
@@ -111,8 +112,3 @@ def _weights(lag: Tensor, tokens: Tokens, bounds: Bounds) -> Tensor:
 
 def _clip(ratio: Tensor, bounds: Bounds) -> Tensor:
     return ratio.clamp(1 - bounds.low, 1 + bounds.high)
-
-
-def _k3(drift: Tensor) -> Tensor:
-    """Sums Schulman's k3 estimates of KL(a ‖ b), never negative, from samples of a. drift: log b − log a."""
-    return (drift.exp() - 1 - drift).sum()

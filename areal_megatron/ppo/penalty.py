@@ -27,20 +27,24 @@ def entropy_bonus(current: Tensor, entropy: Tensor, reference: Tensor | None) ->
     return -entropy
 
 
-def k2(current: Tensor, entropy: Tensor, reference: Tensor) -> Tensor:
+def kl_k2(current: Tensor, entropy: Tensor, reference: Tensor) -> Tensor:
     return (current - reference).square() / 2
 
 
-def k3(current: Tensor, entropy: Tensor, reference: Tensor) -> Tensor:
+def kl_k3(current: Tensor, entropy: Tensor, reference: Tensor) -> Tensor:
     """The loss term of GRPO (arXiv 2402.03300, Equation 4)."""
-    drift = reference - current
+    return k3(reference - current)
+
+
+def k3(drift: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(a ‖ b) from each token of a, never negative; drift is log b − log a."""
     return drift.exp() - 1 - drift
 
 
 PENALTIES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "entropy": entropy_bonus,
-    "kl_k2": k2,
-    "kl_k3": k3,
+    "kl_k2": kl_k2,
+    "kl_k3": kl_k3,
 }
 """(log π_θ, entropy of the distribution that the token was sampled from, log π_ref) → penalty, [N] each."""
 

@@ -43,13 +43,47 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersection(self, other: Box) -> Box | None:
-        """The common region, or None where there is none."""
+        """Returns the common region, or None if there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    def within(self, outer: Box) -> Box:
+        """Returns this box with its indices counted from the start of `outer`."""
+        start = tuple(a - base for a, base in zip(self.start, outer.start, strict=True))
+        return Box(start, tuple(b - base for b, base in zip(self.stop, outer.start, strict=True)))
+
+    def shifted(self, by: Iterable[int]) -> Box:
+        """Returns this box moved along each axis."""
+        by = tuple(by)
+        start = tuple(a + offset for a, offset in zip(self.start, by, strict=True))
+        return Box(start, tuple(b + offset for b, offset in zip(self.stop, by, strict=True)))
+
+    def cut(self, elements: int) -> Iterator[Box]:
+        """Yields parts of at most `elements`, cut along the first axes, in row-major order."""
+        return self._cut(elements, 0)
+
+    def singles(self, axes: int) -> Iterator[Box]:
+        """Yields the parts with one index along each of the first `axes` axes, such as the tensors of a pattern."""
+        for index in product(*map(range, self.start[:axes], self.stop[:axes])):
+            yield Box((*index, *self.start[axes:]), (*(n + 1 for n in index), *self.stop[axes:]))
+
+    def _cut(self, elements: int, axis: int) -> Iterator[Box]:
+        if self.size <= elements:
+            yield self
+            return
+        step = max(elements // (self.size // self.shape[axis]), 1)
+        for start in range(self.start[axis], self.stop[axis], step):
+            stop = min(start + step, self.stop[axis])
+            part = Box(
+                (*self.start[:axis], start, *self.start[axis + 1 :]),
+                (*self.stop[:axis], stop, *self.stop[axis + 1 :]),
+            )
+            yield from part._cut(elements, axis + 1)
+
 
 def whole(shape: Iterable[int]) -> Box:
+    """Returns the box of a whole tensor."""
     shape = tuple(shape)
     return Box((0,) * len(shape), shape)
 
@@ -88,9 +122,9 @@ def numbers(pattern: str) -> int:
 def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Turns pattern → shape with the axes of its numbers into name → shape of one tensor."""
     return {
-        pattern.format(*number): shape[numbers(pattern) :]
+        pattern.format(*single.start[: numbers(pattern)]): shape[numbers(pattern) :]
         for pattern, shape in shapes.items()
-        for number in product(*map(range, shape[: numbers(pattern)]))
+        for single in whole(shape).singles(numbers(pattern))
     }
 
 
@@ -109,7 +143,7 @@ class Piece:
     axes: Shape
 
     def narrow(self, box: Box) -> Piece:
-        """The part of this piece that lies in the canonical `box`, which must be inside it."""
+        """Returns the part of this piece that holds the canonical `box`, which must be inside it."""
         offset = [local - self.box.start[axis] for local, axis in zip(self.local.start, self.axes, strict=True)]
         start = tuple(box.start[axis] + by for axis, by in zip(self.axes, offset, strict=True))
         stop = tuple(box.stop[axis] + by for axis, by in zip(self.axes, offset, strict=True))
@@ -129,12 +163,10 @@ class Piece:
     def tensors(self, parameters: Mapping[str, Any]) -> Iterator[tuple[str, tuple[slice, ...], Any]]:
         """Yields (canonical name, region of that tensor, view of it in the local parameters) for each tensor."""
         named = numbers(self.tensor)
-        start, stop = self.box.start[named:], self.box.stop[named:]
         region = self.box.slices[named:]
-        for number in product(*map(range, self.box.start[:named], self.box.stop[:named])):
-            part = self.narrow(Box((*number, *start), (*(n + 1 for n in number), *stop)))
-            (view,) = part.views(parameters)
-            yield self.tensor.format(*number), region, view[(0,) * (view.dim() - len(region))]
+        for single in self.box.singles(named):
+            (view,) = self.narrow(single).views(parameters)
+            yield self.tensor.format(*single.start[:named]), region, view[(0,) * (view.dim() - len(region))]
 
 
 @dataclass(frozen=True)
@@ -153,7 +185,7 @@ class Layout:
     canonical: dict[str, Shape]
     """Canonical tensor of which this rank holds a part → its whole shape."""
     pieces: tuple[Piece, ...]
-    """In the order of the model."""
+    """The pieces in the order of the model."""
 
     @cached_property
     def parameters(self) -> dict[str, Shape]:

@@ -142,7 +142,7 @@ class Planner:
         self._wanted = [
             need.narrow(box)
             for need in needs(self.sources, self.destinations)
-            for box in _cut(need.receive.box, cut if len(need.holders) > 1 else total)
+            for box in need.receive.box.cut(cut if len(need.holders) > 1 else total)
         ]
 
     def plan(self, engine: int) -> Plan:
@@ -206,22 +206,6 @@ def _holdings(sources: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]
     return held
 
 
-def _cut(box: Box, elements: int, axis: int = 0) -> Iterator[Box]:
-    """The box in parts of at most `elements`, cut along its first axes."""
-    if box.size <= elements:
-        yield box
-        return
-    per_index = box.size // box.shape[axis]
-    step = max(elements // per_index, 1)
-    for start in range(box.start[axis], box.stop[axis], step):
-        stop = min(start + step, box.stop[axis])
-        part = Box(
-            (*box.start[:axis], start, *box.start[axis + 1 :]),
-            (*box.stop[:axis], stop, *box.stop[axis + 1 :]),
-        )
-        yield from _cut(part, elements, axis + 1)
-
-
 def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfer]]:
     """Yields a pair's transfers in groups of at most `elements`: large tensors first and alone, the others together."""
     small = []
@@ -229,14 +213,14 @@ def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfe
         box = transfer.receive.box
         tensor = prod(box.shape[numbers(transfer.receive.tensor) :])
         if tensor >= min(DIRECT_ELEMENTS, elements):
-            for part in _cut(box, tensor):
-                yield from ([transfer.narrow(cut)] for cut in _cut(part, elements))
+            for part in box.cut(tensor):
+                yield from ([transfer.narrow(cut)] for cut in part.cut(elements))
         else:
             small.append(transfer)
     group: list[Transfer] = []
     size = 0
     for transfer in small:
-        for part in _cut(transfer.receive.box, elements):
+        for part in transfer.receive.box.cut(elements):
             if group and size + part.size > elements:
                 yield group
                 group, size = [], 0

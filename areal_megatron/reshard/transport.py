@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_megatron.errors import first_line
 from areal_megatron.reshard.plan import Bucket
 
 POLL_S = (0.001, 0.005)
@@ -100,7 +101,7 @@ def connect(store: str, timeout_s: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, ValueError) as e:
-        raise LinkError(f"cannot reach the trainers' store at {store}: {_first_line(e)}") from None
+        raise LinkError(f"cannot reach the trainers' store at {store}: {first_line(e)}") from None
 
 
 class Link:
@@ -192,7 +193,7 @@ class Link:
             raise LinkError(self._lost(e)) from None
 
     def _lost(self, error: Exception) -> str:
-        return f"{self.name}: lost the trainers' store: {_first_line(error)}"
+        return f"{self.name}: lost the trainers' store: {first_line(error)}"
 
     def send(self, flat: Tensor, peer: int, bucket: Bucket) -> Message:
         return Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))
@@ -209,14 +210,14 @@ class Message:
         try:
             self._work = issue()
         except RuntimeError as e:
-            raise LinkError(f"{self._what}: {_first_line(e)}") from None
+            raise LinkError(f"{self._what}: {first_line(e)}") from None
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when the buffer may be used again. Raises LinkError, after which the link is unusable."""
         try:
             self._work.wait(deadline.left)
         except RuntimeError as e:
-            raise LinkError(f"{self._what}: {_first_line(e)}") from None
+            raise LinkError(f"{self._what}: {first_line(e)}") from None
 
 
 Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.ndarray]]
@@ -288,7 +289,3 @@ def _describe(bucket: Bucket) -> str:
         f"bucket {bucket.number} ({bucket.transfers[0].send.tensor} …) of trainer rank {bucket.source} "
         f"for engine rank {bucket.destination}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,13 +1,12 @@
 """The trainer pool's state as megatron-core's distributed checkpoint (torch_dist), under any parallel sizes.
 
-Each rank writes one file, on a thread of its own; rank 0 adds what describes them. Loading is megatron-core's, and
-unpickles what is no tensor: checkpoints are trusted input.
+Each rank writes one file, on a thread of its own; rank 0 adds the files that describe them. megatron-core loads it and
+unpickles everything but tensors: checkpoints are trusted input.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +21,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-from areal_megatron.checkpoint.torch_dist_metadata import BACKEND
+from areal_megatron.checkpoint import torch_dist_file
+from areal_megatron.checkpoint.torch_dist_file import Image, file_name
+from areal_megatron.errors import first_line
 from areal_megatron.run import RunError
-from areal_megatron.trainer import checkpoint_file, checkpoint_tensors
-from areal_megatron.trainer.checkpoint_file import Image
+from areal_megatron.trainer import checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.trainer import Trainer
@@ -34,7 +34,15 @@ _POLL_S = 0.02
 
 
 class Saver:
-    """Saves one checkpoint at a time; every rank has one and calls it alike."""
+    """Saves the trainer pool's state beside training, one checkpoint at a time; every rank has one and calls it alike.
+
+    Example:
+        saver = Saver(trainer)
+        saver.begin(folder / "trainer", seal)
+        trainer.train_batch(part, before_step=saver.wait_until_read)  # the next optimizer step waits for the copy
+        saver.done()  # now and then: raises RunError if the save failed
+        saver.wait()  # before the process ends
+    """
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._parallel, self._timeout_s = trainer, trainer.parallel, trainer.config.checkpoint.timeout_s
@@ -52,7 +60,7 @@ class Saver:
         """Starts to save into the folder `path`, made if need be; returns at once.
 
         Parameters must not change before `wait_until_read` has returned. Once every rank has written its file, rank 0
-        calls `seal`, on its thread. The first call lays out the files, with every rank's help.
+        calls `seal` on the thread that saves. The first call is collective: it lays out the files.
         """
         self.wait()
         if self._image is None:
@@ -68,7 +76,7 @@ class Saver:
         self._thread.start()
 
     def wait_until_read(self) -> None:
-        """Returns when everything has been copied: from here on a step may change it.
+        """Returns when everything has been copied: from then on a step may change it.
 
         Raises RunError after checkpoint.timeout_s.
         """
@@ -79,7 +87,7 @@ class Saver:
             )
 
     def done(self) -> bool:
-        """Whether nothing is being saved, on this rank (rank 0: on all of them). Raises RunError if it failed."""
+        """Returns False while this rank (rank 0: any rank) is saving. Raises RunError if the save failed."""
         if self._thread and not self._thread.is_alive():
             self._thread = None
             error, self._error = self._error, None
@@ -88,9 +96,9 @@ class Saver:
         return self._thread is None
 
     def wait(self) -> None:
-        """Returns when it is done. Raises RunError as `done`, and after twice checkpoint.timeout_s."""
+        """Returns when the save is done. Raises RunError if it failed, and after twice checkpoint.timeout_s."""
         if self._thread:
-            self._thread.join(2 * self._timeout_s)  # its own waits end by then
+            self._thread.join(2 * self._timeout_s)  # the thread's own waits end by then
             if not self.done():
                 raise RunError(
                     f"trainer-{self._parallel.rank}: its part of a checkpoint was not written within "
@@ -109,10 +117,11 @@ class Saver:
         everybody = [None] * trainer.parallel.world if trainer.parallel.is_first else None
         dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
         if trainer.parallel.is_first:
-            self._metadata = checkpoint_file.metadata({_file(rank): entries for rank, entries in enumerate(everybody)})
+            files = {file_name(rank): entries for rank, entries in enumerate(everybody)}
+            self._metadata = torch_dist_file.metadata(files)
 
     def _common(self) -> bytes:
-        """common.pt."""
+        """Returns the bytes of common.pt: what the ranks do not store as tensors."""
         file = io.BytesIO()
         states = {}
         for name, learner in self._trainer.learners.items():
@@ -130,7 +139,7 @@ class Saver:
         try:
             self._copy(settled)
             path.mkdir(parents=True, exist_ok=True)
-            self._image.write(path / _file(self._parallel.rank))
+            self._image.write(path / file_name(self._parallel.rank))
         except Exception as e:  # a thread's traceback would be lost
             error = f"the checkpoint in {path} could not be written by trainer-{self._parallel.rank}: {_said(e)}"
         finally:
@@ -152,7 +161,7 @@ class Saver:
         self._read.set()
 
     def _conclude(self, path: Path, error: str, common: bytes, seal: Callable[[], None]) -> None:
-        """Rank 0 hears from every rank how it went; raises RunError."""
+        """Rank 0 learns from every rank how its write went and completes the folder. Raises RunError."""
         store, key = self._parallel.store, f"checkpoint/{self._number}/"
         if not self._parallel.is_first:
             store.set(f"{key}{self._parallel.rank}", error)
@@ -170,14 +179,12 @@ class Saver:
         if errors:
             raise RunError("; ".join(errors))
         if self._parallel.is_first:
-            checkpoint_file.write(path / "common.pt", memoryview(common))
-            checkpoint_file.write(path / ".metadata", memoryview(self._metadata))
-            checkpoint_file.write(path / "metadata.json", memoryview(json.dumps(BACKEND).encode()))
+            torch_dist_file.describe(path, self._metadata, common)
             seal()
 
 
 def load(trainer: Trainer, path: Path) -> None:
-    """Brings the trainer to the saved state; of generators only if its sizes are those that it was saved with.
+    """Brings the trainer to the saved state; generators only if the checkpoint was saved with the same sizes.
 
     Raises RunError if the checkpoint is not one of this model or cannot be read.
     """
@@ -210,17 +217,13 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _sharded(name: str, learner: Learner) -> dict[str, Any]:
-    """What megatron-core is to load of a learner. Collective."""
+    """Returns the sharded state of a learner that megatron-core is to load. Collective."""
     model = checkpoint_tensors.model_state(name, learner)
     metadata = checkpoint_tensors.METADATA | {"dp_cp_group": checkpoint_tensors.replicas()}
     return {"model": model, "optimizer": learner.optimizer.sharded_state(model, metadata)}
 
 
-def _file(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
 def _said(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

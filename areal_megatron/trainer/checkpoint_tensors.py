@@ -1,14 +1,14 @@
-"""What one trainer rank stores in a checkpoint: its own part of every parameter and of the optimizer's states.
+"""The part of a checkpoint that one trainer rank stores: its own part of every parameter and optimizer state.
 
 The parts of all ranks together are the tensors that megatron-core's dist_checkpointing reads (torch_dist, optimizer
 in the format fully_reshardable), each element once. The distributed optimizer gives each rank a run of elements of a
-parameter; as boxes such runs are stored where they lie, so that nothing has to be gathered.
+parameter; such runs are stored as the boxes that they are, so that nothing has to be gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -22,7 +22,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from areal_megatron.reshard.boxes import Box, Shape, boxes
+from areal_megatron.checkpoint.torch_dist_file import Stored
+from areal_megatron.reshard.boxes import Box, boxes
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.optimizer import ModelOptimizer, Own
 from areal_megatron.trainer.trainer import Trainer
@@ -36,30 +37,19 @@ METADATA = {
 GENERATORS = "generators"
 
 
-class Stored(NamedTuple):
-    """A part of a tensor of the checkpoint."""
-
-    name: str
-    shape: Shape
-    """Of the whole tensor."""
-    box: Box
-    values: Tensor
-    """Flat; the live storage, in the order of the box."""
-
-
 def replicas() -> torch.distributed.ProcessGroup:
-    """The ranks that hold the same part of the model."""
+    """Returns the group of the ranks that hold the same part of the model."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def prefix(name: str) -> str:
-    """Of the names of a learner's tensors in a checkpoint; the policy's have none, as megatron-core alone would save
-    it."""
+    """Returns the prefix of a learner's names in a checkpoint; none for the policy, as if megatron-core had saved it
+    alone."""
     return "" if name == "policy" else f"{name}."
 
 
 def model_state(name: str, learner: Learner) -> dict[int, Any]:
-    """megatron-core's sharded state of this rank's part of the model of that name, by virtual stage."""
+    """Returns megatron-core's sharded state of this rank's part of the model of that name, by virtual stage."""
     metadata = METADATA | {"dp_cp_group": replicas()}
     return {
         number: chunk.module.sharded_state_dict(prefix=prefix(name), metadata=metadata)
@@ -68,14 +58,14 @@ def model_state(name: str, learner: Learner) -> dict[int, Any]:
 
 
 def load_model(name: str, learner: Learner, state: dict[int, Any]) -> None:
-    """`state`: as model_state, with the tensors loaded."""
+    """Puts loaded tensors into the model; `state` is what model_state returns, with the tensors loaded."""
     for number, chunk in enumerate(learner.chunks):
         loaded = {key.removeprefix(prefix(name)): value for key, value in state[number].items()}
         chunk.module.load_state_dict(loaded, strict=True)
 
 
 def stored_tensors(model: dict[int, Any], optimizer: ModelOptimizer) -> Iterator[Stored]:
-    """`model`: its model_state."""
+    """Yields this rank's part of each parameter, buffer and optimizer state; `model` is its model_state."""
     own = optimizer.own()
     for sharded in nested_values(model):
         if not isinstance(sharded, ShardedTensor | ShardedTensorFactory):
@@ -91,7 +81,7 @@ def stored_tensors(model: dict[int, Any], optimizer: ModelOptimizer) -> Iterator
 
 
 def stored_objects(model: dict[int, Any]) -> dict[str, Any]:
-    """What the model's modules keep besides tensors, by megatron-core's names; the same at every version."""
+    """Returns what the model's modules keep besides tensors, by megatron-core's names; the same at every version."""
     return {
         sharded.unique_key: sharded.data
         for sharded in nested_values(model)
@@ -104,11 +94,13 @@ def _parts(sharded: ShardedTensor | ShardedTensorFactory, own: Own) -> Iterator[
     pieces = nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
     for piece in pieces:
         if not piece.data.is_contiguous():
-            raise ValueError(f"{piece.key}: megatron-core stores it in another order than it lies in memory")
+            raise ValueError(f"{piece.key}: megatron-core stores it in another order than the one in memory")
         first = piece.data.storage_offset() - flat.storage_offset()
         at, end = max(own.start, first), min(own.stop, first + piece.data.numel())
+        ahead = piece.prepend_axis_num
         for box in boxes(tuple(piece.local_shape), at - first, end - first):
-            run, where = slice(at, at + box.size), _in_whole(piece, box)
+            run = slice(at, at + box.size)
+            where = Box((0,) * ahead + box.start, (1,) * ahead + box.stop).shifted(piece.global_offset)
             yield Stored(piece.key, tuple(piece.global_shape), where, flat[run])
             run = slice(at - own.start, at - own.start + box.size)
             for state, values in own.states.items():
@@ -116,16 +108,8 @@ def _parts(sharded: ShardedTensor | ShardedTensorFactory, own: Own) -> Iterator[
             at += box.size
 
 
-def _in_whole(piece: ShardedTensor, box: Box) -> Box:
-    ahead = piece.prepend_axis_num
-    start = (*(0 for _ in range(ahead)), *box.start)
-    stop = (*(1 for _ in range(ahead)), *box.stop)
-    offset = piece.global_offset
-    return Box(tuple(map(int.__add__, offset, start)), tuple(map(int.__add__, offset, stop)))
-
-
 def generators() -> dict[str, Tensor]:
-    """The states of this rank's random number generators, uint8 [bytes] each."""
+    """Returns the states of this rank's random number generators, uint8 [bytes] each."""
     states = {"cpu": torch.get_rng_state()}
     states |= {f"tracked.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
@@ -140,7 +124,7 @@ def set_generators(states: dict[str, Tensor]) -> None:
 
 
 def generator_state(trainer: Trainer) -> dict[str, ShardedTensor]:
-    """The generators as megatron-core loads them: one row a rank."""
+    """Returns the generators as megatron-core loads them: one row a rank."""
     return {
         name: ShardedTensor.from_rank_offsets(
             f"{GENERATORS}.{name}", state, (0, trainer.parallel.rank, trainer.parallel.world), prepend_axis_num=1

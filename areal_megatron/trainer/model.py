@@ -98,7 +98,7 @@ class Rotary(RotaryEmbedding):
         self.rotary_interleaved = False
         self.seq_len_interpolation_factor = None
         self.cp_group = original.cp_group
-        self.inv_freq = _rope(hf)[0].to(device)
+        self.inv_freq = _rotary_frequencies(hf)[0].to(device)
 
     def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed=None, **_):
         if packed is not None:
@@ -201,7 +201,7 @@ def transformer_config(
         num_query_groups=dimensions.kv_heads,
         kv_channels=dimensions.head_dim,
         # Hugging Face multiplies queries and keys by the rope factor when it rotates them.
-        softmax_scale=_rope(hf)[1] ** 2 / dimensions.head_dim**0.5,
+        softmax_scale=_rotary_frequencies(hf)[1] ** 2 / dimensions.head_dim**0.5,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
@@ -264,7 +264,7 @@ def _parallel(config: Config, sizes: MegatronSizes, layers: int, on_cuda: bool) 
     }
 
 
-def _rope(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
+def _rotary_frequencies(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
     """Returns the inverse frequencies, float32 [head_dim / 2], and the factor of rotated queries and keys."""
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":

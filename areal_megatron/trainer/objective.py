@@ -74,7 +74,7 @@ class Objective:
                 "compared": _count(difference),
                 "difference": difference.sum(),
                 **metric_sums(replace(tokens, current=now), entropy.detach(), self._bounds),
-                **({} if sampled.reference is None else {"kl_reference": k3(now, entropy, sampled.reference).sum()}),
+                **({} if sampled.reference is None else {"kl_reference": k3(sampled.reference - now).sum()}),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
             {"difference": difference},

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.errors import first_line
 from areal_megatron.network import address, socket_settings
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run, RunError
@@ -100,8 +101,7 @@ class Parallel:
             dist.broadcast(buffer, source, group=group)
         except RuntimeError as e:
             raise RunError(
-                f"trainer-{self.rank}: lost trainer-{source}, or a rank between, while it shared data: "
-                f"{str(e).splitlines()[0]}"
+                f"trainer-{self.rank}: lost trainer-{source}, or a rank between, while it shared data: {first_line(e)}"
             ) from e
         return buffer.numpy().tobytes()
 
@@ -126,7 +126,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     except RuntimeError as e:
         raise RunError(
             f"trainer-{rank}: not all {world} trainer ranks joined within {config.machine.peer_timeout_s:.0f} s "
-            f"({str(e).splitlines()[0]}); see the logs of the others in {run.folder / 'logs'}"
+            f"({first_line(e)}); see the logs of the others in {run.folder / 'logs'}"
         ) from e
     sizes = MegatronSizes.of(config.trainer)
     parallel_state.initialize_model_parallel(
@@ -183,7 +183,7 @@ def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist
         try:
             return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         except dist.DistError as e:
-            raise RunError(f"trainer-{rank}: cannot reach trainer-0 at {host}:{port}: {str(e).splitlines()[0]}") from e
+            raise RunError(f"trainer-{rank}: cannot reach trainer-0 at {host}:{port}: {first_line(e)}") from e
     # A TCPStore that makes its own socket listens on every interface.
     host = address(config.machine.host)
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

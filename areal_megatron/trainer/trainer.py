@@ -21,6 +21,7 @@ from areal_megatron.files import drop_torn_line
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
+from areal_megatron.models.logits import chunk_tokens
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import partition
 from areal_megatron.ppo.advantage import Rewards, over_tokens
@@ -42,8 +43,6 @@ from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.routing import Routing
 from areal_megatron.trainer.token_sums import TokenSums
 
-LOGITS_ELEMENTS = 2**27
-"""The most logits that a rank holds at a time; computing with them takes 12 bytes each."""
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
 MEANS = ("loss", "clip_share", "capped_share", "masked_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
@@ -97,7 +96,7 @@ class Trainer:
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
             temperature=config.rollout.temperature,
-            chunk=max(1, LOGITS_ELEMENTS * self.sizes.tp // self.hf_config["vocab_size"]),
+            chunk=chunk_tokens(self.hf_config["vocab_size"], self.sizes.tp),
             sequence_parallel=self.sizes.tp > 1,
         )
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)

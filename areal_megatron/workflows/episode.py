@@ -146,7 +146,7 @@ class Episode:
     def tokens_left(self, context: Transcript) -> int:
         """Returns the number of tokens that may follow `context`; 0 or less if it is full."""
         config = self._resources.config
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - len(context.prompt)
+        longest = config.longest_sequence - len(context.prompt)
         return min(self.prompt.response_tokens or config.rollout.max_new_tokens, longest) - context.length
 
     async def answer(self, context: Transcript, max_tokens: int | None = None) -> Transcript:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig
-from areal_megatron.engine.kv_cache import longest_answer, machine_bytes
+from areal_megatron.engine.kv_cache import machine_bytes
 from launch.memory.activations import microbatch_tokens
 from launch.memory.engine import engine_memory, kv_tokens
 from launch.memory.parts import GIB, MemoryPart, RankMemory
@@ -81,7 +81,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
 
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
-    t, longest = config.trainer, longest_answer(config) if config.mode != "sft" else 1
+    t, longest = config.trainer, config.longest_sequence if config.mode != "sft" else 1
     if microbatch_tokens(config) > longest:
         yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
     for recompute in dict.fromkeys((t.recompute, "full")):
@@ -108,18 +108,18 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
 
 def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory) -> bool:
     """Returns whether the KV cache holds one answer of full length; vLLM refuses to start otherwise."""
-    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True) >= longest_answer(config)
+    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True) >= config.longest_sequence
 
 
 def _machine_too_small(config: Config, found: RankMemory, memory: int) -> str:
     return (
         f"rollout.max_new_tokens: an engine needs {_gib(found.total * config.rollout.tp)} GiB with a KV cache for "
-        f"one answer of {longest_answer(config):,} tokens with its prompt, this machine has {_gib(memory)}: lower it"
+        f"one answer of {config.longest_sequence:,} tokens with its prompt, this machine has {_gib(memory)}: lower it"
     )
 
 
 def _engine_too_small(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
-    left, longest = found.of("KV cache"), longest_answer(config)
+    left, longest = found.of("KV cache"), config.longest_sequence
     tokens = kv_tokens(config, hf_config, left, on_cuda=True)
     used = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in found.parts if part.name != "KV cache")
     problem = (

@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_megatron.config import Config
-from areal_megatron.engine.kv_cache import longest_answer
 from areal_megatron.models.architecture import Architecture
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.memory.parts import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def microbatch_tokens(config: Config) -> int:
     but no fewer than the longest trajectory has; a multiple of tp."""
     cap, tp = config.trainer.microbatch_tokens, config.trainer.tp
     if config.mode != "sft":
-        longest = longest_answer(config)
+        longest = config.longest_sequence
         cap = max(longest, min(cap, config.batch_size // config.ppo.minibatches * longest))
     return -(-cap // tp) * tp
 

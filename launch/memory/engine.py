@@ -8,14 +8,14 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.engine import kv_cache
-from areal_megatron.engine.kv_cache import longest_answer
 from areal_megatron.models.architecture import architecture
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.table import LAYER_PREFIX
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
-from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, MemoryPart, RankMemory
+from launch.memory.parts import COMMUNICATOR, CONTEXT, LINK, MemoryPart, RankMemory
 
 UTILIZATION = 0.92
 """The share of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
@@ -60,7 +60,7 @@ def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: 
 
 
 def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
-    tokens, longest = kv_tokens(config, hf_config, size, on_cuda), longest_answer(config)
+    tokens, longest = kv_tokens(config, hf_config, size, on_cuda), config.longest_sequence
     return (
         f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
         f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}"

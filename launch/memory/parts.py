@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 2**30
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
-"""Bytes of an element, by model.dtype."""
 CONTEXT = GIB
 """CUDA context, cuBLAS workspaces and the allocator's rounding. An allowance: it has not been measured."""
 COMMUNICATOR = 128 * 2**20

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.logits import chunk_tokens
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
-from launch.memory.parts import COMMUNICATOR, CONTEXT, ITEMSIZE, LINK, MemoryPart, RankMemory
+from launch.memory.parts import COMMUNICATOR, CONTEXT, LINK, MemoryPart, RankMemory
 
-LOGITS_ELEMENTS = 2**27
-"""Logits that a rank holds at a time, with 12 bytes each: the constant of trainer/trainer.py, which imports torch."""
 MOMENTS, MAIN = 8, 4
 """Bytes that a parameter takes in Adam's two moments, and in a float32 copy."""
 
@@ -128,7 +128,7 @@ def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes
     in its dtype, and the final hidden states of a micro-batch: gathered, picked, and their gradient."""
     model, element = architecture(hf_config).dimensions, ITEMSIZE[config.model.dtype]
     tokens = microbatch_tokens(config)
-    chunk = max(1, LOGITS_ELEMENTS * sizes.tp // model.vocabulary)
+    chunk = chunk_tokens(model.vocabulary, sizes.tp)
     rows = sizes.padded_vocabulary(model.vocabulary) // sizes.tp
     logits = 12 * min(chunk, tokens) * rows
     output_layer = (4 + 2 * element) * rows * model.hidden

@@ -7,9 +7,9 @@ import pytest
 
 from areal_megatron.config import Config, CriticConfig, DataConfig, ModelConfig, PPOConfig, TrainerConfig
 from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.dtypes import ITEMSIZE
 from launch.memory import activations
-from launch.memory.parts import ITEMSIZE
-from launch.memory.trainer import LOGITS_ELEMENTS, stage_memory
+from launch.memory.trainer import stage_memory
 from tests.support.tiny_models import save_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
@@ -78,7 +78,3 @@ def test_forward_passes_in_flight(world, measured):
         asked = config(world, "qwen3", 1, "bfloat16", "none")
         asked.trainer.pp, asked.trainer.vpp, asked.batch_size = pp, vpp, microbatches
         assert activations.in_flight(asked, stage) == min(warm_up + 1, vpp * microbatches)
-
-
-def test_the_chunk_of_logits_is_the_trainers(measured):
-    assert measured[1]["logits_elements"] == LOGITS_ELEMENTS

@@ -61,20 +61,20 @@ def generate(folder: Path, parameters: float) -> None:
     """
     import numpy as np
 
-    from areal_megatron.checkpoint import torch_dist_writer
+    from areal_megatron.checkpoint import torch_dist_file
 
     config = config_of(parameters)
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0).integers(2**16, size=RANDOM_ELEMENTS, dtype=np.uint16)
 
-    def resolve(name: str, box: Box) -> np.ndarray:
-        return np.resize(random, box.shape)
+    def elements(name: str, box: Box) -> Iterator[np.ndarray]:
+        yield np.resize(random, box.shape)
 
     tensors, chunks = chunks_of(config)
     total = 2 * sum(box.size for _, box in chunks)
     dtyped = {name: ("bfloat16", shape) for name, shape in tensors.items()}
-    torch_dist_writer.write(folder / "trainer", dtyped, chunks, resolve, file_bytes=total // FILES + 1)
+    torch_dist_file.write_folder(folder / "trainer", dtyped, chunks, elements, file_bytes=total // FILES + 1)
 
 
 def chunks_of(config: dict[str, Any]) -> tuple[dict[str, Shape], list[tuple[str, Box]]]:

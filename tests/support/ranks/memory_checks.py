@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, TrainerConfig
-from areal_megatron.trainer import trainer
 from areal_megatron.trainer.batch import pack
 from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
 from areal_megatron.trainer.optimizer import ModelOptimizer
@@ -99,7 +98,6 @@ def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
     measured = {
         "models": [[model.name, *case, measure(model, *case)] for model, *case in cases],
         "warm_up": [[*schedule, warm_up(*schedule)] for schedule in schedules],
-        "logits_elements": trainer.LOGITS_ELEMENTS,
     }
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(measured))

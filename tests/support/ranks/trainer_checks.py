@@ -27,13 +27,13 @@ from areal_megatron.config import (
     TrainerConfig,
 )
 from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.models import logits as logits_limit
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
-from areal_megatron.trainer import trainer as trainer_module
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
@@ -78,7 +78,7 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
 @contextmanager
 def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
     """Opens a trainer in the run folder `run`, which the test has made; several ranks need a new folder each time."""
-    trainer_module.LOGITS_ELEMENTS = 50 * 250  # so that a micro-batch takes several chunks
+    logits_limit.LOGITS_ELEMENTS = 50 * 250  # so that a micro-batch takes several chunks
     with Trainer(config, Run(folder / run), rank) as trainer:
         yield trainer
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_megatron import convert as convert_checkpoint
-from areal_megatron.checkpoint import convert
-from areal_megatron.checkpoint.convert import from_hf, to_hf
+from areal_megatron import convert
+from areal_megatron.checkpoint import disk
+from areal_megatron.convert import from_hf, to_hf
 from tests.support.reshard_oracle import MODELS, write_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,16 +64,16 @@ def refused(capsys, folder, *arguments):
     """The one line of an attempt that leaves `folder` as it was."""
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     capsys.readouterr()
-    assert convert_checkpoint.main([*map(str, arguments)]) == 2
+    assert convert.main([*map(str, arguments)]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1, message
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     return message
 
 
-@pytest.mark.parametrize(("name", "block"), [*((name, convert.BLOCK_BYTES) for name in MODELS), ("qwen2", 2000)])
+@pytest.mark.parametrize(("name", "block"), [*((name, disk.BLOCK_BYTES) for name in MODELS), ("qwen2", 2000)])
 def test_there_and_back_every_bit_is_the_same(models, name, block, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "BLOCK_BYTES", block)
+    monkeypatch.setattr(disk, "BLOCK_BYTES", block)
     monkeypatch.setattr(convert, "CHUNK_BYTES", 2 * block)
     folder, tensors = models[name]
     from_hf(folder, tmp_path / "checkpoint", verify=True)
@@ -106,10 +106,10 @@ def test_dtype_and_what_is_no_weight(models, hf_folder, tmp_path, capsys):
     for name, text in files.items():
         (hf_folder / name).write_text(text)
     run = tmp_path / "checkpoint"
-    assert convert_checkpoint.main(["from-hf", str(hf_folder), str(run), "--dtype", "bfloat16", "--verify"]) == 0
-    assert convert_checkpoint.main(["to-hf", str(run), str(tmp_path / "own")]) == 0
+    assert convert.main(["from-hf", str(hf_folder), str(run), "--dtype", "bfloat16", "--verify"]) == 0
+    assert convert.main(["to-hf", str(run), str(tmp_path / "own")]) == 0
     wide = ["to-hf", str(run / "trainer"), str(tmp_path / "wide"), "--config", str(run / "hf"), "--dtype", "float32"]
-    assert convert_checkpoint.main([*wide, "--verify"]) == 0
+    assert convert.main([*wide, "--verify"]) == 0
     for folder, dtype in ((tmp_path / "own", torch.bfloat16), (tmp_path / "wide", torch.float32)):
         assert_equal(weights(folder), {n: t.bfloat16().to(dtype) for n, t in models["qwen3"][1].items()})
         assert {name: (folder / name).read_text() for name in files} == files

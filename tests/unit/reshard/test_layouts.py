@@ -352,7 +352,7 @@ def test_wrong_shapes_are_named(tmp_path):
     deeper = trainer_layout.layout(config | {"num_hidden_layers": 5}, MegatronSizes(), 0)
     with pytest.raises(ConfigError, match=r"has no tensor model\.layers\.4"):
         hf.load(empty(deeper), deeper, tmp_path)
-    with pytest.raises(ConfigError, match=r"no readable .* model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"model\.path: .*nowhere has neither .* nor model\.safetensors"):
         hf.load(empty(layout), layout, tmp_path / "nowhere")
 
 

@@ -11,11 +11,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from areal_megatron.checkpoint import torch_dist_file
+from areal_megatron.checkpoint.torch_dist_file import Image, Stored
 from areal_megatron.reshard.boxes import Box, boxes, whole
 from areal_megatron.run import RunError
-from areal_megatron.trainer import checkpoint_file
-from areal_megatron.trainer.checkpoint_file import Image
-from areal_megatron.trainer.checkpoint_tensors import Stored
 
 SHAPES = [(1,), (7,), (5, 4), (1, 9), (9, 1), (3, 4, 5), (2, 1, 3, 2)]
 
@@ -52,7 +51,7 @@ def test_torch_reads_what_two_ranks_wrote_and_each_save_anew(tmp_path):
         subject.copy()
         flat[rank] *= 2
         subject.write(tmp_path / f"__{rank}_0.distcp")
-    checkpoint_file.write(tmp_path / ".metadata", memoryview(checkpoint_file.metadata(entries)))
+    torch_dist_file.describe(tmp_path, torch_dist_file.metadata(entries), b"")
     found = {}
     _load_state_dict(
         found, storage_reader=FileSystemReader(tmp_path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
@@ -66,7 +65,7 @@ def test_elements_that_nobody_or_two_ranks_would_store_are_refused(second):
     if second == Box((1, 0), (3, 2)):
         stored.append(Stored("weight", (4, 2), Box((3, 0), (4, 2)), torch.zeros(2)))
     with pytest.raises(RunError, match="elements of weight, which has 8"):
-        checkpoint_file.metadata({"file": Image(stored, {}).entries})
+        torch_dist_file.metadata({"file": Image(stored, {}).entries})
 
 
 @pytest.mark.parametrize("elements", [1, 1024, 300_000])
@@ -77,7 +76,7 @@ def test_a_file_is_the_same_where_the_file_system_refuses_direct_writes(tmp_path
     subject.copy()
     subject.write(tmp_path / "direct")
     refusal = OSError(errno.EINVAL, "Invalid argument")
-    write, opened = checkpoint_file._write, []
+    write, opened = torch_dist_file._write, []
 
     def refuse_to_open(path, flags):
         raise refusal
@@ -90,9 +89,9 @@ def test_a_file_is_the_same_where_the_file_system_refuses_direct_writes(tmp_path
         write(file, data)
 
     if refused_at == "open":
-        monkeypatch.setattr(checkpoint_file, "_direct", refuse_to_open)
+        monkeypatch.setattr(torch_dist_file, "_direct", refuse_to_open)
     elif refused_at == "write":
-        monkeypatch.setattr(checkpoint_file, "_write", refuse_to_write)
+        monkeypatch.setattr(torch_dist_file, "_write", refuse_to_write)
     subject.write(tmp_path / "other")
     written = (tmp_path / "other").read_bytes()
     assert written == (tmp_path / "direct").read_bytes()
