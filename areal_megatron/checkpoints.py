@@ -15,7 +15,7 @@ from pathlib import Path
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config
-from areal_megatron.experience import Experience
+from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import checkpoint
@@ -33,9 +33,9 @@ to_hf(Path(sys.argv[1]), Path(sys.argv[2]))
 class Checkpoints:
     """Saves every checkpoint.every versions; every rank calls it alike."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
+    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
-        self._trainer, self._experience = trainer, experience
+        self._trainer, self._controller = trainer, controller
         self._saver = checkpoint.Saver(trainer)
         self._version = 0
         """Of the checkpoint that is being saved, or was saved last."""
@@ -90,7 +90,7 @@ class Checkpoints:
             self._saver.wait()  # one at a time
         self._version = version
         with self._trainer.timeline.span("checkpoint", version=version), self._removed_if_it_fails():
-            self._experience.checkpoint(version, batches)
+            self._controller.checkpoint(version, batches)
             self._saver.begin(path / "trainer", partial(self._seal, version, batches, begun))
         self._stall_s = time.monotonic() - begun
 
@@ -98,8 +98,8 @@ class Checkpoints:
         self._finish_export()  # it may be reading what is replaced
         try:
             if checkpoint_folder.again(self._run, version):
-                self._experience.checkpoint(version, batches)
-                self._experience.wait_for_checkpoint(version)
+                self._controller.checkpoint(version, batches)
+                self._controller.wait_for_checkpoint(version)
                 checkpoint_folder.seal(self._run, version, batches)
         except (OSError, ControllerError) as e:
             shutil.rmtree(checkpoint_folder.partial(self._run, version), ignore_errors=True)
@@ -108,7 +108,7 @@ class Checkpoints:
     def _seal(self, version: int, batches: int, begun: float) -> None:
         """Rank 0, on the saver's thread: all ranks' files are there."""
         folder = checkpoint_folder.partial(self._run, version)
-        self._experience.wait_for_checkpoint(version)
+        self._controller.wait_for_checkpoint(version)
         (folder / "hf").mkdir()
         copy_description(Path(self._model.path), folder / "hf", self._model.dtype)
         sealed = checkpoint_folder.seal(self._run, version, batches)
@@ -116,7 +116,7 @@ class Checkpoints:
             checkpoint_folder.tidy(self._run, self._settings)
         if self._settings.hf_every and version % self._settings.hf_every == 0:
             self._start_export(sealed.folder)
-        self._experience.saved(version, self._stall_s, time.monotonic() - begun)
+        self._controller.saved(version, self._stall_s, time.monotonic() - begun)
 
     @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:

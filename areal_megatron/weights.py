@@ -7,7 +7,7 @@ import threading
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
-from areal_megatron.experience import Experience
+from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError, Delivered
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.publish import Publisher
@@ -21,8 +21,8 @@ _LOOK_S = 1.0
 class Weights:
     """Publishes versions and tells the controller what arrived, so that engines commit it."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
-        self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
+    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
+        self._config, self._run, self._trainer, self._controller = config, run, trainer, controller
         self._store = run.endpoint(STORE, config.machine.timeout_s)
         host, _, port = self._store.rpartition(":")
         self._publisher = Publisher(
@@ -46,7 +46,7 @@ class Weights:
 
     def publish(self, version: int) -> None:
         """Starts sending `version` to the engines; returns at once."""
-        self._publisher.publish(version, self._experience.links(version, self._store))
+        self._publisher.publish(version, self._controller.links(version, self._store))
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""
@@ -66,7 +66,7 @@ class Weights:
         while not self._ended.wait(_LOOK_S):
             sending = self._publisher.sending()
             try:
-                for engine, generation in self._experience.cut(sending) if sending else ():
+                for engine, generation in self._controller.cut(sending) if sending else ():
                     self._publisher.give_up(engine, generation)
             except ControllerError:
                 return  # the main loop meets it too, and ends the run
@@ -75,7 +75,7 @@ class Weights:
         """Called on the threads of the links."""
         delivered = Delivered(engine, generation, version, seconds, size, error)
         try:
-            self._experience.report(delivered, f"trainer-{self._trainer.rank}-link-{engine}")
+            self._controller.report(delivered, f"link-{engine}")
         except ControllerError as e:  # the main loop meets it too, and ends the run
             logging.error("version %d for engine %d: %s", version, engine, e)
 
