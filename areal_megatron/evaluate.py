@@ -44,9 +44,8 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.run import Run, RunError
 from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import Sampling
 from launch.engines import slots
 from launch.hosts import Here
 from launch.local import device_of

@@ -9,16 +9,15 @@ from collections.abc import Callable
 
 from areal_megatron.config import Config
 from areal_megatron.controller.engine import Engine
-from areal_megatron.controller.generation import IsLost, cache_salt
+from areal_megatron.controller.generation import IsLost
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import Place
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
+from areal_megatron.workflows.sampling import Sampling, cache_salt, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from areal_megatron.config import Config, Rollout
+from areal_megatron.config import Config
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.schedule import Group, Schedule
@@ -24,9 +24,8 @@ from areal_megatron.run import RunError
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import Place
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
+from areal_megatron.workflows.sampling import INTERRUPTED, Sampling, cache_salt, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import INTERRUPTED, Sampling
 from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -268,11 +267,6 @@ class Generation:
 def _described(interrupted: dict[int, list[Completion]]) -> str:
     answers = [answer for answers in interrupted.values() for answer in answers]
     return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were broken off"
-
-
-def cache_salt(rollout: Rollout, version: int) -> str | None:
-    """With KV kept over updates, only requests of one version share prefix blocks; `recompute` drops the blocks."""
-    return f"v{version}" if rollout.kv_policy == "keep" else None
 
 
 def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajectory:

@@ -137,7 +137,7 @@ class EngineClient:
         """n independent answers to one prompt, as one request: half the engine's cost of n requests.
 
         Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has. With a
-        `seed` (workflows/seeds.py) the k-th answer is a function of weights, prompt and seed + k. With `routes_from`
+        `seed` (workflows/sampling.py) the k-th answer is a function of weights, prompt and seed + k. With `routes_from`
         the experts of all tokens from that place on come along. Raises EngineError.
         """
         sampling = {

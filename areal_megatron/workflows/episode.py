@@ -15,9 +15,8 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.worker import Scored
+from areal_megatron.workflows.sampling import INTERRUPTED, Question, Sampling, ask, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import INTERRUPTED, Question, Sampling, ask
 from areal_megatron.workflows.transcript import Transcript
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.function import checked
 from areal_megatron.workflows.episode import Episode, EpisodeOver, Interrupted, Place, Setting
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Score, Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.transcript import Transcript
 from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
 

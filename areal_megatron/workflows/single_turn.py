@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from areal_megatron.config import Rollout
 from areal_megatron.data.prompts import Prompt
-from areal_megatron.engine.client import Completion, EngineClient, EngineError
-
-log = logging.getLogger(__name__)
-_ATTEMPTS = 3
-_RETRY_S = 1.0
-INTERRUPTED = "abort"
-"""Why an answer ended that goes on later."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are sampled, and on which engine."""
-
-    client: EngineClient
-    rollout: Rollout
-    stop_tokens: list[int]
-    cache_salt: str | None
-    may_interrupt: Callable[[], bool] = lambda: False
-    """Whether requests are being aborted; else an aborted one has failed."""
-
-
-@dataclass(frozen=True)
-class Question:
-    tokens: list[int]
-    max_tokens: int
-    stops: bool
-    """Whether the model may end its answer."""
-    request_id: str
-    seed: int
-    routed: int = 0
-    """Tokens from the first on whose routes are known."""
+from areal_megatron.engine.client import Completion
+from areal_megatron.workflows.sampling import INTERRUPTED, Question, Sampling, ask
 
 
 async def sample(
@@ -58,17 +26,6 @@ async def sample(
         _resume(sampling, prompt, answer, f"{request_id}-{k}", seed + k) for k, answer in enumerate(interrupted)
     )
     return await asyncio.gather(*going_on)
-
-
-async def ask(sampling: Sampling, question: Question, n: int = 1) -> list[Completion]:
-    """n answers to the same tokens, seeded with seed + k; see `sample`."""
-    for attempt in range(1, _ATTEMPTS):
-        try:
-            return await _ask_once(sampling, question, n, attempt)
-        except EngineError as e:
-            log.warning("attempt %d of %d: %s", attempt, _ATTEMPTS, e)
-            await asyncio.sleep(_RETRY_S)
-    return await _ask_once(sampling, question, n, _ATTEMPTS)
 
 
 def _question(
@@ -92,23 +49,3 @@ async def _resume(
         for name in ("tokens", "logprobs", "versions", "routes")
     }
     return Completion(**joined, finish_reason=more.finish_reason)
-
-
-async def _ask_once(sampling: Sampling, question: Question, n: int, attempt: int) -> list[Completion]:
-    client, request_id = sampling.client, f"{question.request_id}-{attempt}"
-    completions = await client.generate(
-        question.tokens,
-        n=n,
-        max_tokens=question.max_tokens,
-        temperature=sampling.rollout.temperature,
-        stop_tokens=sampling.stop_tokens if question.stops else [],
-        request_id=request_id,
-        cache_salt=sampling.cache_salt,
-        seed=question.seed,
-        routes_from=question.routed if "replay" in sampling.rollout.experts else None,
-    )
-    ends = ("stop", "length", *([INTERRUPTED] if sampling.may_interrupt() else []))
-    for completion in completions:
-        if completion.finish_reason not in ends or not np.isfinite(completion.logprobs).all():
-            raise EngineError(f"{client.name} broke off {request_id}: finish reason {completion.finish_reason}")
-    return completions

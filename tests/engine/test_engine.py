@@ -20,8 +20,8 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
 from areal_megatron.workflows.episode import Place
 from areal_megatron.workflows.runner import EpisodeRunner
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
 from tests.support.chat_world import Judge
 from tests.support.engines import ask, lengthened, make_run, started_engine

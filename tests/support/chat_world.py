@@ -14,8 +14,8 @@ from areal_megatron.reward.function import checked
 from areal_megatron.reward.worker import Scored
 from areal_megatron.workflows.episode import Place
 from areal_megatron.workflows.runner import EpisodeRunner
+from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.single_turn import Sampling
 from areal_megatron.workflows.workflow import Workflow
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]

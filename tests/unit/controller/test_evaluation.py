@@ -11,7 +11,7 @@ from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.workflows import single_turn
+from areal_megatron.workflows import sampling
 from areal_megatron.workflows.scoring import Score
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1], response_tokens=None) for number in range(6)]
@@ -38,7 +38,7 @@ class Right:
 
 @pytest.fixture
 def evaluate(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_turn, "_RETRY_S", 0.0)
+    monkeypatch.setattr(sampling, "_RETRY_S", 0.0)
 
     def run(*answers, version=0):
         config = Config(

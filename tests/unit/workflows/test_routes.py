@@ -14,7 +14,8 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.workflows import multi_turn
-from areal_megatron.workflows.single_turn import INTERRUPTED, Sampling, sample
+from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
+from areal_megatron.workflows.single_turn import sample
 from tests.support.chat_world import END, World, spelled
 from tests.support.generating import generated
 

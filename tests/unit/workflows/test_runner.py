@@ -19,7 +19,7 @@ from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.workflows import multi_turn, single_turn, tool_use
+from areal_megatron.workflows import multi_turn, sampling, tool_use
 from areal_megatron.workflows.episode import EpisodeOver
 from areal_megatron.workflows.workflow import check_workflow, load_workflow
 from tests.support.chat_world import END, IDS, World, make_tokenizer, spelled
@@ -213,7 +213,7 @@ def test_workflows_that_never_get_an_answer_end_the_run_with_the_reason(tmp_path
 
 
 def test_an_engine_that_fails_is_not_the_workflows_to_hide(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_turn, "_RETRY_S", 0)
+    monkeypatch.setattr(sampling, "_RETRY_S", 0)
 
     async def hides(episode):
         for _ in range(3):

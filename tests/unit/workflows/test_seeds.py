@@ -14,9 +14,8 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Score
-from areal_megatron.workflows.seeds import sampling_seed
-from areal_megatron.workflows.single_turn import Sampling
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1 + number], response_tokens=None) for number in range(6)]
 
@@ -177,7 +176,7 @@ def test_answers_that_were_broken_off_go_on_with_random_numbers_of_their_own(tmp
 
 
 def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
-    monkeypatch.setattr(single_turn, "_RETRY_S", 0)
+    monkeypatch.setattr("areal_megatron.workflows.sampling._RETRY_S", 0)
     seeds = []
 
     async def broken(*_, seed, **__):
