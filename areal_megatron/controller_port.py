@@ -19,7 +19,7 @@ from areal_megatron.protocol import (
     Request,
     Sending,
 )
-from areal_megatron.run import Run, trainer_name
+from areal_megatron.run import CONTROLLER, Run, trainer_name
 from areal_megatron.trainer.trainer import Trainer
 
 _encode = encoder().encode
@@ -38,7 +38,7 @@ class ControllerPort:
     def __init__(self, config: Config, run: Run, trainer: Trainer):
         self._trainer, self._token, self._timeout_s = trainer, run.token, config.machine.timeout_s
         self._name = trainer_name(trainer.rank)
-        self._endpoint = run.endpoint("controller", self._timeout_s)
+        self._endpoint = run.endpoint(CONTROLLER, self._timeout_s)
         self._client = ControllerClient(self._endpoint, self._token, self._name, self._timeout_s)
         self._client.request(Hello(trainer.rank))
 

@@ -45,7 +45,7 @@ class Weights:
             threading.Thread(target=self._watch, name="watch-links", daemon=True).start()
 
     def publish(self, version: int) -> None:
-        """Starts sending `version` to the engines; returns at once."""
+        """Starts to send `version` to the engines and returns at once."""
         self._publisher.publish(version, self._controller.links(version, self._store))
 
     def wait_until_read(self) -> None:
@@ -62,7 +62,7 @@ class Weights:
         save_hf(self._config, self._run, self._trainer)
 
     def _watch(self) -> None:
-        """Gives up what is on its way to engines that the controller knows to be lost; on a thread of its own."""
+        """Gives up, on a thread of its own, what is on its way to engines that the controller knows to be lost."""
         while not self._ended.wait(_LOOK_S):
             sending = self._publisher.sending()
             try:

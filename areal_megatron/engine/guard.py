@@ -1,7 +1,7 @@
 """Asks for the run's secret on every route of an engine.
 
 vLLM's --api-key leaves the routes of pause, weight transfer and collective_rpc open. This middleware sits
-outside everything and knows no exception. The secret comes by file, named in AREAL_SECRET_FILE; a caller
+outside everything and knows no exception. The secret comes by file, whose path is in AREAL_SECRET_FILE; a caller
 sends it as `Authorization: Bearer SECRET`, which any OpenAI client does with its API key.
 """
 
@@ -14,6 +14,8 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
+from areal_megatron.engine.environment import SECRET_FILE
+
 REFUSED = Counter("areal:refused_requests", "Requests without the run's secret")
 log = logging.getLogger("vllm.areal")
 
@@ -23,9 +25,9 @@ class TokenGuard:
 
     def __init__(self, app):
         self._app = app
-        secret = Path(os.environ["AREAL_SECRET_FILE"]).read_text().strip()
+        secret = Path(os.environ[SECRET_FILE]).read_text().strip()
         if not secret:
-            raise ValueError(f"{os.environ['AREAL_SECRET_FILE']}: the run's secret is empty")
+            raise ValueError(f"{os.environ[SECRET_FILE]}: the run's secret is empty")
         self._expected = f"Bearer {secret}".encode()
 
     async def __call__(self, scope, receive, send):

@@ -82,7 +82,7 @@ def train(run: Run, over: Callable[[], bool]) -> None:
             client.request(Trained(version, version, True, {}))
             version += 1
             for link in client.request(Publish(version, "127.0.0.1:1")).links:
-                client.request(Delivered(link.engine, link.epoch, version, 0.1, 0))
+                client.request(Delivered(link.engine, link.generation, version, 0.1, 0))
 
 
 class Lateness:
@@ -110,7 +110,7 @@ def control(folder: Path) -> None:
         samples = []
         while not life.done() and not (folder / "over").exists():
             await asyncio.sleep(1.0)
-            engines = controller.members.engines
+            engines = controller.fleet.engines
             samples.append(
                 {
                     "time": time.monotonic(),

@@ -95,7 +95,7 @@ def batches(recording, first=0, dumps=None):
         rollout=Rollout(group_size=GROUP),
         reward=Reward(range=[-1, 1]),
     )
-    return Batches(config, recording, recording, flops=None, first=first, dumps=dumps)
+    return Batches(config, recording, take=lambda dump: dump.trajectories, flops=None, first=first, dumps=dumps)
 
 
 async def trained(subject, number, version, applied=True):
