@@ -17,7 +17,7 @@ from pathlib import Path
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config
-from areal_megatron.experience import Experience
+from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import checkpoint
@@ -69,9 +69,9 @@ class Export(threading.Thread):
 class Checkpoints:
     """Saves every checkpoint.every versions; every rank calls it alike."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
+    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
-        self._trainer, self._experience = trainer, experience
+        self._trainer, self._controller = trainer, controller
         self._saver = checkpoint.Saver(trainer)
         self._version = 0
         """Version of the checkpoint that is being saved or was saved last."""
@@ -129,7 +129,7 @@ class Checkpoints:
             self._saver.wait()  # one at a time
         self._version = version
         with self._trainer.timeline.span("checkpoint", version=version), self._removed_if_it_fails():
-            self._experience.checkpoint(version, batches)
+            self._controller.checkpoint(version, batches)
             self._saver.begin(path / "trainer", partial(self._seal, version, batches, begun))
         self._stall_s = time.monotonic() - begun
 
@@ -137,8 +137,8 @@ class Checkpoints:
         self._wait_for_exports()  # one may be reading what is replaced
         try:
             if checkpoint_folder.again(self._run, version):
-                self._experience.checkpoint(version, batches)
-                self._experience.wait_for_checkpoint(version)
+                self._controller.checkpoint(version, batches)
+                self._controller.wait_for_checkpoint(version)
                 checkpoint_folder.seal(self._run, version, batches)
         except (OSError, ControllerError) as e:
             shutil.rmtree(checkpoint_folder.partial(self._run, version), ignore_errors=True)
@@ -147,7 +147,7 @@ class Checkpoints:
     def _seal(self, version: int, batches: int, begun: float) -> None:
         """Completes the checkpoint when all ranks' files are there; rank 0, on the saver's thread."""
         folder = checkpoint_folder.partial(self._run, version)
-        self._experience.wait_for_checkpoint(version)
+        self._controller.wait_for_checkpoint(version)
         (folder / "hf").mkdir()
         copy_description(Path(self._model.path), folder / "hf", self._model.dtype)
         sealed = checkpoint_folder.seal(self._run, version, batches)
@@ -156,7 +156,7 @@ class Checkpoints:
         if self._settings.hf_every and version % self._settings.hf_every == 0:
             out = self._run.exports / sealed.folder.name
             self._exports.append(Export(sealed.folder, out, after=self._exports[-1] if self._exports else None))
-        self._experience.saved(version, self._stall_s, time.monotonic() - begun)
+        self._controller.saved(version, self._stall_s, time.monotonic() - begun)
 
     @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:

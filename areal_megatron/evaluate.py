@@ -51,7 +51,7 @@ from areal_megatron.observe.estimates import estimate, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.workers import RewardWorkers, default_count
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import Run, RunError, engine_name
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
@@ -65,7 +65,7 @@ from launch.supervise import describe
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.2
-_ENGINE = "engine-0"
+_ENGINE = engine_name(0)
 
 
 class OfflineEvaluation:
@@ -118,7 +118,7 @@ class OfflineEvaluation:
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(_watch(child))]
                 async with _serving(self.config, run) as engine:
-                    background.append(group.create_task(engine.watch(self.config.machine.peer_timeout_s, lambda: None)))
+                    background.append(group.create_task(engine.watch(self.config.machine.peer_timeout_s)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
                     longest = self.config.rollout.max_new_tokens
                     scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
@@ -246,7 +246,7 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
     """Connects to the engine. Raises EngineError or RunError if it does not serve within machine.peer_timeout_s."""
     deadline = time.monotonic() + config.machine.peer_timeout_s
-    while not run.announced(_ENGINE) and time.monotonic() < deadline:
+    while not run.announced_engines() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     engine = connect(config, run, 0)
     try:

@@ -1,8 +1,8 @@
 """Messages between the trainer ranks and the controller, and the trainers' client.
 
-ZeroMQ DEALER (trainer) to ROUTER (controller); every request gets exactly one reply. A frame is the
-msgpack encoding of `Envelope`; it carries the run's secret token, and the controller refuses and counts
-what lacks it. Arrays travel as raw buffers (data/trajectory.py).
+ZeroMQ DEALER (trainer) to ROUTER (controller); every request gets exactly one reply. A frame is the msgpack encoding of
+`Envelope`, which carries the run's secret token; the controller refuses and counts frames without it. Arrays travel as
+raw buffers (data/trajectory.py). "Rank 0" is the first of all trainer ranks.
 """
 
 from __future__ import annotations
@@ -27,37 +27,39 @@ class LinkRef(msgspec.Struct):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """First message of each trainer rank."""
+    """The first message of each trainer rank."""
 
     rank: int
     protocol: int = PROTOCOL
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """From rank 0 of a data-parallel replica; answered by Part as soon as the batch has been formed, by
-    Stop or by PublishAgain."""
+    """Asks for a replica's part of a batch; sent by the first rank of each data-parallel replica.
+
+    Answered with BatchReply as soon as the batch has been formed, or with NotYet, PublishAgain or Stop.
+    """
 
     replica: int
     number: int
-    """Batches that the run has trained before this one. Above `version` once an update was not applied: then
-    the next batch has the same version, and only the number tells a replica that is ahead from one behind."""
+    """How many batches the run has trained before this one. Above `version` once an update was not applied: then the
+    next batch has the same version, and only the number tells a replica that is ahead from one behind."""
     version: int
 
 
 class Trained(msgspec.Struct, tag=True):
-    """From global rank 0, once the optimizer steps of batch `number` are done."""
+    """Rank 0 reports that the optimizer steps of batch `number` are done."""
 
     number: int
     version: int
-    """The version that was trained (i); the policy is i+1 now if `applied`."""
+    """The version that the batch was formed for (i); the policy is i+1 now if `applied`."""
     applied: bool
-    """False: every step was skipped (non-finite gradients); the policy version stays as it is."""
+    """False if every step was skipped (non-finite gradients); the policy version stays as it is."""
     metrics: dict[str, float]
 
 
 class Publish(msgspec.Struct, tag=True):
-    """From global rank 0: the weights of `version` are about to be sent. Answered with Links to those who lack them, or
-    with NotYet."""
+    """Rank 0 is about to send the weights of `version`. Answered with Links to the engines that lack them, or with
+    NotYet."""
 
     version: int
     store: str
@@ -65,7 +67,7 @@ class Publish(msgspec.Struct, tag=True):
 
 
 class Delivered(msgspec.Struct, tag=True):
-    """From global rank 0: one engine has all its boxes of `version` in staging, or the link failed."""
+    """Rank 0 reports that one engine has all its boxes of `version` in staging, or that the link failed."""
 
     engine: int
     generation: int
@@ -76,14 +78,14 @@ class Delivered(msgspec.Struct, tag=True):
 
 
 class Sending(msgspec.Struct, tag=True):
-    """From global rank 0, now and then while versions are on their way. Answered with Links, those of them that are
-    cut: their engine will never have what is on its way."""
+    """Rank 0 names the links on which versions are on their way, now and then. Answered with Links, those of them that
+    are cut: their engine will never commit what is on its way."""
 
     links: list[LinkRef]
 
 
 class CheckpointBegin(msgspec.Struct, tag=True):
-    """From global rank 0, after Trained and before any replica asks for the next batch: the trainers save their state.
+    """Rank 0 begins a checkpoint, after Trained and before any replica asks for the next batch.
 
     Answered with Ok once the controller has set its own state aside.
     """
@@ -93,19 +95,19 @@ class CheckpointBegin(msgspec.Struct, tag=True):
 
 
 class CheckpointWritten(msgspec.Struct, tag=True):
-    """From global rank 0: answered with Ok once the controller's state is in the folder of this version."""
+    """Rank 0 waits for the controller's part of a checkpoint; answered with Ok once it is in the version's folder."""
 
     version: int
 
 
 class CheckpointDone(msgspec.Struct, tag=True):
-    """From global rank 0: a checkpoint is complete, or has failed."""
+    """Rank 0 reports that a checkpoint is complete, or has failed."""
 
     version: int
     stall_s: float
-    """How long training stood still for it."""
+    """How long training was paused for it."""
     seconds: float
-    """From its begin to its completion."""
+    """How long it took from its beginning to its completion."""
     error: str = ""
 
     @property
@@ -114,7 +116,7 @@ class CheckpointDone(msgspec.Struct, tag=True):
 
 
 class Bye(msgspec.Struct, tag=True):
-    """From global rank 0: every update is trained and delivered, or a checkpoint is saved after Stop."""
+    """Rank 0 says that every update is trained and delivered, or that a checkpoint is saved after Stop."""
 
 
 class Welcome(msgspec.Struct, tag=True):
@@ -126,22 +128,22 @@ class BatchReply(msgspec.Struct, tag=True):
 
 
 class EncodedBatch(msgspec.Struct, tag="BatchReply"):
-    """A BatchReply as the controller holds it: encoded already."""
+    """A BatchReply whose part the controller has encoded already."""
 
     part: msgspec.Raw
 
 
 class NotYet(msgspec.Struct, tag=True):
-    """No batch yet, or no version to engines yet; ask again: sent now and then, so that a long wait for answers is no
-    silent controller."""
+    """Tells a trainer to ask again: there is no batch yet, or engines may not have another version yet. Sent now and
+    then, so that a controller that waits long for answers is not taken for a silent one."""
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Instead of a batch, the same to every replica: the run is to save a checkpoint and end."""
+    """Tells every replica, instead of a batch, that the run is to save a checkpoint and end."""
 
 
 class PublishAgain(msgspec.Struct, tag=True):
-    """Instead of a batch, once to every replica: an engine that was started again needs the current weights."""
+    """Tells every replica once, instead of a batch, that an engine that was started again needs the current weights."""
 
 
 class Links(msgspec.Struct, tag=True):
@@ -215,7 +217,7 @@ class ControllerClient:
         self._socket.connect(endpoint)
 
     def request(self, body: Request) -> Reply:
-        """The controller's reply. Raises ControllerError on a refusal or after timeout_s without one."""
+        """Returns the controller's reply. Raises ControllerError on a refusal or after timeout_s without a reply."""
         number = next(self._numbers)
         self._socket.send(_encode(Envelope(self.token, self.sender, number, body)))
         deadline = time.monotonic() + self.timeout_s
@@ -223,7 +225,7 @@ class ControllerClient:
             if not self._socket.poll(left * 1000):
                 break
             answer = _decode_answer(self._socket.recv())
-            if answer.number != number:  # a late reply to a request that timed out
+            if answer.number != number:  # a late reply to a request that has timed out
                 continue
             if isinstance(answer.body, Refused):
                 raise ControllerError(

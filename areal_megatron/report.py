@@ -30,7 +30,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
-from areal_megatron.run import Run
+from areal_megatron.run import Run, is_engine, is_trainer
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
 UTILISATION_BINS = 60
@@ -220,7 +220,7 @@ def _critic(data: RunData) -> str:
 
 def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
     """Returns a row for each kind of step: a rank's tokens/s while weights are sent, in other steps, and the ratio."""
-    trainers = [span for span in data.spans if span.process.startswith("trainer-")]
+    trainers = [span for span in data.spans if is_trainer(span.process)]
     publishes = [span for span in trainers if span.name == "publish"]
     rows = []
     for name in ("train", "proximal"):
@@ -374,8 +374,8 @@ def _utilisation(data: RunData) -> str:
     begin, end = _time_range(data)
     edges = [begin + (end - begin) * i / UTILISATION_BINS for i in range(UTILISATION_BINS + 1)]
     minutes = [(edge - begin) / 60 for edge in edges]
-    for pool, prefix, color in (("trainer", "trainer-", TRAIN), ("rollout", "engine-", HELD_OUT)):
-        work = [s for s in data.spans if s.process.startswith(prefix) and not s.name.startswith(WAITS)]
+    for pool, is_of_pool, color in (("trainer", is_trainer, TRAIN), ("rollout", is_engine, HELD_OUT)):
+        work = [s for s in data.spans if is_of_pool(s.process) and not s.name.startswith(WAITS)]
         axes.stairs(busy_share(work, edges), minutes, color=color, linewidth=1.8, label=pool)
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

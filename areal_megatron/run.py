@@ -6,7 +6,7 @@ runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log
            report.html · incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
            exports/version-000012/ · stop
 ```
-Processes are named `controller`, `engine-E` and `trainer-RANK`.
+Processes are named `controller`, `engine-E` and `trainer-RANK`: CONTROLLER, `engine_name`, `trainer_name`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_megatron.files import write_atomically
+
+CONTROLLER = "controller"
+_ENGINE = "engine-"
+_TRAINER = "trainer-"
 
 
 class RunError(RuntimeError):
@@ -133,15 +137,15 @@ class Run:
         return self.folder / "timeline" / f"{process}.jsonl"
 
     def ledger(self, replica: int) -> Path:
-        return self.folder / "ledger" / f"trainer-{replica}.jsonl"
+        return self.folder / "ledger" / f"{trainer_name(replica)}.jsonl"
 
     def announce(self, process: str, endpoint: str) -> None:
         """Publishes where `process` listens, e.g. `tcp://127.0.0.1:4711`."""
         write_atomically(self.folder / "endpoints" / process, endpoint)
 
-    def announced(self, prefix: str) -> list[str]:
-        """Returns the processes that have announced themselves and whose names begin with `prefix`."""
-        return sorted(path.name for path in (self.folder / "endpoints").glob(f"{prefix}*"))
+    def announced_engines(self) -> list[str]:
+        """Names of the engines that have announced themselves."""
+        return sorted(path.name for path in (self.folder / "endpoints").glob(f"{_ENGINE}*"))
 
     def drain(self, engine: str) -> Path:
         """Returns the path of a file: while it exists, `engine` gets no more prompts, and leaves when it has answered
@@ -161,6 +165,27 @@ class Run:
                         f"see {self.log(process)}"
                     ) from None
             time.sleep(0.05)
+
+
+def engine_name(index: int) -> str:
+    return f"{_ENGINE}{index}"
+
+
+def engine_index(name: str) -> int:
+    return int(name.removeprefix(_ENGINE))
+
+
+def is_engine(name: str) -> bool:
+    """Whether a process of this name is an engine, or the part of one on another node (`engine-E.1`)."""
+    return name.startswith(_ENGINE)
+
+
+def trainer_name(rank: int) -> str:
+    return f"{_TRAINER}{rank}"
+
+
+def is_trainer(name: str) -> bool:
+    return name.startswith(_TRAINER)
 
 
 def from_command_line(program: str) -> tuple[Run, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from areal_megatron import config_file
 from areal_megatron.checkpoints import Checkpoints
+from areal_megatron.controller_port import ControllerPort
 from areal_megatron.experience import Experience
 from areal_megatron.run import from_command_line
 from areal_megatron.trainer.trainer import Trainer
@@ -43,9 +44,11 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 def main() -> None:
     run, rank = from_command_line("areal_megatron.train")
     config = config_file.load(run.config)
-    with Trainer(config, run, rank) as trainer, Experience(config, run, trainer) as experience:
-        weights = Weights(config, run, trainer, experience)
-        train(trainer, experience, weights, Checkpoints(config, run, trainer, experience), config.updates)
+    with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
+        experience = Experience(trainer, controller)
+        weights = Weights(config, run, trainer, controller)
+        checkpoints = Checkpoints(config, run, trainer, controller)
+        train(trainer, experience, weights, checkpoints, config.updates)
 
 
 if __name__ == "__main__":

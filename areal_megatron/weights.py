@@ -7,7 +7,7 @@ import threading
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
-from areal_megatron.experience import Experience
+from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError, Delivered
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
@@ -22,8 +22,8 @@ _LOOK_S = 1.0
 class Weights:
     """Publishes versions and tells the controller what arrived, so that engines commit it."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, experience: Experience):
-        self._config, self._run, self._trainer, self._experience = config, run, trainer, experience
+    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
+        self._config, self._run, self._trainer, self._controller = config, run, trainer, controller
         self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         self._publisher = Publisher(
             parameters=trainer.parameters,
@@ -42,8 +42,8 @@ class Weights:
             threading.Thread(target=self._watch, name="watch-links", daemon=True).start()
 
     def publish(self, version: int) -> None:
-        """Starts sending `version` to the engines; returns at once."""
-        self._publisher.publish(version, self._experience.links(version, self._store))
+        """Starts to send `version` to the engines and returns at once."""
+        self._publisher.publish(version, self._controller.links(version, self._store))
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""
@@ -59,11 +59,11 @@ class Weights:
         save_hf(self._config, self._run, self._trainer)
 
     def _watch(self) -> None:
-        """Gives up what is on its way to engines that the controller knows to be lost; on a thread of its own."""
+        """Gives up, on a thread of its own, what is on its way to engines that the controller knows to be lost."""
         while not self._ended.wait(_LOOK_S):
             sending = self._publisher.sending()
             try:
-                for engine, generation in self._experience.cut(sending) if sending else ():
+                for engine, generation in self._controller.cut(sending) if sending else ():
                     self._publisher.give_up(engine, generation)
             except ControllerError:
                 return  # the main loop meets it too, and ends the run
@@ -72,7 +72,7 @@ class Weights:
         """Called on the threads of the links."""
         delivered = Delivered(engine, generation, version, seconds, size, error)
         try:
-            self._experience.report(delivered, f"trainer-{self._trainer.parallel.rank}-link-{engine}")
+            self._controller.report(delivered, f"link-{engine}")
         except ControllerError as e:  # the main loop meets it too, and ends the run
             logging.error("version %d for engine %d: %s", version, engine, e)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_status
-from areal_megatron.run import Run
+from areal_megatron.observe.status import EngineState, engines_of
+from areal_megatron.run import Run, engine_index, engine_name
 from launch import node, start
 from launch.health import Health
 from launch.hosts import Here
@@ -110,7 +111,7 @@ class _Added:
 
     def _process(self, own: list[int]) -> Process:
         name, here = claim(self._run, self._config.rollout.engines), socket.gethostname()
-        return Process(name, "rollout", int(name.removeprefix("engine-")), here, tuple(Slot(here, i) for i in own))
+        return Process(name, "rollout", engine_index(name), here, tuple(Slot(here, i) for i in own))
 
     def _start(self, name: str) -> None:
         process = self._processes[name]
@@ -153,8 +154,8 @@ def claim(run: Run, first: int) -> str:
     index = first
     while True:
         try:
-            (folder / f"engine-{index}").touch(exist_ok=False)
-            return f"engine-{index}"
+            (folder / engine_name(index)).touch(exist_ok=False)
+            return engine_name(index)
         except FileExistsError:
             index += 1
 
@@ -167,7 +168,7 @@ def drain(run: Run, names: list[str], timeout_s: float) -> int:
     states = _states(run)
     if unknown := [name for name in names if name not in states]:
         raise ConfigError(f"{', '.join(unknown)}: no such engine; the run has {', '.join(states) or 'none yet'}")
-    if not {name for name, state in states.items() if state not in ("lost", "drained")} - set(names):
+    if not {name for name, state in states.items() if not state.gone} - set(names):
         raise ConfigError("no engine would be left to generate; stop the run instead")
     for name in names:
         path = run.drain(name)
@@ -176,7 +177,7 @@ def drain(run: Run, names: list[str], timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     waiting = set(names)
     while waiting:
-        for name in sorted(name for name in waiting if _states(run).get(name) == "drained"):
+        for name in sorted(name for name in waiting if _states(run).get(name) == EngineState.DRAINED):
             print(f"{name} is drained", flush=True)
             waiting.discard(name)
         if waiting and time.monotonic() > deadline:
@@ -187,8 +188,8 @@ def drain(run: Run, names: list[str], timeout_s: float) -> int:
     return Outcome.DONE
 
 
-def _states(run: Run) -> dict[str, str]:
-    return {engine["name"]: engine["state"] for engine in read_status(run).get("engines", [])}
+def _states(run: Run) -> dict[str, EngineState]:
+    return {engine.name: engine.state for engine in engines_of(read_status(run))}
 
 
 if __name__ == "__main__":

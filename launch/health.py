@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from areal_megatron.observe.metrics import read_status
+from areal_megatron.observe.status import EngineState, engines_of
 from areal_megatron.run import Run
 
 _LOOK_S = 5.0
@@ -37,8 +38,8 @@ class Health:
         if time.monotonic() - self._looked < _LOOK_S:
             return {}
         self._looked = time.monotonic()
-        own = [e for e in read_status(self._run).get("engines", []) if e["name"] in self._starts]
-        self.drained = {engine["name"] for engine in own if engine["state"] == "drained"}
-        given_up = {engine["name"] for engine in own if engine["losses"] >= self._starts[engine["name"]]}
+        own = [engine for engine in engines_of(read_status(self._run)) if engine.name in self._starts]
+        self.drained = {engine.name for engine in own if engine.state == EngineState.DRAINED}
+        given_up = {engine.name for engine in own if engine.losses >= self._starts[engine.name]}
         hung, self.given_up = given_up & self.given_up, given_up
         return dict.fromkeys(hung, "lives but does not answer") | dict.fromkeys(self.drained, "is drained")

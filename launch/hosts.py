@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from areal_megatron.run import is_engine
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, NodeHello, Order, StartOrder, carry_out
 from launch.pools import Process, whole
 from launch.processes import Child, Children, Log
@@ -174,7 +175,7 @@ class Nodes:
         broken = {whole(name) for name, process in self.by_name.items() if process.supervisor == node}
         gone = {name for name in self.by_name if whole(name) in broken}
         left = {name for name, process in self.by_name.items() if process.exit_code is None} - gone - self.lost
-        if any(not name.startswith("engine-") for name in gone) or not any(name.startswith("engine-") for name in left):
+        if not all(map(is_engine, gone)) or not any(map(is_engine, left)):
             raise HostError(silent)
         print(f"{silent}: the run goes on without {', '.join(sorted(gone)) or 'it'}", file=sys.stderr, flush=True)
         self.lost |= gone

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import Config
+from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS
 from areal_megatron.run import Run
 from launch.pools import Process
 from launch.processes import Child, Children
@@ -119,7 +120,7 @@ def start_order(
         command += ["--index", str(process.index)]
     settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if process.of > 1:
-        settings |= {"AREAL_PART": f"{process.part}/{process.of}", "AREAL_RENDEZVOUS": rendezvous}
+        settings |= {PART: f"{process.part}/{process.of}", RENDEZVOUS: rendezvous}
     cores: list[int] = []
     if config.machine.device == "cuda":
         settings["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.index) for s in process.slots)
@@ -140,5 +141,5 @@ def carry_out(order: StartOrder, children: Children) -> Child:
         here = sorted(os.sched_getaffinity(0))
         pinned = [here[core % len(here)] for core in order.cores]  # machine.slots may exceed the cores
         cores = set(pinned)
-        environment["AREAL_CPUS"] = ",".join(map(str, pinned))
+        environment[CPUS] = ",".join(map(str, pinned))
     return children.start(order.name, order.command, environment, Path(order.log), cores)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.run import engine_name, trainer_name
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LISTED = 16
@@ -122,9 +123,9 @@ def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node
         _check_alike(pool, own, places[pool.name])
     processes = [Process("controller", "controller", 0, nodes[0].name, ())] if config.mode != "sft" else []
     ranks = [slot for group in places["trainer"] for slot in group]
-    processes += [Process(f"trainer-{rank}", "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
+    processes += [Process(trainer_name(rank), "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
     engines = enumerate(places.get("rollout", []))
-    processes += [Process(f"engine-{e}", "rollout", e, slots[0].node, tuple(slots)) for e, slots in engines]
+    processes += [Process(engine_name(e), "rollout", e, slots[0].node, tuple(slots)) for e, slots in engines]
     placement = Placement(everyone, tuple(processes))
     _check_cores(placement)
     return placement

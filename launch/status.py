@@ -19,6 +19,7 @@ from rich.table import Table
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.status import engines_of
 from areal_megatron.run import Run
 from launch.records import GONE_S, LaunchRecord, ProcessRecord, read_record
 
@@ -76,7 +77,7 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
 
 
 def table(run: Run, record: LaunchRecord, every: bool) -> Table:
-    engines = {engine["name"]: engine for engine in read_status(run).get("engines", [])}
+    engines = {engine.name: engine for engine in engines_of(read_status(run))}
     made = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("process", "node", "slots", "state", "version", "requests", "tokens/s"):
         made.add_column(name, justify="right" if name in ("version", "requests", "tokens/s") else "left")
@@ -84,16 +85,16 @@ def table(run: Run, record: LaunchRecord, every: bool) -> Table:
     for members in ([p] for p in record.processes) if whole else _alike(record.processes):
         first, last = members[0], members[-1]
         own = [] if record.outcome else [engines[p.name] for p in members if p.name in engines and p.code is None]
-        state = "/".join(sorted({engine["state"] for engine in own})) or _state(first, record.outcome)
-        versions = sorted({engine["version"] for engine in own})
+        state = "/".join(sorted({engine.state for engine in own})) or _state(first, record.outcome)
+        versions = sorted({engine.version for engine in own})
         made.add_row(
             first.name if first is last else f"{first.name} … {last.name.rpartition('-')[2]}",
             first.node if first.node == last.node else f"{first.node} … {last.node}",
             ",".join(map(str, first.slots)) if first is last else "",
             state,
             "–".join(str(version) for version in dict.fromkeys((versions[0], versions[-1]))) if versions else "",
-            f"{sum(engine['running'] for engine in own):,}" if own else "",
-            f"{sum(engine['tokens_per_s'] for engine in own):,.0f}" if own else "",
+            f"{sum(engine.running for engine in own):,}" if own else "",
+            f"{sum(engine.tokens_per_s for engine in own):,.0f}" if own else "",
         )
     return made
 

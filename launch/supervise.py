@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import read_status
+from areal_megatron.run import is_engine
 from launch import start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
@@ -102,7 +103,7 @@ class _Watch:
                     return said
                 self._end_parts(whole(failed.name))
                 self._start(whole(failed.name))
-            if all(c.exit_code == 0 for c in processes.values() if not c.name.startswith("engine-")):
+            if all(c.exit_code == 0 for c in processes.values() if not is_engine(c.name)):
                 return ""
             self.console.refresh()
             self._recorder.write(processes, self._restarts)
@@ -117,7 +118,7 @@ class _Watch:
         processes = self._hosts.by_name
         if (processes["controller"].exit_code or 0) > 0:
             return set()
-        engines = {whole(name) for name in processes if name.startswith("engine-")} - self._health.given_up
+        engines = {whole(name) for name in processes if is_engine(name)} - self._health.given_up
         return {name for name in engines if all(processes[part].exit_code is None for part in self.parts({name}))}
 
     def parts(self, names: Collection[str]) -> set[str]:
@@ -126,7 +127,7 @@ class _Watch:
 
     def added(self) -> set[str]:
         """Returns the engines that others have started for this run (launch/engines.py)."""
-        return set(self._beginning.run.announced("engine-")) - self._processes.keys()
+        return set(self._beginning.run.announced_engines()) - self._processes.keys()
 
     def may_restart(self, failure: str) -> bool:
         """Uses up a restart and says so. Returns False if there is none left, or the run is to stop."""
@@ -179,7 +180,7 @@ class _Watch:
     def _is_dispensable(self, name: str) -> bool:
         """Returns whether this is an engine of a run that generates already: the others can do without it for a
         while."""
-        return name.startswith("engine-") and _phase(self._beginning) == "training"
+        return is_engine(name) and _phase(self._beginning) == "training"
 
 
 def _phase(beginning: Beginning) -> str | None:
@@ -200,9 +201,7 @@ def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collectio
         return [
             c
             for c in processes.values()
-            if c.exit_code is not None
-            and c.name not in left
-            and (c.exit_code != 0 or (c.name.startswith("engine-") and not over))
+            if c.exit_code is not None and c.name not in left and (c.exit_code != 0 or (is_engine(c.name) and not over))
         ]
 
     if not bad():

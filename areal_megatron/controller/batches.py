@@ -6,21 +6,21 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from areal_megatron.config import Config
-from areal_megatron.controller.generation import Generation
-from areal_megatron.controller.schedule import Schedule
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.service import Refusal
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
-from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Refused, Stop, Trained, encode_batch
+from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained, encode_batch
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,25 @@ class Stopwatch:
             self._since = None
 
     def take(self) -> float:
+        """Returns the sum in seconds, and begins another."""
         total, self._total = self._total, 0.0
         return total
 
 
 def ask_again_s(config: Config) -> float:
-    """How long a trainer's question waits for its answer before it is told to ask again, well before it gives up."""
+    """Returns how long a trainer's request may wait before it is told to ask again, well before it gives up."""
     return min(5.0, config.machine.peer_timeout_s / 4)
+
+
+class BatchSchedule(Protocol):
+    """The part of Schedule that Batches needs: decides which groups train `version`, and is told how that went."""
+
+    version: int
+
+    def form_batch(self) -> list[Any] | None: ...
+    def stragglers(self) -> int: ...
+    def applied(self) -> None: ...
+    def rejected(self, reason: str) -> None: ...
 
 
 class Batches:
@@ -55,22 +67,23 @@ class Batches:
     def __init__(
         self,
         config: Config,
-        schedule: Schedule,
-        generation: Generation,
+        schedule: BatchSchedule,
+        take: Callable[[Any], list[Trajectory]],
         flops: SequenceFlops,
         first: int = 0,
         dumps: Path | None = None,
     ):
-        """`flops`: what a trajectory costs the trainers; `first`: batches that the run has trained before; `dumps`:
-        folder in which every batch is kept."""
-        self._config, self._schedule, self._generation, self._flops = config, schedule, generation, flops
+        """`take` hands out the trajectories of a group of the schedule, `flops` is what one costs the trainers, `first`
+        the number of batches that the run has trained before, and `dumps` the folder to keep every batch in."""
+        self._config, self._schedule, self._take, self._flops = config, schedule, take, flops
         self.number = first
         self._batch: asyncio.Future[tuple[list[EncodedBatch], dict[str, Any]]] | None = None
-        """The parts of what is in training, or soon will be, and its numbers."""
+        """The parts and the figures of the batch that is in training, or soon will be."""
         self._dumps = dumps
         self._dump: asyncio.Future | None = None
         """The writing of the batch that was formed last."""
-        self._formed = asyncio.Event()
+        self._changed = Changed()
+        """Notified when a replica that waits in `next` may be answered."""
         self._asked = False
         self.stopping = False
         """No further batch is formed."""
@@ -79,52 +92,65 @@ class Batches:
         self._trainer_waits, self._straggler = Stopwatch(), Stopwatch()
         self._last_trained = time.monotonic()
 
-    async def next(self, request: NextBatch) -> EncodedBatch | NotYet | Stop | PublishAgain | Refused:
-        """The replica's part as soon as the batch has been formed; NotYet well before the trainer gives up."""
-        if request.number == self.number + 1:  # this replica is done with a batch that rank 0 has yet to report
-            await asyncio.sleep(0.05)
-            return NotYet()
+    async def run(self, changed: Changed) -> None:
+        """Forms every batch as soon as trainers wait for it and the schedule allows it, for ever; `changed` is notified
+        when the schedule may have come to allow it."""
+        while True:
+            self._try_form()
+            await changed.wait()
+
+    async def next(self, request: NextBatch) -> EncodedBatch | PublishAgain | Stop | NotYet:
+        """Returns the replica's part as soon as the batch has been formed; NotYet well before the trainer gives up.
+
+        Raises Refusal if another batch is next.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ask_again_s(self._config)):
+                while (answer := self._answer(request)) is None:
+                    await self._changed.wait()
+                return answer
+        return NotYet()
+
+    def _answer(self, request: NextBatch) -> EncodedBatch | PublishAgain | Stop | None:
+        """None if the replica has to wait."""
+        if request.number == self.number + 1:  # its last batch has yet to be reported by rank 0
+            return None
         if request.number != self.number or request.version != self._schedule.version:
-            return Refused(
+            raise Refusal(
                 f"batch {request.number} of version {request.version} is not next: "
                 f"that is batch {self.number} of version {self._schedule.version}"
             )
         if not 0 <= request.replica < self._config.trainer.dp:
-            return Refused(f"there is no replica {request.replica}, trainer.dp is {self._config.trainer.dp}")
+            raise Refusal(f"there is no replica {request.replica}, trainer.dp is {self._config.trainer.dp}")
         if request.replica in self._to_publish:
             self._to_publish.discard(request.replica)
+            self._changed.notify()
             return PublishAgain()
-        self._asked = True
-        self.try_form()
-        try:
-            async with asyncio.timeout(ask_again_s(self._config)):
-                await self._formed.wait()
-        except TimeoutError:
-            return NotYet()
-        if self._batch is None and self._to_publish:
-            return NotYet()
-        if self._batch is None and self.stopping:
-            return Stop()
-        if self._batch is None:
-            return Refused(f"batch {request.number} was trained before replica {request.replica} had its part")
-        parts, _ = await asyncio.shield(self._batch)
+        if not self._to_publish and self._batch is None:
+            if self.stopping:
+                return Stop()
+            self._asked = True
+            self._try_form()
+        if self._batch is None or not self._batch.done():
+            return None
+        parts, _ = self._batch.result()
         return parts[request.replica]
 
     async def formed(self) -> None:
         """Returns when the batch that trains next has been formed, or when no further one is."""
-        await self._formed.wait()
+        while not self.stopping and (self._batch is None or not self._batch.done()):
+            await self._changed.wait()
 
     @contextmanager
     def trainers_waiting(self) -> Iterator[None]:
-        """Meanwhile they wait for something else than a batch."""
+        """Counts the time inside as trainers' waiting, for something else than a batch."""
         self._trainer_waits.start()
         try:
             yield
         finally:
             self._trainer_waits.stop()
 
-    def try_form(self) -> None:
-        """Forms the batch if trainers wait for it and the schedule allows it."""
+    def _try_form(self) -> None:
         if self._batch is not None or not self._asked or self.stopping or self._to_publish:
             return
         self._trainer_waits.start()
@@ -135,12 +161,12 @@ class Batches:
             return
         self._trainer_waits.stop()
         self._straggler.stop()
-        trajectories = [trajectory for group in groups for trajectory in self._generation.take(group)]
+        trajectories = [trajectory for group in groups for trajectory in self._take(group)]
         # A thread: thousands of answers take longer than requests should wait for the event loop.
         self._batch = asyncio.ensure_future(
             asyncio.to_thread(self._pack, trajectories, self.number, self._schedule.version)
         )
-        self._batch.add_done_callback(lambda _: self._formed.set())
+        self._batch.add_done_callback(lambda _: self._changed.notify())
         if self._dumps:
             dump = Dump(number=self.number, version=self._schedule.version, trajectories=trajectories)
             self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps))
@@ -161,11 +187,14 @@ class Batches:
         )
         return [encode_batch(part) for part in parts], describe(trajectories, version, config.reward.right)
 
-    def trained(self, message: Trained) -> dict[str, Any] | Refused:
-        """Moves the schedule on; the numbers of the update, the trainer's own among them."""
+    def trained(self, message: Trained) -> dict[str, Any]:
+        """Moves the schedule on and returns the figures of the update, the trainer's own among them.
+
+        Raises Refusal if the batch is not in training.
+        """
         in_training = self._batch is not None and self._batch.done()
         if not in_training or message.number != self.number or message.version != self._schedule.version:
-            return Refused(
+            raise Refusal(
                 f"batch {message.number} of version {message.version} is not in training: "
                 f"that is batch {self.number} of version {self._schedule.version}"
             )
@@ -186,12 +215,11 @@ class Batches:
         }
         self.number += 1
         self._batch, self._asked = None, False
-        if not self.stopping:
-            self._formed = asyncio.Event()
+        self._changed.notify()
         return account | message.metrics
 
     async def dumped(self) -> None:
-        """Returns when the batch that was formed last is on disk, or cannot be written, which the run survives."""
+        """Returns when the batch formed last is on disk, or cannot be written, which the run survives."""
         writing, self._dump = self._dump, None
         try:
             if writing:
@@ -200,25 +228,26 @@ class Batches:
             log.error("batch %d is not kept: %s", self.number, e)
 
     def publish_again(self) -> bool:
-        """Has the trainers publish the current version again, unless one of them may be training: whether it has."""
+        """Has the trainers publish the current version again. Returns False if one of them may be training."""
         if self._batch is not None or self.stopping or self._to_publish:
             return False
         self._to_publish = set(range(self._config.trainer.dp))
+        self._changed.notify()
         return True
 
     def stop(self) -> None:
         """Replicas get the batch that has been formed, if there is one, and Stop instead of the next."""
         self.stopping = True
-        self._formed.set()
+        self._changed.notify()
 
     def begin(self) -> None:
-        """Generation starts now: waiting and tokens per second count from here."""
+        """Has waiting and tokens per second count from here, where generation starts."""
         self._last_trained = time.monotonic()
         self._trainer_waits = Stopwatch()
 
 
 def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -> dict[str, Any]:
-    """Numbers of one batch: rewards, lengths in tokens, staleness in versions."""
+    """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions."""
     lengths = np.array([len(t.response) for t in trajectories])
     rewards = np.array([t.reward for t in trajectories])
     staleness = Counter(version - t.admission_version for t in trajectories)
@@ -240,5 +269,5 @@ def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -
 
 
 def _answers(loss_mask: np.ndarray) -> int:
-    """Runs of trained tokens."""
+    """The number of runs of trained tokens."""
     return int(np.count_nonzero(loss_mask[1:] > loss_mask[:-1])) + int(np.count_nonzero(loss_mask[:1]))

@@ -1,9 +1,31 @@
 """The controller of a run: `python -m areal_megatron.controller.controller --run RUN_DIR`.
 
-One asyncio process without torch. It samples from the engines under the schedule, scores the answers, serves batches to
-the trainers, drives the weight updates and evaluates. It ends with code 0 after the trainers' Bye and the last
-evaluation (a replay: without engines and evaluations, see replay.py), with code 1 and one line that names the process
-if anything fails, with code 2 for wrong input.
+One asyncio process without torch. Ends with code 0 after the trainers' Bye and the last evaluation (a replay: without
+engines and evaluations, see replay.py), with code 1 and one line that names the process if anything fails, with code 2
+for wrong input. The life of a group, and who waits for what:
+
+    cursor, or a group to admit again
+      │   Generation.run waits for `changed` until an engine has room and Schedule.may_admit (Eq. 3) allows a group
+      ▼
+    RUNNING ── the engine is lost: admitted again · the run is to stop: INTERRUPTED, saved, resumed by the next launch
+      │   Generation._run_group waits for the engine's answers (Sampler.sample), then for the reward workers
+      ▼
+    scored ── useless: filtered
+      │
+      ▼
+    FINISHED
+      │   Batches.run waits for `changed` until trainers have asked and Schedule.form_batch finds all deadlines feasible
+      ▼
+    TRAINING
+      │   each replica's NextBatch waits in Batches.next for its part; then the trainers are at work until Trained
+      ▼
+    trained (version + 1), or skipped if every optimizer step was
+      │   Publish ─► EngineUpdates.run, one task an engine, waits for the trainers' Delivered, then for the commit
+      ▼
+    the engine samples from the new version: Schedule.committed
+
+`changed` (changed.py) is notified by whatever may end one of the waits for it: a group that finishes, a request that
+leaves an engine, a poll of an engine's counters, an engine that is lost, back or torn, Trained, and a commit.
 """
 
 from __future__ import annotations
@@ -14,7 +36,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +47,15 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.config_file import load
 from areal_megatron.controller import state
 from areal_megatron.controller.batches import Batches, ask_again_s
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.replay import Replay
+from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.controller.service import Service
+from areal_megatron.controller.service import Refusal, Service
 from areal_megatron.data.dumps import forget
 from areal_megatron.data.prompts import cursor, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
@@ -51,14 +76,13 @@ from areal_megatron.protocol import (
     NotYet,
     Ok,
     Publish,
-    Refused,
     Reply,
     Request,
     Sending,
     Trained,
 )
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.run import Run, RunError, from_command_line
+from areal_megatron.run import CONTROLLER, Run, RunError, from_command_line
 from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.scoring import Scorer
 
@@ -66,12 +90,11 @@ log = logging.getLogger(__name__)
 _STATUS_S = 0.5
 _SHARE_OF_CONCURRENT_EVALUATION = 0.25
 _YOUNGER_COLLECTIONS = 1000
-"""Before a full one, which stops the event loop while it looks at all that is in flight: 0.2 s for 30,000 answers."""
-PROCESS = "controller"
+"""Garbage collections before a full one, which stops the event loop for 0.2 s with 30,000 answers in flight."""
 
 
 class Controller:
-    """Wires schedule, engines, rewards, batches and links together and lives through the phases of a run."""
+    """Wires the parts together and lives through the phases of a run."""
 
     def __init__(self, config: Config, run: Run):
         self.config, self.run = config, run
@@ -86,50 +109,30 @@ class Controller:
             max_staleness=config.rollout.max_staleness,
             updates=config.updates - (self.start.batches - self.start.version),
         )
-        self.timeline = Timeline(run.timeline(PROCESS), PROCESS)
+        self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
         self.metrics = MetricsWriter(run)
         self.rewards = RewardWorkers(config.reward, config.model.path)
         scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
-        self.episodes = runner_of(config, tokenizer, scorer)
-        self.members = Fleet(
-            config,
-            run,
-            self.hf_config,
-            self.schedule,
-            wake=lambda: self.generation.wake(),
-            on_lost=lambda engine: self.generation.lose(engine),
-            on_committed=self._committed,
+        self.changed = Changed()
+        self.fleet = Fleet(config, run, self.hf_config, self.schedule, self.changed, events=self)
+        self.sampler = Sampler(
+            rollout=config.rollout,
+            engines=self.fleet.engines,
+            is_lost=self.fleet.is_lost,
+            stop_tokens=tokenizer.stop_tokens,
+            scorer=scorer,
+            timeline=self.timeline,
+            episodes=runner_of(config, tokenizer, scorer),
         )
-        self.generation = Generation(
-            config,
-            self.schedule,
-            self.members.engines,
-            prompts,
-            tokenizer.stop_tokens,
-            scorer,
-            self.timeline,
-            on_finished=lambda: self.batches.try_form(),
-            is_lost=self.members.is_lost,
-            episodes=self.episodes,
-        )
+        self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed)
+        self.evaluation = Evaluation(config, self.sampler, held_out)
         self.batches = Batches(
             config,
             self.schedule,
-            self.generation,
+            self.generation.take,
             SequenceFlops.of(self.hf_config),
-            self.start.batches,
-            run.trajectories if config.rollout.dump else None,
-        )
-        self.evaluation = Evaluation(
-            config,
-            self.members.engines,
-            held_out,
-            tokenizer.stop_tokens,
-            scorer,
-            self.timeline,
-            self.members.is_lost,
-            self.generation.wake,
-            self.episodes,
+            first=self.start.batches,
+            dumps=run.trajectories if config.rollout.dump else None,
         )
         self.service = Service(address(config.machine.host), run.token, self._handle)
         self.phase = "starting engines"
@@ -140,9 +143,9 @@ class Controller:
         self._tasks: asyncio.TaskGroup | None = None
         self._evaluations: set[asyncio.Task] = set()
         self._first_evaluation: asyncio.Task | None = None
-        """Of the version that the run begins with; until it is through, no engine gets another."""
+        """The evaluation of the version that the run begins with; no engine gets another before it is done."""
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
-        """Version of the checkpoint asked for last, and the writing of this process's part."""
+        """Version of the checkpoint asked for last, and the writing of the controller's part."""
         forget(run.trajectories, self.start.batches)
         if self.start.checkpoint:
             written = Path(self.start.checkpoint) / "controller.msgpack"
@@ -150,33 +153,34 @@ class Controller:
             saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
             self.generation.restore(saved)
             self.rewards.failures = saved.reward_failures
-        if self.start.incarnation:  # of what came before, the versions up to this one count; without a checkpoint none
+        if self.start.incarnation:  # what came before counts up to this version; without a checkpoint, nothing does
             version = self.start.version if self.start.checkpoint else -1
             self.metrics.write("resume", version, {"incarnation": self.start.incarnation})
 
     async def live(self) -> None:
-        """From the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""
+        """Runs from the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""
         gc.set_threshold(*gc.get_threshold()[:2], _YOUNGER_COLLECTIONS)
         await self.rewards.start()
-        self.run.announce(PROCESS, self.service.endpoint)
+        self.run.announce(CONTROLLER, self.service.endpoint)
         async with asyncio.TaskGroup() as self._tasks:
             background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
             bye = self._tasks.create_task(self._bye.wait())
-            await self.members.connect()
+            await self.fleet.connect()
             self.startup.mark("engines")
-            background.append(self._tasks.create_task(self.members.run()))
+            background += [self._tasks.create_task(self.fleet.run())]
             if not self.start.version:
-                self._first_evaluation = self._begin_evaluation(0, after=self.batches.formed)
+                self._first_evaluation = self._begin_evaluation(self._evaluate_when_formed(0))
             self.phase = "training"
             self.batches.begin()
+            background += [self._tasks.create_task(self.batches.run(self.changed))]
             generating = self._tasks.create_task(self.generation.run())
             await bye
             generating.cancel()
             self.schedule.close("the run ended")
-            await self.members.settled()
+            await self.fleet.settled()
             if not self.batches.stopping:
                 self.phase = "final evaluation"
-                await self._begin_evaluation(self.schedule.version)
+                await self._begin_evaluation(self._evaluate(self.schedule.version))
             self.phase = "stopped" if self.batches.stopping else "done"
             self._write_status()
             for task in (*background, *(self._evaluations if self.batches.stopping else ())):
@@ -184,10 +188,10 @@ class Controller:
 
     async def close(self) -> None:
         self.service.close()
-        if self.episodes:
-            await self.episodes.close()
+        if self.sampler.episodes:
+            await self.sampler.episodes.close()
         await self.rewards.close()
-        await self.members.close()
+        await self.fleet.close()
         self.metrics.close()
 
     async def _handle(self, message: Request) -> Reply:
@@ -196,17 +200,18 @@ class Controller:
                 self.startup.mark("trainers")
                 return await self.batches.next(message)
             case Trained():
-                await self.batches.dumped()  # it had the time of the training; no second one waits in memory
+                await self.batches.dumped()  # written during the training: at most one dump is in memory
                 return self._trained(message)
             case Publish():
                 self.startup.mark("trainers")
                 if message.version and not await self._first_is_evaluated():
                     return NotYet()
-                return await self.members.publish(message)
+                return await self.fleet.publish(message)
             case Delivered():
-                return self.members.delivered(message)
+                self.fleet.delivered(message)
+                return Ok()
             case Sending():
-                return self.members.cut(message)
+                return self.fleet.cut(message)
             case CheckpointBegin():
                 return await self._save(message)
             case CheckpointWritten():
@@ -217,32 +222,30 @@ class Controller:
             case Bye():
                 self._bye.set()
                 return Ok()
-        return Refused(f"{type(message).__name__} is not for the controller")
+        raise Refusal(f"{type(message).__name__} is not for the controller")
 
     def _trained(self, message: Trained) -> Reply:
         account = self.batches.trained(message)
-        if isinstance(account, Refused):
-            return account
         now = time.monotonic()
         elapsed, self._last_update_at = now - self._last_update_at, now
-        account |= self.members.account(elapsed) | {
+        account |= self.fleet.account(elapsed) | {
             "groups_filtered": self.schedule.counts["filtered"],
             "groups_skipped": self.schedule.counts["skipped"],
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
         }
-        if self.episodes:
-            account |= self.episodes.account()
+        if self.sampler.episodes:
+            account |= self.sampler.episodes.account()
         self._last_update = account
         self.metrics.write("update", self.schedule.version, account)
         if self.startup.mark("first_batch"):
             self.metrics.write("start", self.schedule.version, self.startup.figures())
-        self.generation.wake()
+        self.changed.notify()
         return Ok()
 
     async def _save(self, message: CheckpointBegin) -> Reply:
         if self.batches.number != message.batches or self.schedule.version != message.version:
-            return Refused(
+            raise Refusal(
                 f"the controller is at batch {self.batches.number} of version {self.schedule.version}, "
                 f"the checkpoint at batch {message.batches} of version {message.version}"
             )
@@ -250,35 +253,35 @@ class Controller:
             await self.generation.interrupt()
         saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
         path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
-        writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change; generation goes on
+        writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change, while generation continues
         self._written_state = message.version, asyncio.ensure_future(writing)
         return Ok()
 
     async def _written(self, message: CheckpointWritten) -> Reply:
         version, writing = self._written_state
         if version != message.version:
-            return Refused(f"there is no checkpoint of version {message.version} to write")
+            raise Refusal(f"there is no checkpoint of version {message.version} to write")
         try:
             await writing
         except OSError as e:
-            return Refused(f"the controller's state cannot be written: {e.strerror}")
+            raise Refusal(f"the controller's state cannot be written: {e.strerror}") from None
         return Ok()
 
-    def _committed(self, version: int) -> None:
-        """All engines that serve have it, or a later one."""
+    def lost(self, engine: Engine) -> None:
+        self.generation.lose(engine)
+
+    def committed(self, version: int) -> None:
         every = self.config.eval_every
         if every and version and version % every == 0 and version < self.schedule.updates:
-            self._begin_evaluation(version, _SHARE_OF_CONCURRENT_EVALUATION)
+            self._begin_evaluation(self._evaluate(version, _SHARE_OF_CONCURRENT_EVALUATION))
 
-    def _begin_evaluation(
-        self, version: int, share: float = 1.0, after: Callable[[], Awaitable[None]] | None = None
-    ) -> asyncio.Task:
-        self._evaluations.add(task := self._tasks.create_task(self._evaluate(version, share, after)))
+    def _begin_evaluation(self, evaluation: Coroutine[Any, Any, None]) -> asyncio.Task:
+        self._evaluations.add(task := self._tasks.create_task(evaluation))
         task.add_done_callback(self._evaluations.discard)
         return task
 
     async def _first_is_evaluated(self) -> bool:
-        """Waits a while for it; a run that is to stop does without."""
+        """Waits a while and returns whether it is; a run that is to stop does without."""
         if self._first_evaluation is None or self._first_evaluation.done():
             return True
         if self.batches.stopping:
@@ -288,12 +291,14 @@ class Controller:
             await asyncio.wait([self._first_evaluation], timeout=ask_again_s(self.config))
         return self._first_evaluation.done()
 
-    async def _evaluate(self, version: int, share: float, after: Callable[[], Awaitable[None]] | None) -> None:
-        if after is not None:
-            await after()
+    async def _evaluate(self, version: int, share: float = 1.0) -> None:
         values = await self.evaluation.run(version, share)
         if values is not None:
             self.metrics.write("eval", version, values)
+
+    async def _evaluate_when_formed(self, version: int) -> None:
+        await self.batches.formed()
+        await self._evaluate(version)
 
     async def _keep_status(self) -> None:
         while True:
@@ -301,7 +306,7 @@ class Controller:
             if self.run.stop.exists() and not self._bye.is_set():
                 self.phase = "stopping"
                 self.batches.stop()
-            self.members.bring_weights(self.batches.publish_again)
+            self.fleet.bring_weights(self.batches.publish_again)
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self) -> None:
@@ -312,7 +317,7 @@ class Controller:
                 "version": self.schedule.version,
                 "updates": self.config.updates,
                 "elapsed_s": time.monotonic() - self._started_at,
-                "engines": [engine.status() for engine in self.members.engines],
+                "engines": [msgspec.to_builtins(engine.status) for engine in self.fleet.engines],
                 "buffer_groups": len(self.schedule.finished),
                 "running_groups": len(self.schedule.running),
                 "last": self._last_update,
@@ -321,7 +326,7 @@ class Controller:
 
 
 async def control(config: Config, run: Run) -> None:
-    """Lives until the run is over or SIGTERM asks for an end; then raises CancelledError."""
+    """Runs a controller until the run is over; raises CancelledError if SIGTERM ends it before."""
     controller = (Replay if config.mode == "replay" else Controller)(config, run)
     life = asyncio.create_task(controller.live())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
@@ -332,7 +337,7 @@ async def control(config: Config, run: Run) -> None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first error inside nested groups."""
+    """Returns the first error inside nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -344,7 +349,7 @@ def main() -> int:
     try:
         asyncio.run(control(load(run.config), run))
     except asyncio.CancelledError:
-        print(f"{PROCESS}: stopped by SIGTERM", file=sys.stderr)
+        print(f"{CONTROLLER}: stopped by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
     except BaseException as e:
         cause = first_cause(e)

@@ -1,4 +1,4 @@
-"""Which prompts are drawn and which groups are trained by the share of right answers (rollout.filter_groups). Pure."""
+"""Selects prompts and groups by the share of right answers (rollout.filter_groups). Pure, without I/O."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from areal_megatron.workflows.scoring import Score
 
 
 class Difficulty:
-    """Knows the pass rates of prompts: that of the group that finished last, else that of the row."""
+    """Pass rates of prompts: that of the group that finished last, or else that of the row."""
 
     def __init__(self, rollout: RolloutConfig):
         self._rollout = rollout
         self.measured: dict[int, float] = {}
-        """By prompt, of its group that finished last."""
+        """Pass rate of the group that finished last, by prompt."""
 
     def reason_to_skip(self, prompt: Prompt) -> str:
-        """Why it is not drawn; empty: it is, because its pass rate is not known or within the range."""
+        """Returns why the prompt is not to be drawn; empty if its pass rate is unknown or within the range."""
         rate = self.measured.get(prompt.id, prompt.pass_rate)
         return "" if rate is None or self._is_within(rate) else f"pass rate {rate:.3g}"
 
     def filters(self, prompt: Prompt, scores: Sequence[Score]) -> bool:
-        """Takes note of a group's pass rate; whether it lies outside, or the rewards of the group are all the same."""
+        """Records a group's pass rate. Returns whether to filter the group, as its pass rate is out of range or its
+        rewards are all the same."""
         rate = self.measured[prompt.id] = sum(score.correct for score in scores) / len(scores)
         uniform = len({score.reward for score in scores}) == 1
         return self._rollout.filter_groups and (uniform or not self._is_within(rate))

@@ -1,34 +1,33 @@
-"""The engines of a run as the controller sees them: what each is doing, which version it has, how idle it was."""
+"""An engine as the controller sees it: what it is doing, which version it has, how idle it was."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from areal_megatron.config import Config
+from areal_megatron.controller.changed import Changed
 from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import Run
+from areal_megatron.run import Run, engine_name
 
 _POLL_S = 2.0
 _ARRIVES_S = 0.2
-"""Within which a request has come from here to the engine's counters: until then it would look ended."""
-LOST = "lost"
-"""State of an engine that has died, or answers no more, and was not yet started again."""
-DRAINED = "drained"
-"""State of one that has answered everything and is to get nothing more."""
+"""How long a request may take to show up in the engine's counters: until then it would look ended."""
 _SILENCE_S = 30.0
-"""After which an engine that does not even tell its load is lost; its server does nothing else than talk."""
+"""How long an engine may take to tell its load before it is lost; its server does nothing else than talk."""
 
 
 class Engine:
     """One engine. `version` is what the controller has seen it commit; the engine itself is never behind that."""
 
-    def __init__(self, index: int, client: EngineClient, timeline: Timeline):
+    def __init__(self, index: int, client: EngineClient, timeline: Timeline, changed: Changed | None = None):
         self.index, self.name, self.client, self.timeline = index, client.name, client, timeline
+        self.changed = changed or Changed()
+        """Notified when the engine may have room for another request, and when it is torn."""
         self.version = 0
-        self.state = "starting"
+        self.state = EngineState.STARTING
         self.losses = 0
         """How often it has died or stopped answering."""
         self.draining = False
@@ -49,6 +48,26 @@ class Engine:
         """
         return min(self._unfinished, self._started - self._ended)
 
+    @property
+    def busy(self) -> bool:
+        """Whether it owes an answer."""
+        return self._unfinished > 0
+
+    @property
+    def gone(self) -> bool:
+        return self.state.gone
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            name=self.name,
+            state=self.state,
+            version=self.version,
+            running=self.running,
+            losses=self.losses,
+            tokens_per_s=round(self.tokens_per_s, 1),
+        )
+
     def occupy(self, trajectories: int) -> None:
         """Counts `trajectories` as running here until `release`."""
         if self._idle_since is not None:
@@ -61,6 +80,7 @@ class Engine:
         self._unfinished -= trajectories
         if not self._unfinished:
             self._idle_since = time.monotonic()
+        self.changed.notify()
 
     def take_idle_s(self) -> float:
         """Seconds without a running request since the last call."""
@@ -71,40 +91,27 @@ class Engine:
             self._idle_since = now
         return idle
 
-    def status(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "state": self.state,
-            "version": self.version,
-            "running": self.running,
-            "losses": self.losses,
-            "tokens_per_s": round(self.tokens_per_s, 1),
-        }
+    def tear(self) -> None:
+        """A streamed update has failed half-way."""
+        self.state = EngineState.TORN
+        self.changed.notify()
 
-    @property
-    def gone(self) -> bool:
-        return self.state in (LOST, DRAINED)
-
-    @property
-    def busy(self) -> bool:
-        """Whether it owes an answer."""
-        return self._unfinished > 0
-
-    def leave(self, state: str) -> None:
-        """LOST or DRAINED: it holds no version, and gets nothing until another process serves in its place."""
+    def leave(self, state: EngineState) -> None:
+        """The engine is LOST or DRAINED: it holds no version, and gets nothing until another process takes its
+        place."""
         self.state, self.version, self.tokens_per_s = state, -1, 0.0
-        self.losses += state == LOST
+        self.losses += state == EngineState.LOST
 
     async def return_as(self, client: EngineClient) -> None:
         """Another process serves in its place."""
         await self.client.close()
-        self.client, self.state, self._ended, self.draining = client, "ready", self._started, False
+        self.client, self.state, self._ended, self.draining = client, EngineState.READY, self._started, False
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         await self.client.wait_until_healthy(timeout_s)
-        self.state = "ready"
+        self.state = EngineState.READY
 
-    async def watch(self, timeout_s: float, on_room: Callable[[], None]) -> None:
+    async def watch(self, timeout_s: float) -> None:
         """Polls the engine's own counters until it is gone. Raises EngineError if it dies or samples nothing for
         timeout_s."""
         tokens, seen, progress = None, time.monotonic(), time.monotonic()
@@ -113,25 +120,23 @@ class Engine:
             await asyncio.sleep(_ARRIVES_S)
             load = await self.client.load(min(timeout_s, _SILENCE_S))
             now = time.monotonic()
-            self._ended = started - (load.running + load.waiting)
-            on_room()
+            held = load.running + load.waiting
+            self._ended = started - held
+            self.changed.notify()
             if tokens is not None:
                 self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
-            if load.generated_tokens != tokens or not load.running + load.waiting or self.state == "receiving":
+            if load.generated_tokens != tokens or not held or self.state == EngineState.RECEIVING:
                 progress = now
             elif now - progress > timeout_s:
-                raise EngineError(
-                    f"{self.name} holds {load.running + load.waiting} requests but has sampled "
-                    f"nothing for {timeout_s:.0f} s"
-                )
+                raise EngineError(f"{self.name} holds {held} requests but has sampled nothing for {timeout_s:.0f} s")
             tokens, seen = load.generated_tokens, now
             await asyncio.sleep(_POLL_S - _ARRIVES_S)
 
 
-def connect(config: Config, run: Run, index: int) -> Engine:
-    """The engine that has announced itself as `engine-INDEX`. Raises RunError if it has not."""
-    name = f"engine-{index}"
-    return Engine(index, find(config, run, name), Timeline(run.timeline(name), name))
+def connect(config: Config, run: Run, index: int, changed: Changed | None = None) -> Engine:
+    """The engine of this index, where it has announced itself last. Raises RunError if it has not."""
+    name = engine_name(index)
+    return Engine(index, find(config, run, name), Timeline(run.timeline(name), name), changed)
 
 
 def find(config: Config, run: Run, name: str) -> EngineClient:

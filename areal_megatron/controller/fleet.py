@@ -1,4 +1,4 @@
-"""The engines of a run: who serves, who was lost or came back, who was added or drained, and who lacks weights."""
+"""The engines of a run: which of them serve, were lost, came back, were added or drained, and which lack weights."""
 
 from __future__ import annotations
 
@@ -7,24 +7,36 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from areal_megatron.config import Config
-from areal_megatron.controller.engine import DRAINED, LOST, Engine, connect, find
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.engine import Engine, connect, find
 from areal_megatron.controller.schedule import Schedule
+from areal_megatron.controller.service import Refusal
 from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
-from areal_megatron.protocol import Delivered, Links, Ok, Publish, Refused, Reply, Sending
-from areal_megatron.run import Run
+from areal_megatron.observe.status import EngineState
+from areal_megatron.protocol import Delivered, Links, Publish, Sending
+from areal_megatron.run import Run, engine_index, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ATTEMPTS = 3
 
 
+class EngineEvents(Protocol):
+    """Receives news of the engines; the controller does."""
+
+    def lost(self, engine: Engine) -> None:
+        """The engine was lost, or is drained: what runs on it is to be sampled elsewhere."""
+
+    def committed(self, version: int) -> None:
+        """Every engine that serves has `version` or a later one."""
+
+
 class Fleet:
-    """Connects to the engines and looks after them; one that is lost leaves the schedule until another process
-    serves."""
+    """Connects to the engines and looks after them; one that is lost gets nothing until another process serves."""
 
     def __init__(
         self,
@@ -32,21 +44,19 @@ class Fleet:
         run: Run,
         hf_config: Mapping[str, Any],
         schedule: Schedule,
-        *,
-        wake: Callable[[], None],
-        on_lost: Callable[[Engine], None],
-        on_committed: Callable[[int], None],
+        changed: Changed,
+        events: EngineEvents,
     ):
-        """`wake`: something may be admitted. `on_lost`: before that, for an engine whose requests are gone."""
+        """`changed` is notified of what may allow another admission."""
         self._config, self._run, self._hf_config, self._schedule = config, run, hf_config, schedule
-        self._wake, self._on_lost, self._on_committed = wake, on_lost, on_committed
+        self._changed, self._events = changed, events
         self._resumed = bool(run.start.checkpoint)
         self.engines: list[Engine] = []
         self._links: dict[int, EngineUpdates] = {}
         self._connected = asyncio.Event()
         self._published = -1
         self._lacking: Counter[int] = Counter()
-        """Engines that serve and have no version: how often the trainers were asked for it."""
+        """How often the trainers were asked for a version, by engine that serves and has none."""
 
     async def connect(self) -> None:
         """Waits until every engine of the config serves."""
@@ -54,15 +64,15 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         indices = range(self._config.rollout.engines)
         for index in indices:
-            await asyncio.to_thread(self._run.endpoint, f"engine-{index}", max(0.0, deadline - time.monotonic()))
-        engines = [connect(self._config, self._run, index) for index in indices]
+            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - time.monotonic()))
+        engines = [connect(self._config, self._run, index, self._changed) for index in indices]
         await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
         for engine in engines:
             await self._take_in(engine, fresh=not self._resumed)
         self._connected.set()
 
     async def run(self) -> None:
-        """For ever. Raises EngineError if all engines are lost and none is started again within
+        """Looks after the engines for ever. Raises EngineError if all are lost and none is started again within
         machine.peer_timeout_s."""
         async with asyncio.TaskGroup() as tasks:
 
@@ -73,7 +83,7 @@ class Fleet:
             for engine in self.engines:
                 look_after(engine)
             while True:
-                for name in self._run.announced("engine-"):
+                for name in self._run.announced_engines():
                     if (engine := await self._added(name)) is not None:
                         look_after(engine)
                 for engine in self.engines:
@@ -89,7 +99,7 @@ class Fleet:
             await engine.client.close()
 
     async def is_lost(self, engine: Engine, client: EngineClient, reason: EngineError) -> bool:
-        """Whether a request to an engine's client failed because that process is gone; then the engine is lost."""
+        """Returns whether a request to this client failed because its process is gone; then the engine is lost."""
         if not engine.gone and engine.client is client:
             try:
                 await client.wait_until_healthy(0)
@@ -99,7 +109,7 @@ class Fleet:
         return True
 
     async def publish(self, message: Publish) -> Links:
-        """A version that is published again goes to those who lack it."""
+        """Returns the links that are to carry the version; one that is published again goes to those who lack it."""
         await self._connected.wait()
         again, self._published = message.version == self._published, message.version
         taking = [
@@ -109,28 +119,30 @@ class Fleet:
         ]
         return Links([link.publish(message) for link in taking])
 
-    def delivered(self, message: Delivered) -> Reply:
+    def delivered(self, message: Delivered) -> None:
         if message.engine not in self._links:
-            return Refused(f"there is no engine {message.engine}")
+            raise Refusal(f"there is no engine {message.engine}")
         self._links[message.engine].delivered(message)
-        return Ok()
 
     def cut(self, message: Sending) -> Links:
+        """Returns those of the links whose engine will never commit what is on its way."""
         return Links([link for link in message.links if self._links[link.engine].is_cut(link.generation)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:
-        """To engines that serve without, unless the next version is on its way. Raises EngineError after many
-        attempts."""
+        """Has the current version published again if an engine serves without; raises EngineError after many attempts.
+
+        `publish_again` returns False if the next version is on its way.
+        """
         version = self._schedule.version
         lacking = [index for index in self._lacking if self._links[index].lacks(version)]
         if not lacking or not publish_again():
             return
         self._lacking.update(lacking)
-        if tried := [f"engine-{index}" for index in lacking if self._lacking[index] > _ATTEMPTS]:
+        if tried := [engine_name(index) for index in lacking if self._lacking[index] > _ATTEMPTS]:
             raise EngineError(f"{', '.join(tried)} did not get version {version} after being started again; see above")
 
     def account(self, elapsed: float) -> dict[str, float]:
-        """Of the last `elapsed` seconds, and of the last commits."""
+        """Returns figures of the last `elapsed` seconds and of the last commits."""
         serving = [engine for engine in self.engines if not engine.gone]
         idle = [engine.take_idle_s() for engine in serving]
         last = [link.last for link in self._links.values() if link.last]
@@ -144,9 +156,9 @@ class Fleet:
         }
 
     async def _take_in(self, engine: Engine, fresh: bool) -> None:
-        """One that serves; unless it is fresh from the model that the run begins with, it needs weights first."""
+        """Adds one that serves; unless it is fresh from the model that the run begins with, it needs weights first."""
         self.engines.append(engine)
-        self._links[engine.index] = EngineUpdates(self._config, self._hf_config, engine, self._committed, self._wake)
+        self._links[engine.index] = EngineUpdates(self._config, self._hf_config, engine, self._committed)
         if fresh:
             self._schedule.add_engine(engine.index, engine.version)
             return
@@ -154,42 +166,41 @@ class Fleet:
         await engine.client.take_over()  # it may have lived with the incarnation before
 
     async def _added(self, name: str) -> Engine | None:
-        """An engine that somebody has started for this run, once it serves."""
-        index = int(name.removeprefix("engine-"))
+        """Takes in an engine that somebody has started for this run, if it is a new one that serves."""
+        index = engine_index(name)
         if index in self._links:
             return None
         if (found := await self._serving(name)) is None:
             return None
         await found.close()
         log.warning("%s was added", name)
-        engine = connect(self._config, self._run, index)
-        engine.state = "ready"
+        engine = connect(self._config, self._run, index, self._changed)
+        engine.state = EngineState.READY
         await self._take_in(engine, fresh=False)
         self._lacking[index] = 0
         return engine
 
     def _drain(self, engine: Engine) -> None:
-        """Takes it out once it is wanted elsewhere and has answered what it was asked."""
+        """Takes the engine out once somebody has asked for that and it has answered everything."""
         others = [other for other in self.engines if other is not engine and not other.gone and not other.draining]
         if engine.gone or not others or not self._run.drain(engine.name).exists():
             return
         engine.draining = True
         if not engine.busy:
             log.warning("%s is drained", engine.name)
-            self._take_out(engine, DRAINED, "it was drained")
+            self._take_out(engine, EngineState.DRAINED, "it was drained")
 
     async def _look_after(self, engine: Engine) -> None:
-        """Watches it for ever."""
         timeout_s = self._config.machine.peer_timeout_s
         while True:
             try:
-                await engine.watch(timeout_s, self._wake)
+                await engine.watch(timeout_s)
             except EngineError as e:
                 self._lose(engine, e)
             lost = time.monotonic()
-            while engine.state == DRAINED or not await self._is_back(engine):
+            while engine.state == EngineState.DRAINED or not await self._is_back(engine):
                 if not all(other.gone for other in self.engines):
-                    lost = time.monotonic()  # the others go on without it
+                    lost = time.monotonic()  # the others continue without it
                 elif time.monotonic() > lost + timeout_s:
                     raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
                 await asyncio.sleep(_POLL_S)
@@ -199,7 +210,7 @@ class Fleet:
             else:
                 engine.version = 0
                 self._schedule.add_engine(engine.index, 0)
-                self._wake()
+                self._changed.notify()
 
     async def _is_back(self, engine: Engine) -> bool:
         if (found := await self._serving(engine.name, besides=engine.client.endpoint)) is None:
@@ -222,20 +233,21 @@ class Fleet:
     def _lose(self, engine: Engine, reason: EngineError) -> None:
         if not engine.gone:
             log.error("%s is lost: %s", engine.name, reason)
-            self._take_out(engine, LOST, str(reason))
+            self._take_out(engine, EngineState.LOST, str(reason))
 
-    def _take_out(self, engine: Engine, state: str, reason: str) -> None:
+    def _take_out(self, engine: Engine, state: EngineState, reason: str) -> None:
         engine.leave(state)
         self._lacking.pop(engine.index, None)
         self._links[engine.index].cut(reason)
-        self._on_lost(engine)
+        self._events.lost(engine)
 
-    def _committed(self, index: int, version: int) -> None:
+    def _committed(self, engine: Engine) -> None:
+        index, version = engine.index, engine.version
         self._lacking.pop(index, None)
         if index in self._schedule.engines:
             self._schedule.committed(index, version)
         else:
             self._schedule.add_engine(index, version)
-        self._wake()
+        self._changed.notify()
         if all(engine.version >= version for engine in self.engines if not engine.gone):
-            self._on_committed(version)
+            self._events.committed(version)

@@ -6,71 +6,54 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import ControllerState
 from areal_megatron.data.prompts import Prompt, cursor
 from areal_megatron.data.trajectory import Trajectory
-from areal_megatron.engine.client import Completion, EngineClient, EngineError
-from areal_megatron.observe.timeline import Timeline
+from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.observe.status import EngineState
 from areal_megatron.run import RunError
-from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.episode import EpisodeSpec as Place
-from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
-from areal_megatron.workflows.sampling import INTERRUPTED, Sampling, cache_salt, sampling_seed
-from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.transcript import Transcript
+from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.runner import ScoredTranscript
+from areal_megatron.workflows.sampling import INTERRUPTED, sampling_seed
 
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
 _TOO_LONG = "longer than data.max_prompt_tokens"
-IsLost = Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
-"""Whether a request to an engine's client failed because that process is gone; then the engine is taken for lost."""
 
 
 class Generation:
     """Owns the cursor, the requests in flight and the trajectories of finished groups."""
 
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        engines: list[Engine],
-        prompts: list[Prompt],
-        stop_tokens: list[int],
-        scorer: Scorer,
-        timeline: Timeline,
-        on_finished: Callable[[], None],
-        is_lost: IsLost,
-        episodes: EpisodeRunner | None = None,
-    ):
-        """`episodes`: of the config's workflow, None for single_turn."""
-        self._episodes = episodes
-        self._config, self._schedule, self._engines = config, schedule, engines
-        self._prompts, self._stop_tokens, self._scorer, self._timeline = prompts, stop_tokens, scorer, timeline
-        self._on_finished, self._is_lost = on_finished, is_lost
+    def __init__(self, config: Config, schedule: Schedule, sampler: Sampler, prompts: list[Prompt], changed: Changed):
+        """`changed` says when another group may be admitted, and is notified of groups that finish."""
+        self._config, self._schedule, self._sampler, self._changed = config, schedule, sampler, changed
+        self._prompts = prompts
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = cursor(config, prompts)
         self._difficulty = Difficulty(config.rollout)
-        self._wake = asyncio.Event()
         self._trajectories: dict[int, list[Trajectory]] = {}
+        """Trajectories of finished groups, by number of the group."""
         self._again: deque[tuple[int, int]] = deque()
+        """(epoch, prompt_id) of groups that are to be admitted before the cursor's."""
         self._interrupted: dict[int, list[Completion]] = {}
-        """What groups have that were broken off."""
+        """Answers of interrupted groups, by number of the group; some of them are whole."""
         self._interrupting = False
         self._tasks: defaultdict[int, set[asyncio.Task]] = defaultdict(set)
-        """By engine."""
+        """Running groups, by engine."""
         self.prompts_too_long = 0
 
     def save(self) -> ControllerState:
-        """What a resumed run needs to go on from here; between two batches."""
+        """Returns what a resumed run needs to continue from here; between two batches."""
         groups = self._schedule.running
         schedule = self._schedule.save(interrupted=groups.keys() & self._interrupted.keys())
         running = (
@@ -91,13 +74,13 @@ class Generation:
         )
 
     def restore(self, state: ControllerState) -> None:
-        """Goes on from what `save` gave, with this config's batch, group and bound."""
+        """Continues from what `save` returned, with this config's batch, group and bound."""
         n, saved = self._config.rollout.group_size, state.schedule
         answers = state.trajectories | state.interrupted
         finished, interrupted = (
             [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.interrupted)
         )
-        if self._episodes:  # only answers of a single turn go on
+        if self._sampler.episodes:  # only answers of a single turn are resumed
             interrupted = []
         kept = {group.number for group in (*finished, *interrupted)}
         lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
@@ -112,30 +95,25 @@ class Generation:
         self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:
-        """Admits groups for ever, those that were broken off first. Raises EngineError when a request fails for the
-        last time."""
+        """Admits groups for ever, interrupted ones first. Raises EngineError when a request fails for the last
+        time."""
         async with asyncio.TaskGroup() as groups:
             while True:
-                self._wake.clear()
                 while (engine := self._free_engine()) is not None:
                     group = self._next_group(engine)
                     engine.occupy(self._config.rollout.group_size)  # now: the task starts after further admissions
                     tasks = self._tasks[engine.index]
                     tasks.add(task := groups.create_task(self._run_group(engine, group)))
                     task.add_done_callback(tasks.discard)
-                await self._wake.wait()
-
-    def wake(self) -> None:
-        """Something changed that may allow another admission."""
-        self._wake.set()
+                await self._changed.wait()
 
     async def interrupt(self) -> None:
-        """Ends what is running, for `save` to keep what has been sampled. Nothing runs after it, and once is enough."""
+        """Ends what is running, for `save` to keep what has been sampled. Nothing is admitted any more."""
         if self._interrupting:
             return
         self._interrupting = True
         tasks = [task for tasks in self._tasks.values() for task in tasks]
-        for engine in self._engines:
+        for engine in self._sampler.engines:
             try:
                 await engine.client.abort("group-")
             except EngineError as e:
@@ -145,16 +123,16 @@ class Generation:
         log.info("kept %s", _described(self._interrupted))
 
     def lose(self, engine: Engine) -> None:
-        """Its groups are admitted again, elsewhere or when it is back."""
+        """Has the engine's groups admitted again, elsewhere or when it is back."""
         if engine.index in self._schedule.engines:
             lost = self._schedule.remove_engine(engine.index)
             self._again.extendleft((group.epoch, group.prompt_id) for group in reversed(lost))
         for task in self._tasks[engine.index] - {asyncio.current_task()}:
             task.cancel()
-        self.wake()
+        self._changed.notify()
 
     def take(self, group: Group) -> list[Trajectory]:
-        """The trajectories of a group that trains now."""
+        """Hands out the trajectories of a group that trains now."""
         return self._trajectories.pop(group.number)
 
     def _free_engine(self) -> Engine | None:
@@ -162,7 +140,7 @@ class Generation:
         if self._interrupting:
             return None
         room = self._config.rollout.max_running - self._config.rollout.group_size
-        whole = [e for e in self._engines if e.state != "torn"]
+        whole = [e for e in self._sampler.engines if e.state != EngineState.TORN]
         if not whole:
             raise EngineError(
                 "every engine holds a mixture of versions after a streamed update that failed (the "
@@ -180,8 +158,8 @@ class Generation:
         return self._schedule.admit(engine.index, epoch, prompt.id)
 
     def _draw(self) -> tuple[int, Prompt]:
-        """Next prompt that fits; those that do not are skipped and counted. Raises RunError if none is left that
-        does."""
+        """Returns (epoch, prompt) of the next prompt that fits; skips and counts those that do not. Raises RunError
+        if no prompt is left that fits."""
         skipped = 0
         while True:
             if self._again:
@@ -203,58 +181,30 @@ class Generation:
         return self._difficulty.reason_to_skip(prompt) if fits else _TOO_LONG
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
-        rollout, prompt = self._config.rollout, self._by_id[group.prompt_id]
-        n, client = rollout.group_size, engine.client
-        sampling = Sampling(
-            client,
-            rollout,
-            self._stop_tokens,
-            cache_salt(rollout, engine.version),
-            may_interrupt=lambda: self._interrupting,
-        )
+        n, prompt = self._config.rollout.group_size, self._by_id[group.prompt_id]
         interrupted = self._interrupted.pop(group.number, [])
         # Random numbers of their own for what is sampled later
-        place = (group.epoch, prompt.id, *([sum(len(answer.tokens) for answer in interrupted)] if interrupted else []))
-        seed, request_id = sampling_seed(self._config.seed, "train", *place), f"group-{group.number}"
+        later = [sum(len(answer.tokens) for answer in interrupted)] if interrupted else []
+        seed = sampling_seed(self._config.seed, "train", group.epoch, prompt.id, *later)
+        place = EpisodeSpec(prompt, group.admission_version, f"group-{group.number}", seed, "train")
         start = time.time_ns()
-        try:
-            if self._episodes is None:
-                sampled = await single_turn.sample(sampling, prompt, n, request_id, seed, interrupted)
-            else:
-                episode = Place(prompt, group.admission_version, request_id, seed, "train")
-                sampled = await self._episodes.sample(sampling, episode, n)
-        except EngineError as e:
-            if await self._is_lost(engine, client, e):
-                return
-            raise
-        finally:
-            engine.release(n)
-        if sampled is None:  # broken off: it begins again in the next launch
+        sampled = await self._sampler.sample(engine, place, n, interrupted, lambda: self._interrupting)
+        if sampled is None:  # admitted again, elsewhere or by the next incarnation
             return
         tokens = sum(len(one.tokens) for one in sampled)
         engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
-        if self._episodes is None:
-            if any(c.finish_reason == INTERRUPTED for c in sampled):
+        if self._sampler.episodes is None:
+            if any(answer.finish_reason == INTERRUPTED for answer in sampled):
                 self._interrupted[group.number] = sampled
                 return
-            self.wake()
-            sampled = await self._scored(prompt, sampled)
+            with self._sampler.timeline.span("reward", prompt=prompt.id):
+                sampled = await self._sampler.scored(prompt, sampled)
         if self._is_useless(prompt, sampled):
             self._schedule.filter(group)
         else:
             self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
             self._schedule.finish(group)
-        self.wake()
-        self._on_finished()
-
-    async def _scored(self, prompt: Prompt, answers: list[Completion]) -> list[ScoredTranscript]:
-        with self._timeline.span("reward", prompt=prompt.id):
-            scores = await self._scorer.score(prompt, answers)
-        context = Transcript(prompt.tokens, 0)
-        return [
-            ScoredTranscript(context.with_answer(answer, score.truncated), score)
-            for answer, score in zip(answers, scores, strict=True)
-        ]
+        self._changed.notify()
 
     def _is_useless(self, prompt: Prompt, sampled: list[ScoredTranscript]) -> bool:
         trained = any(ended.score.trained and ended.context.answers for ended in sampled)
@@ -263,11 +213,11 @@ class Generation:
 
 def _described(interrupted: dict[int, list[Completion]]) -> str:
     answers = [answer for answers in interrupted.values() for answer in answers]
-    return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were broken off"
+    return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were interrupted"
 
 
 def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajectory:
-    """The k-th of n of the group."""
+    """The k-th of the n trajectories of the group."""
     context, score = ended.context, ended.score
     return Trajectory(
         uid=group.number * n + k,

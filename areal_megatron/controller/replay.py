@@ -1,7 +1,7 @@
 """The controller of a replay: gives trainers the batches that another run has dumped (data/dumps.py), in their order.
 
-There is no engine, no reward worker and no prompt. Under the same layout, seed and first weights the trainers compute
-what they did in that run, bit for bit.
+There is no engine, no reward worker and no prompt. With the same layout, seed and initial weights the trainers compute
+the same as in that run, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.controller.batches import Batches
-from areal_megatron.controller.service import Service
+from areal_megatron.controller.service import Refusal, Service
 from areal_megatron.data.dumps import Dump, read, recorded
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.architecture import read_config
@@ -31,25 +30,25 @@ from areal_megatron.protocol import (
     NextBatch,
     Ok,
     Publish,
-    Refused,
     Reply,
     Request,
     Trained,
 )
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import CONTROLLER, Run, RunError
 
 _STATUS_S = 0.5
 
 
 class Recording:
-    """In the place of both schedule and generation: a batch is what was dumped, and its only group."""
+    """Stands in for a schedule: the only group of a batch is its dump."""
 
     def __init__(self, files: Sequence[Path], version: int):
         self.version = version
         self.left = deque(files)
 
     def form_batch(self) -> list[Dump] | None:
-        """Raises ConfigError for a file that holds no batch, RunError for one of another version than the trainers'."""
+        """Returns the next dump. Raises ConfigError for a file that holds no batch, RunError for another version than
+        the trainers'."""
         if not self.left:
             return None
         dump = read(path := self.left.popleft())
@@ -59,9 +58,6 @@ class Recording:
                 "was applied in one of them only (see skipped_steps in metrics.jsonl)"
             )
         return [dump]
-
-    def take(self, dump: Dump) -> list[Trajectory]:
-        return dump.trajectories
 
     def stragglers(self) -> int:
         return 0
@@ -73,9 +69,12 @@ class Recording:
         """The version stays."""
 
 
+def _trajectories(dump: Dump) -> list[Trajectory]:
+    return dump.trajectories
+
+
 class Replay:
-    """Lives until the trainers have trained config.updates batches; where fewer are left they save a checkpoint and
-    end.
+    """Runs until the trainers have trained config.updates batches; where fewer are left they save a checkpoint and end.
 
     Raises ConfigError for a folder without the batches that are asked for.
     """
@@ -85,19 +84,18 @@ class Replay:
         start = run.start
         files = recorded(Path(config.data.train), start.batches, config.batch_size)
         self._recording = Recording(files, start.version)
-        self._batches = Batches(
-            config, self._recording, self._recording, SequenceFlops.of(read_config(config.model.path)), start.batches
-        )
+        flops = SequenceFlops.of(read_config(config.model.path))
+        self._batches = Batches(config, self._recording, _trajectories, flops, start.batches)
         self._service = Service(address(config.machine.host), run.token, self._handle)
         self._metrics = MetricsWriter(run)
         if start.incarnation:
             version = start.version if start.checkpoint else -1
             self._metrics.write("resume", version, {"incarnation": start.incarnation})
-        self._begun, self._last, self._bye = time.monotonic(), {}, asyncio.Event()
+        self._started_at, self._last, self._bye = time.monotonic(), {}, asyncio.Event()
 
     async def live(self) -> None:
-        """Raises RunError or ConfigError."""
-        self.run.announce("controller", self._service.endpoint)
+        """Runs until the trainers' Bye. Raises RunError or ConfigError."""
+        self.run.announce(CONTROLLER, self._service.endpoint)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._service.run()), tasks.create_task(self._keep_status())]
             await self._bye.wait()
@@ -125,14 +123,11 @@ class Replay:
             case Bye():
                 self._bye.set()
                 return Ok()
-        return Refused(f"{type(message).__name__} is not for a replay")
+        raise Refusal(f"{type(message).__name__} is not for a replay")
 
     def _trained(self, message: Trained) -> Reply:
-        account: dict[str, Any] | Refused = self._batches.trained(message)
-        if isinstance(account, Refused):
-            return account
-        self._last = account
-        self._metrics.write("update", self._recording.version, account)
+        self._last = self._batches.trained(message)
+        self._metrics.write("update", self._recording.version, self._last)
         if not self._recording.left and self._batches.number < self.config.updates:
             self._batches.stop()
         return Ok()
@@ -151,7 +146,7 @@ class Replay:
                 "phase": phase,
                 "version": self._recording.version,
                 "updates": self.config.updates,
-                "elapsed_s": time.monotonic() - self._begun,
+                "elapsed_s": time.monotonic() - self._started_at,
                 "engines": [],
                 "last": self._last,
             },

@@ -1,13 +1,13 @@
-"""Which prompts run, and which answers a batch trains: the decisions of the rollout as a pure state machine.
+"""The decisions of the rollout as a pure state machine: which groups are admitted, and which a batch trains.
 
-No I/O, no clock, no asyncio: the controller tells it what happened and asks what may happen next. The
-unit is the group: the n trajectories of one prompt, admitted together on one engine; G = B / n groups
-make a batch. Three rules hold for every sequence of events (tests/unit/controller/test_schedule.py draws thousands):
+No I/O, no clock, no asyncio: the controller tells it what happened and asks what may happen next. The unit is the
+group: the n trajectories of one prompt, admitted together on one engine; G = B / n groups make a batch. Three rules
+hold for every sequence of events (tests/unit/controller/test_schedule.py draws thousands):
 
-- a trained group was admitted at most `max_staleness` versions before the version that trains it;
-- once everything in flight has finished, a batch forms or another group may be admitted, as long as the
-  engines have committed the current version: nothing deadlocks;
-- each (epoch, prompt) ends with exactly one disposition: trained, filtered or skipped.
+1. A trained group was admitted at most `max_staleness` versions before the version that trains it.
+2. Once everything in flight has finished, a batch forms or another group may be admitted, as long as the engines have
+   committed the current version: nothing deadlocks.
+3. Each (epoch, prompt) ends with exactly one disposition: trained, filtered or skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILTERED = "filtered"
 
 
 class ScheduleError(RuntimeError):
-    """An event that cannot happen in the state the schedule is in."""
+    """The schedule was told of an event that cannot happen in its state."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Group:
     prompt_id: int
     engine: int
     admission_version: int
-    """Version committed by the engine when it took the group."""
+    """Version that the engine had committed when it took the group."""
     deadline: int
     """Last version that may train it: admission_version + max_staleness."""
 
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """A schedule between two batches, without engines."""
+    """What is saved of a schedule, between two batches and without engines."""
 
     version: int
     admitted: int
@@ -49,14 +49,26 @@ class ScheduleState:
     """(epoch, prompt_id, disposition)"""
     finished: list[Group]
     interrupted: list[Group]
-    """Of the running groups those that go on; the others are to be admitted again."""
+    """Groups that are to be resumed; the other running ones are to be admitted again."""
 
 
 class Schedule:
-    """Groups in flight and finished, engines with their versions, and the version that trains next."""
+    """Groups in flight and finished, engines with their versions, and the version that trains next.
+
+    Example:
+        schedule = Schedule(batch_size=2, group_size=2, max_staleness=1, updates=10)
+        schedule.add_engine(0, version=0)
+        if schedule.may_admit(0):
+            group = schedule.admit(0, epoch=0, prompt_id=17)
+            schedule.finish(group)  # its answers have been scored
+        if schedule.form_batch() is not None:
+            schedule.applied()  # schedule.version is 1 now
+            schedule.committed(0, version=1)
+    """
 
     def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, updates: int):
-        """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` batches train in all."""
+        """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` batches are trained in all.
+        Raises ValueError if it is no multiple."""
         if batch_size % group_size:
             raise ValueError(f"group_size={group_size} does not divide batch_size={batch_size}")
         self.groups_per_batch = batch_size // group_size
@@ -64,13 +76,14 @@ class Schedule:
         self.updates = updates
         self.version = 0
         self.engines: dict[int, int] = {}
+        """Committed version of each engine that may take groups."""
         self.dispositions: dict[tuple[int, int], str] = {}
         """(epoch, prompt_id) → "trained", "filtered" or "skipped: REASON"."""
         self.counts: Counter[str] = Counter()
         """Dispositions so far by kind: trained, filtered, skipped."""
         self.running: dict[int, Group] = {}
         self.interrupted: dict[int, Group] = {}
-        """Broken off before this schedule was restored; no engine has gone on with them yet."""
+        """Groups that were interrupted before this schedule was restored and that no engine has resumed yet."""
         self.finished: dict[int, Group] = {}
         self.training: list[Group] = []
         self._admitted = 0
@@ -81,7 +94,7 @@ class Schedule:
         self.engines[engine] = version
 
     def remove_engine(self, engine: int) -> list[Group]:
-        """Forgets the engine; its running groups leave N_r and come back to be admitted elsewhere or skipped."""
+        """Forgets the engine. Returns its running groups, which leave N_r and are to be admitted again or skipped."""
         del self.engines[engine]
         lost = [group for group in self.running.values() if group.engine == engine]
         for group in lost:
@@ -89,7 +102,7 @@ class Schedule:
         return lost
 
     def committed(self, engine: int, version: int) -> None:
-        """The engine samples from `version` now."""
+        """Records that the engine samples from `version` now."""
         if not self.engines[engine] <= version <= self.version:
             raise ScheduleError(
                 f"engine {engine} cannot go from version {self.engines[engine]} to {version}, "
@@ -98,15 +111,17 @@ class Schedule:
         self.engines[engine] = version
 
     def may_admit(self, engine: int) -> bool:
-        """Equation 3 with the engine's own version: floor((N_r − 1) / B) ≤ v + η, this group included in N_r.
+        """Returns whether the engine may take another group, by Equation 3 of the paper (arXiv 2505.24298) with the
+        engine's own version: floor((N_r − 1) / B) ≤ v + η, this group included in N_r.
 
-        In groups, with c counted before this one, floor((n·(c + 1) − 1) / (n·G)) = floor(c / G). Groups that
-        only versions after the last could train are not admitted.
+        In groups, with c counted before this one, floor((n·(c + 1) − 1) / (n·G)) = floor(c / G). Groups that only
+        versions after the last could train are not admitted.
         """
         batches_ahead = self._counted() // self.groups_per_batch
         return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
 
     def admit(self, engine: int, epoch: int, prompt_id: int) -> Group:
+        """Starts a group on the engine. Raises ScheduleError unless `may_admit`, or if the prompt has a disposition."""
         if not self.may_admit(engine):
             raise ScheduleError(f"engine {engine} at version {self.engines[engine]} may not take another group")
         self._check_undisposed(epoch, prompt_id)
@@ -117,8 +132,7 @@ class Schedule:
         return group
 
     def resume(self, engine: int) -> Group:
-        """The interrupted group with the oldest deadline runs again, on this engine; it counts as admitted when it
-        first was."""
+        """Starts the interrupted group with the oldest deadline on this engine; it keeps its admission version."""
         if engine not in self.engines or not self.interrupted:
             raise ScheduleError(f"engine {engine} has nothing to go on with")
         first = min(self.interrupted.values(), key=_by_deadline)
@@ -126,25 +140,25 @@ class Schedule:
         return group
 
     def finish(self, group: Group) -> None:
-        """All trajectories of the group are there and scored: it may be trained."""
+        """Records that all trajectories of the group are sampled and scored: it may be trained."""
         self.finished[group.number] = self._leave_running(group)
 
     def filter(self, group: Group) -> None:
-        """The group carries nothing to train on; it leaves N_r."""
+        """Drops a group that carries nothing to train on; it leaves N_r."""
         self._leave_running(group)
         self._dispose(group.epoch, group.prompt_id, FILTERED)
 
     def fail(self, group: Group, reason: str) -> None:
-        """The group failed; it leaves N_r."""
+        """Drops a group that failed; it leaves N_r."""
         self._leave_running(group)
         self.skip_prompt(group.epoch, group.prompt_id, reason)
 
     def skip_prompt(self, epoch: int, prompt_id: int, reason: str) -> None:
-        """The prompt is never admitted in this epoch."""
+        """Records that the prompt is not admitted in this epoch."""
         self._dispose(epoch, prompt_id, f"skipped: {reason}")
 
     def form_batch(self) -> list[Group] | None:
-        """The G groups that train version `version` next, ordered by (epoch, prompt_id); None: not yet.
+        """Returns the G groups that train version `version`, ordered by (epoch, prompt_id); None if it is too early.
 
         Oldest deadline first among the finished, and only if every deadline stays feasible: for every
         k ≥ version, the groups left over with deadline ≤ k are at most (k − version) · G.
@@ -160,7 +174,7 @@ class Schedule:
         return list(self.training)
 
     def stragglers(self) -> int:
-        """Unfinished groups that a batch waits for although enough have finished; 0 if it does not wait for them."""
+        """Returns for how many unfinished groups a batch has to wait although enough groups have finished."""
         if self.training or len(self.finished) < self.groups_per_batch:
             return 0
         batch = self._oldest_finished()
@@ -169,30 +183,30 @@ class Schedule:
         return sum(group.deadline <= max(tight) for group in unfinished) if tight else 0
 
     def applied(self) -> None:
-        """The update of the batch in training is done: the policy is one version further."""
+        """Records that the update of the batch in training is done: the policy is one version further."""
         for group in self._take_training():
             self._dispose(group.epoch, group.prompt_id, TRAINED)
         self.version += 1
 
     def rejected(self, reason: str) -> None:
-        """Every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
+        """Records that every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
 
-        The run does not make up for it: it reaches one version less.
+        The run does not make up for the update: it reaches one version less.
         """
         for group in self._take_training():
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.updates -= 1
 
     def close(self, reason: str) -> None:
-        """Whatever is still in flight will not be trained."""
+        """Skips whatever is still in flight: it will not be trained."""
         for group in [*self._in_flight(), *self.training]:
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.running, self.interrupted, self.finished, self.training = {}, {}, {}, []
 
     def save(self, interrupted: Collection[int] = ()) -> ScheduleState:
-        """What a later schedule is restored from. No batch may be in training.
+        """Returns the state for a later schedule to restore. No batch may be in training.
 
-        Of the groups that run, those with the numbers `interrupted` are kept; the others are to be admitted again.
+        Running groups whose numbers are in `interrupted` are kept; the others are to be admitted again.
         """
         if self.training:
             raise ScheduleError(f"the batch of version {self.version} is still in training")
@@ -201,7 +215,7 @@ class Schedule:
         return ScheduleState(self.version, self._admitted, disposed, list(self.finished.values()), kept)
 
     def restore(self, saved: ScheduleState) -> list[Group]:
-        """Goes on from there, with this schedule's bound; before any engine is added.
+        """Continues from a saved state, with this schedule's bound; to be called before any engine is added.
 
         Returns the finished and interrupted groups that this bound has no place for: they leave N_r and are to be
         admitted again.
@@ -224,7 +238,7 @@ class Schedule:
         return lost
 
     def _counted(self) -> int:
-        """N_r / n: every admitted group that was not filtered, failed or left untrained."""
+        """N_r / n: the number of admitted groups that were not filtered, failed or left untrained."""
         trained = self.version * self.groups_per_batch
         return trained + len(self.running) + len(self.interrupted) + len(self.finished) + len(self.training)
 

@@ -1,4 +1,4 @@
-"""The controller's end of protocol.py: a ZeroMQ ROUTER that answers every authentic message once."""
+"""The controller's socket for the messages of protocol.py: a ZeroMQ ROUTER that answers every authentic one once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,15 @@ from areal_megatron.protocol import (
 log = logging.getLogger(__name__)
 
 
+class Refusal(Exception):
+    """Raised by `handle` for a message that it cannot take; answered with Refused."""
+
+
 class Service:
-    """Receives, authenticates, and hands each message to `handle`; a slow one does not hold the others up."""
+    """Receives, authenticates, and hands each message to `handle`; a slow one does not hold the others up.
+
+    `endpoint` is where it listens, on a free port of `host`.
+    """
 
     def __init__(self, host: str, token: str, handle: Callable[[Request], Awaitable[Reply | EncodedBatch]]):
         self._token, self._handle = token, handle
@@ -39,7 +46,7 @@ class Service:
             host = f"[{host}]"
         self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self.refused = 0
-        """Messages without the run's secret, or that are no messages of this protocol."""
+        """The number of messages that lacked the run's secret or were none of this protocol."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as answers:
@@ -68,7 +75,10 @@ class Service:
         elif isinstance(envelope.body, Hello):
             reply = greet(envelope.body)
         else:
-            reply = await self._handle(envelope.body)
+            try:
+                reply = await self._handle(envelope.body)
+            except Refusal as e:
+                reply = Refused(str(e))
         if isinstance(reply, Refused):
             log.warning("refused %s of %s: %s", type(envelope.body).__name__, envelope.sender, reply.reason)
         await self._socket.send_multipart([address, encode_answer(envelope.number, reply)])

@@ -1,7 +1,8 @@
-"""The controller's part of a checkpoint: all that decides which prompts are still to be trained, and with what.
+"""The controller's part of a checkpoint: the file controller.msgpack, what is in it, and how it is written and read.
 
-Written between two batches, so that it and the trainers' part are of one version. Finished groups keep their answers.
-Those that were running then are generated again, or, where the run was asked to stop, go on from where they were.
+It says which prompts are still to be trained, and holds the answers sampled so far. It is written between two batches,
+so that it and the trainers' part are of one version. Finished groups keep their answers; running ones are generated
+again, or, if the run was asked to stop, are resumed from where they were interrupted.
 """
 
 from __future__ import annotations
@@ -19,38 +20,39 @@ from areal_megatron.engine.client import Completion
 
 class ControllerState(msgspec.Struct, kw_only=True):
     prompts: int
-    """Lines of data.train."""
+    """Number of rows of data.train."""
     seed: int
     cursor: tuple[int, int]
+    """`Cursor.at` of data/prompts.py."""
     again: list[tuple[int, int]]
     """(epoch, prompt_id) of groups that were admitted and are neither finished nor interrupted nor disposed of."""
     schedule: ScheduleState
     trajectories: dict[int, list[Trajectory]]
-    """Of the finished groups, by number."""
+    """Trajectories of the finished groups, by number of the group."""
     interrupted: dict[int, list[Completion]]
-    """Answers of the interrupted groups, by number; some of them are whole."""
+    """Answers of the interrupted groups, by number of the group; some of them are whole."""
     prompts_too_long: int
     reward_failures: int = 0
     mixture: list[tuple[int, int]] = []
-    """(rows, rows drawn an epoch) of each file of data.train, where they have weights."""
+    """(rows, rows drawn an epoch) of each file of data.train, if the files have weights."""
     order: int = 0
-    """Of data/prompts.Cursor."""
+    """`Cursor.order` of data/prompts.py."""
     pass_rates: dict[int, float] = {}
-    """By prompt, of its group that finished last."""
+    """Share of right answers in the group that finished last, by prompt."""
 
 
 _decode = decoder(ControllerState).decode
 
 
 def write(state: ControllerState, path: Path) -> None:
-    """Raises OSError."""
+    """Raises OSError if the file cannot be written."""
     store(state, path)
 
 
 def read(
     path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = (), order: int = 0
 ) -> ControllerState:
-    """Raises ConfigError if it cannot be read, or belongs to another order of prompts than this data and seed give."""
+    """Raises ConfigError if the file cannot be read, or if this data and seed give another order of prompts."""
     try:
         state = _decode(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as e:

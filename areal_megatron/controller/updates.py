@@ -20,6 +20,7 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.controller.engine import Engine
 from areal_megatron.engine.client import EngineError
+from areal_megatron.observe.status import EngineState
 from areal_megatron.protocol import Delivered, LinkRef, Publish
 from areal_megatron.reshard.session import init_body
 
@@ -43,11 +44,11 @@ class EngineUpdates:
         config: Config,
         hf_config: Mapping[str, Any],
         engine: Engine,
-        on_committed: Callable[[int, int], None],
-        on_torn: Callable[[], None],
+        on_committed: Callable[[Engine], None],
     ):
+        """`on_committed` is called when the engine has `engine.version`."""
         self._config, self._hf_config, self._engine = config, hf_config, engine
-        self._on_committed, self._on_torn = on_committed, on_torn
+        self._on_committed = on_committed
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
         self._pending: dict[tuple[int, int], _Update] = {}
         self._unfinished: list[_Update] = []
@@ -55,9 +56,10 @@ class EngineUpdates:
         self._usable = False
         self.failures = 0
         self.last: dict[str, float] = {}
-        """Of the last commit: publish_s, commit_s (how long the engine stood still) and weights_bytes."""
+        """publish_s, commit_s (how long the engine stood still) and weights_bytes of the last commit."""
 
     def publish(self, message: Publish) -> LinkRef:
+        """Enters a version as the next to receive and returns the link that is to carry it."""
         opens_generation = not self._usable
         if opens_generation:
             self._generation += 1
@@ -87,7 +89,7 @@ class EngineUpdates:
                 self._updates.task_done()
 
     def lacks(self, version: int) -> bool:
-        """Whether the engine could take `version`, which it neither has nor is about to get."""
+        """Returns whether the engine could take `version`, and neither has it nor is about to get it."""
         under_way = any(update.version == version for update in self._unfinished)
         return not self._engine.gone and self._engine.version < version and not under_way
 
@@ -100,7 +102,7 @@ class EngineUpdates:
         self._pending.clear()
 
     def is_cut(self, generation: int) -> bool:
-        """Whether nothing will ever be committed any more that is under way in this generation."""
+        """Returns whether nothing that is under way in this generation will ever be committed."""
         return generation != self._generation or not self._usable
 
     async def settled(self) -> None:
@@ -121,7 +123,7 @@ class EngineUpdates:
             )
         streamed = config.reshard.staging == "streamed"
         if streamed:
-            start = self._stop_for("receiving")
+            start = self._stop_for(EngineState.RECEIVING)
             await client.pause(clear_cache=False)
         await client.start_update()
         try:
@@ -139,7 +141,7 @@ class EngineUpdates:
             self._fail(update, delivered.error)
             return
         if not streamed:
-            start = self._stop_for("committing")
+            start = self._stop_for(EngineState.COMMITTING)
         stood_s = await self._commit(update.version)
         end = time.time_ns()
         self._engine.timeline.event("commit", start, end, version=update.version)
@@ -148,17 +150,17 @@ class EngineUpdates:
         commit_s = (end - start) / 1e9 if streamed else stood_s
         self.last = {"publish_s": delivered.seconds, "commit_s": commit_s, "weights_bytes": delivered.bytes}
         self._engine.version = update.version
-        self._on_committed(self._engine.index, update.version)
+        self._on_committed(self._engine)
 
-    def _stop_for(self, state: str) -> int:
-        """When it began, in ns of the wall clock."""
+    def _stop_for(self, state: EngineState) -> int:
+        """Returns when the stop began, in ns of the wall clock."""
         if self._engine.gone:
             raise EngineError(f"{self._engine.name} was lost")
         self._engine.state = state
         return time.time_ns()
 
     async def _commit(self, version: int) -> float:
-        """How many seconds the engine stood still for it."""
+        """Returns for how many seconds the engine stood still."""
         client = self._engine.client
         try:
             stood_s = await client.commit(version, clear_cache=self._config.rollout.kv_policy == "recompute")
@@ -174,13 +176,12 @@ class EngineUpdates:
 
     def _resume(self) -> None:
         if not self._engine.gone:
-            self._engine.state = "ready"
+            self._engine.state = EngineState.READY
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1
-        if self._engine.state == "receiving":
-            self._engine.state = "torn"
-            self._on_torn()
+        if self._engine.state == EngineState.RECEIVING:
+            self._engine.tear()
         if update.generation == self._generation:
             self._usable = False
         log.error(

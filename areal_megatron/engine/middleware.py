@@ -21,6 +21,8 @@ from prometheus_client import Counter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from areal_megatron.engine.environment import SECRET_FILE
+
 log = logging.getLogger("vllm.areal")
 REFUSED = Counter("areal:refused_requests", "Requests without the run's secret")
 PATH = "/commit"
@@ -31,9 +33,9 @@ class TokenGuard:
 
     def __init__(self, app):
         self._app = app
-        secret = Path(os.environ["AREAL_SECRET_FILE"]).read_text().strip()
+        secret = Path(os.environ[SECRET_FILE]).read_text().strip()
         if not secret:
-            raise ValueError(f"{os.environ['AREAL_SECRET_FILE']}: the run's secret is empty")
+            raise ValueError(f"{os.environ[SECRET_FILE]}: the run's secret is empty")
         self._expected = f"Bearer {secret}".encode()
 
     async def __call__(self, scope, receive, send):

@@ -23,9 +23,10 @@ from pathlib import Path
 from areal_megatron.config import Config
 from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
+from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import address, socket_settings
-from areal_megatron.run import Run, from_command_line
+from areal_megatron.run import Run, engine_name, from_command_line
 
 SERVED_MODEL = "policy"
 
@@ -98,7 +99,7 @@ def _engine_arguments(config: Config) -> list[str]:
 def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
     """Returns the variables that vLLM needs beside this process's own. `cpus` are the cores of this one of `parts`."""
     environment = {
-        "AREAL_SECRET_FILE": str(run.folder / "secret"),
+        SECRET_FILE: str(run.folder / "secret"),
         "VLLM_SERVER_DEV_MODE": "1",  # adds the routes of pause, resume and weight transfer
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -140,14 +141,14 @@ def reserve_port(host: str) -> tuple[int, socket.socket]:
 def main() -> None:
     run, index = from_command_line("areal_megatron.engine.server")
     config = load(run.config)
-    allowed = os.environ.get("AREAL_CPUS") or ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    allowed = os.environ.get(CPUS) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     cpus = [int(cpu) for cpu in allowed.split(",")]
     if runs_on_cpu(config):
         os.sched_setaffinity(0, cpus)
     host = address(config.machine.host)
-    number, parts = map(int, os.environ.get("AREAL_PART", "0/1").split("/"))
+    number, parts = map(int, os.environ.get(PART, "0/1").split("/"))
     if number:
-        part = NodePart(number, parts, run.endpoint(os.environ["AREAL_RENDEZVOUS"], config.machine.peer_timeout_s))
+        part = NodePart(number, parts, run.endpoint(os.environ[RENDEZVOUS], config.machine.peer_timeout_s))
         command = headless_command(config, part)
     else:
         port, _reservation = reserve_port(host)
@@ -155,9 +156,9 @@ def main() -> None:
         if parts > 1:
             master_port, _master_reservation = reserve_port(host)
             part = NodePart(0, parts, f"{host}:{master_port}")
-            run.announce(os.environ["AREAL_RENDEZVOUS"], part.master)
+            run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
-        run.announce(f"engine-{index}", f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        run.announce(engine_name(index), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)
 

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from areal_megatron.config import Config
 from areal_megatron.observe.metrics import MetricsReader, read_status, surviving
+from areal_megatron.observe.status import EngineStatus, engines_of
 from areal_megatron.run import Run
 
 EVENTS_SHOWN = 6
@@ -140,7 +141,7 @@ class Console:
         body = [self._progress(), Text()]
         body.append(_facts(self._sft_facts() if self._config.mode == "sft" else self._rl_facts(status)))
         if self._config.mode == "rl":
-            body += [Text(), _engine_table(status.get("engines", []), self._config.rollout.engines)]
+            body += [Text(), _engine_table(engines_of(status), self._config.rollout.engines)]
         body += [Text(), Text("\n".join(self._events), style="dim")]
         elapsed = status.get("elapsed_s")
         return Panel(
@@ -232,20 +233,15 @@ def _facts(facts: dict[str, str]) -> Table:
     return grid
 
 
-def _engine_table(engines: list[dict[str, Any]], expected: int) -> Table | Text:
+def _engine_table(engines: list[EngineStatus], expected: int) -> Table | Text:
     if not engines:
         return Text(f"{expected} engine{'s' * (expected > 1)} starting", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("engine", "state", "version", "requests", "tokens/s"):
         table.add_column(name, justify="left" if name in ("engine", "state") else "right")
     for engine in engines:
-        table.add_row(
-            engine["name"],
-            engine.get("state", "–"),
-            str(engine.get("version", "–")),
-            str(engine.get("running", "–")),
-            _number(engine.get("tokens_per_s"), 0),
-        )
+        numbers = str(engine.version), str(engine.running), _number(engine.tokens_per_s, 0)
+        table.add_row(engine.name, engine.state, *numbers)
     return table
 
 

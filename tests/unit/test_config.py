@@ -84,7 +84,7 @@ OLD = [
     ("rollout.experts", "[replay]", {"rollout.expert_parallel": "false", "rollout.replay_routes": "true"}),
     ("rollout.workflow", "{multi_turn: 3}", {"rollout.workflow": "multi_turn", "rollout.turns": 3}),
     ("reward.range", "[-1, 1]", {"reward.wrong": -1, "reward.right": 1}),
-    ("machine.peer_timeout_s", "60", {"machine.peer_timeout_s": 60}),
+    ("machine.timeout_s", "60", {"machine.peer_timeout_s": 60}),
 ]
 
 

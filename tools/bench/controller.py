@@ -118,7 +118,7 @@ def control(folder: Path) -> None:
         samples = []
         while not life.done() and not (folder / "over").exists():
             await asyncio.sleep(1.0)
-            engines = controller.members.engines
+            engines = controller.fleet.engines
             samples.append(
                 {
                     "time": time.monotonic(),

@@ -5,15 +5,24 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, RolloutConfig, TrainerConfig
+from areal_megatron.config import (
+    Config,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from areal_megatron.controller.batches import Batches, describe
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.schedule import Schedule
+from areal_megatron.controller.service import Refusal
 from areal_megatron.data.trajectory import Trajectory
-from areal_megatron.protocol import NextBatch, NotYet, PublishAgain, Stop
+from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained
 
 
-@pytest.fixture
-def batches():
+def make(timeout_s, schedule=None, take=None):
     config = Config(
         name="t",
         updates=10,
@@ -21,11 +30,17 @@ def batches():
         model=ModelConfig("m"),
         data=DataConfig("d"),
         trainer=TrainerConfig(dp=2),
+        ppo=PPOConfig(minibatches=1),
         rollout=RolloutConfig(group_size=2),
-        machine=MachineConfig(peer_timeout_s=0.4),
+        machine=MachineConfig(peer_timeout_s=timeout_s),
     )
-    schedule = Schedule(batch_size=4, group_size=2, max_staleness=1, updates=10)
-    return Batches(config, schedule, generation=None, flops=None)
+    schedule = schedule or Schedule(batch_size=4, group_size=2, max_staleness=1, updates=10)
+    return Batches(config, schedule, take=take, flops=None)
+
+
+@pytest.fixture
+def batches():
+    return make(timeout_s=0.4)
 
 
 async def ask(batches, *replicas):
@@ -68,6 +83,51 @@ def trajectory(admission_version, versions, mask, reward):
         reward=reward,
         truncated=False,
     )
+
+
+def test_replicas_wait_for_the_last_group_and_for_the_report_of_the_batch_before():
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=1, updates=10)
+    schedule.add_engine(0, 0)
+    subject = make(60, schedule, take=lambda group: [trajectory(0, [0, 0], [1, 1], 1.0) for _ in range(2)])
+
+    async def play():
+        changed = Changed()
+        forming = asyncio.create_task(subject.run(changed))
+        groups = [schedule.admit(0, 0, prompt) for prompt in range(4)]
+        for number in range(2):
+            waiting = [asyncio.create_task(subject.next(NextBatch(replica, number, number))) for replica in range(2)]
+            for group in groups[2 * number :][:2]:
+                await asyncio.sleep(0.02)
+                assert not any(task.done() for task in waiting)
+                schedule.finish(group)
+                changed.notify()
+            async with asyncio.timeout(10):
+                parts = await asyncio.gather(*waiting)
+            assert [type(part) for part in parts] == [EncodedBatch] * 2
+            ahead = asyncio.create_task(subject.next(NextBatch(1, number + 1, number + 1)))
+            await asyncio.sleep(0.02)
+            assert not ahead.done()
+            subject.trained(Trained(number, number, True, {}))
+            subject.stop() if number else ahead.cancel()
+        async with asyncio.timeout(10):
+            assert isinstance(await ahead, Stop)
+        forming.cancel()
+
+    asyncio.run(play())
+
+
+def test_requests_for_another_batch_are_refused(batches):
+    async def play():
+        for request, reason in (
+            (NextBatch(0, 2, 1), "batch 2 of version 1 is not next: that is batch 0 of version 0"),
+            (NextBatch(2, 0, 0), "there is no replica 2, trainer.dp is 2"),
+        ):
+            with pytest.raises(Refusal, match=reason):
+                await batches.next(request)
+        with pytest.raises(Refusal, match="batch 0 of version 0 is not in training"):
+            batches.trained(Trained(0, 0, True, {}))
+
+    asyncio.run(play())
 
 
 def test_staleness_of_answers_and_of_their_trained_tokens():

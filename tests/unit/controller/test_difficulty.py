@@ -3,10 +3,12 @@
 import asyncio
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
@@ -83,7 +85,7 @@ def config(pass_rate, easiest_first=False):
 def generation(asked, prompts):
     schedule = Schedule(batch_size=2, group_size=2, max_staleness=10**6, updates=10**6)
     schedule.add_engine(0, 0)
-    return schedule, Generation(asked, schedule, [], prompts, [], None, None, lambda: None, None)
+    return schedule, Generation(asked, schedule, SimpleNamespace(episodes=None), prompts, Changed())
 
 
 @pytest.mark.parametrize("easiest_first", [False, True])

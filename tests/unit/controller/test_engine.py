@@ -21,12 +21,14 @@ class Counters:
 
 
 def poll(engine, counters):
-    engine.client = counters
-    room = []
+    engine.client, room = counters, []
 
     async def once():
+        watching = asyncio.create_task(engine.watch(60))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engine.watch(60, lambda: room.append(engine.running)), 0.5)
+            await asyncio.wait_for(engine.changed.wait(), 0.5)
+            room.append(engine.running)
+        watching.cancel()
 
     asyncio.run(once())
     assert room, "room was not announced"

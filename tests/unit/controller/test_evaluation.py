@@ -8,8 +8,10 @@ import pytest
 from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
+from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import sampling
 from areal_megatron.workflows.scoring import Score
@@ -54,12 +56,19 @@ def evaluate(tmp_path, monkeypatch):
 
         async def is_lost(engine, client, error):
             assert engine.client is client and "is dead" in str(error)
-            if engine.state != "lost":
-                engine.leave("lost")
+            if not engine.gone:
+                engine.leave(EngineState.LOST)
             return True
 
-        evaluation = Evaluation(config, engines, PROMPTS, [0], Right(), timeline, is_lost, lambda: None)
-        return asyncio.run(evaluation.run(version)), engines
+        sampler = Sampler(
+            rollout=config.rollout,
+            engines=engines,
+            is_lost=is_lost,
+            stop_tokens=[0],
+            scorer=Right(),
+            timeline=timeline,
+        )
+        return asyncio.run(Evaluation(config, sampler, PROMPTS).run(version)), engines
 
     return run
 

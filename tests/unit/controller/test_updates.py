@@ -1,16 +1,19 @@
 """Updates that fail under way, as the controller drives them, with a web server in the engine's place."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, ReshardConfig, RolloutConfig
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import Delivered, Publish
 
@@ -55,10 +58,8 @@ class Scene:
         port = self._runner.addresses[0][1]
         timeline = Timeline(self._folder / "timeline", "engine-0")
         self.engine = Engine(0, EngineClient("engine-0", f"http://127.0.0.1:{port}", "token", 5), timeline)
-        self.engine.state = "ready"
-        self.link = EngineUpdates(
-            self.config, {}, self.engine, lambda engine, version: self.committed.append(version), lambda: None
-        )
+        self.engine.state = EngineState.READY
+        self.link = EngineUpdates(self.config, {}, self.engine, lambda engine: self.committed.append(engine.version))
         self.running = asyncio.create_task(self.link.run())
         return self
 
@@ -81,7 +82,8 @@ class Scene:
     def may_take_a_group(self):
         schedule = Schedule(batch_size=4, group_size=GROUP, max_staleness=0, updates=10)
         schedule.add_engine(0, 0)
-        generation = Generation(self.config, schedule, [self.engine], [], [], None, None, print, None)
+        sampler = SimpleNamespace(engines=[self.engine])
+        generation = Generation(self.config, schedule, sampler, [], Changed())
         return generation._free_engine() is self.engine
 
 
@@ -147,14 +149,14 @@ def test_a_lost_engine_lacks_nothing_until_it_is_back_and_then_opens_another_epo
                 await asyncio.sleep(0.01)
             assert not scene.link.lacks(2), "it is on its way"
             assert not scene.link.is_cut(first.generation)
-            scene.engine.leave("lost")
+            scene.engine.leave(EngineState.LOST)
             scene.link.cut("it was killed")
             await scene.link.settled()
             assert (scene.committed, scene.link.failures, scene.engine.state) == ([1], 1, "lost")
             assert not scene.link.lacks(2) and scene.link.is_cut(first.generation)
             scene.link.delivered(Delivered(0, first.generation, 2, 0.1, 100))  # too late
 
-            scene.engine.state = "ready"
+            scene.engine.state = EngineState.READY
             assert scene.link.lacks(2)
             assert await scene.update(2) == ("ready", first.generation + 1)
             assert scene.committed == [1, 2] and not scene.link.lacks(2)

@@ -95,7 +95,7 @@ def batches(recording, first=0, dumps=None):
         rollout=RolloutConfig(group_size=GROUP),
         reward=RewardConfig(wrong=-1, right=1),
     )
-    return Batches(config, recording, recording, flops=None, first=first, dumps=dumps)
+    return Batches(config, recording, take=lambda dump: dump.trajectories, flops=None, first=first, dumps=dumps)
 
 
 async def trained(subject, number, version, applied=True):

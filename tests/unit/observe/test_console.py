@@ -98,7 +98,7 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
     for version in range(10):
         writer.write("update", version, UPDATE)
     writer.close()
-    engine = {"name": "engine-0", "state": "serving", "version": 9, "running": 96, "tokens_per_s": 3210.4}
+    engine = {"name": "engine-0", "state": "ready", "version": 9, "running": 96, "tokens_per_s": 3210.4}
     write_status(
         run,
         {
@@ -127,7 +127,7 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
         "held-out accuracy 41%",
     ):
         assert part in text, part
-    assert re.search(r"engine-0 +serving +9 +96 +3,210", text)
+    assert re.search(r"engine-0 +ready +9 +96 +3,210", text)
 
 
 def test_time_left_follows_the_pace_of_the_updates(run):

@@ -13,8 +13,10 @@ import pytest
 
 from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.controller.batches import describe
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
@@ -333,19 +335,16 @@ def generation_of(world, tmp_path, client):
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
     timeline = Timeline(tmp_path / "timeline", "controller")
     world.config.batch_size = 4
-    subject = Generation(
-        world.config,
-        schedule,
-        [Engine(0, client, timeline)],
-        prompts,
-        world.tokenizer.stop_tokens,
-        None,
-        timeline,
-        on_finished=lambda: None,
+    sampler = Sampler(
+        rollout=world.config.rollout,
+        engines=[Engine(0, client, timeline)],
         is_lost=None,
+        stop_tokens=world.tokenizer.stop_tokens,
+        scorer=None,
+        timeline=timeline,
         episodes=world.episodes,
     )
-    return schedule, subject
+    return schedule, Generation(world.config, schedule, sampler, prompts, Changed())
 
 
 def test_groups_that_are_interrupted_are_admitted_again_and_those_of_a_single_turn_too(tmp_path):

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
@@ -55,16 +57,21 @@ def setting(tmp_path, client):
         rollout=RolloutConfig(group_size=2, max_running=64, max_staleness=2),
     )
     timeline = Timeline(tmp_path / "timeline", "controller")
-    return config, [Engine(0, client, timeline)], timeline
+    return config, Sampler(
+        rollout=config.rollout,
+        engines=[Engine(0, client, timeline)],
+        is_lost=never,
+        stop_tokens=[0],
+        scorer=Right(),
+        timeline=timeline,
+    )
 
 
 def admitted(tmp_path, client, state=None):
     """Returns the state of a run of two epochs of three prompts when all its six groups have been admitted."""
-    config, engines, timeline = setting(tmp_path, client)
+    config, sampler = setting(tmp_path, client)
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
-    subject = Generation(
-        config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None, is_lost=never
-    )
+    subject = Generation(config, schedule, sampler, PROMPTS[:3], Changed())
     if state is not None:
         subject.restore(state)
     schedule.add_engine(0, 0)
@@ -133,14 +140,12 @@ class Resuming(Asked):
 
 
 def test_answers_that_were_interrupted_are_resumed_with_random_numbers_of_their_own(tmp_path):
-    config, engines, timeline = setting(tmp_path, Slow())
+    config, sampler = setting(tmp_path, Slow())
     config.rollout.max_new_tokens = 24
 
     def generation():
         schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
-        return schedule, Generation(
-            config, schedule, engines, PROMPTS[:3], [0], Right(), timeline, on_finished=lambda: None, is_lost=never
-        )
+        return schedule, Generation(config, schedule, sampler, PROMPTS[:3], Changed())
 
     async def stopped():
         schedule, subject = generation()
@@ -153,8 +158,9 @@ def test_answers_that_were_interrupted_are_resumed_with_random_numbers_of_their_
 
     state = asyncio.run(stopped())
     assert not state.again and len(state.schedule.interrupted) == len(state.interrupted) == 6
-    first, client = engines[0].client.seeds, Resuming()
-    engines[0].client = client
+    (engine,) = sampler.engines
+    first, client = engine.client.seeds, Resuming()
+    engine.client = client
 
     async def resumed():
         schedule, subject = generation()
@@ -192,8 +198,8 @@ def test_a_request_that_is_repeated_has_the_seed_it_had(monkeypatch):
 
 def test_every_evaluation_asks_with_the_same_seeds(tmp_path):
     client = Asked()
-    config, engines, timeline = setting(tmp_path, client)
+    config, sampler = setting(tmp_path, client)
     for version in (0, 3):
-        engines[0].version = version
-        asyncio.run(Evaluation(config, engines, PROMPTS, [0], Right(), timeline, never, lambda: None).run(version))
+        sampler.engines[0].version = version
+        asyncio.run(Evaluation(config, sampler, PROMPTS).run(version))
     assert sorted(client.seeds) == sorted([(p.id, sampling_seed(11, "eval", p.id)) for p in PROMPTS] * 2)

@@ -1,0 +1,71 @@
+"""Samples from the engines and scores, for training and evaluation alike."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from areal_megatron.config import RolloutConfig
+from areal_megatron.controller.engine import Engine
+from areal_megatron.data.prompts import Prompt
+from areal_megatron.engine.client import Completion, EngineClient, EngineError
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
+from areal_megatron.workflows.sampling import Sampling, cache_salt
+from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.transcript import Transcript
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """The engines and everything else that generation and evaluation share to sample."""
+
+    rollout: RolloutConfig
+    engines: list[Engine]
+    """Shared with the fleet, which adds to it."""
+    is_lost: Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
+    """Returns whether a request to this client of the engine failed because its process is gone: `Fleet.is_lost`."""
+    stop_tokens: list[int]
+    scorer: Scorer
+    timeline: Timeline
+    episodes: EpisodeRunner | None = None
+    """Runs the config's workflow; None for single_turn."""
+
+    async def sample(
+        self,
+        engine: Engine,
+        place: Place,
+        n: int = 1,
+        interrupted: Sequence[Completion] = (),
+        may_interrupt: Callable[[], bool] = lambda: False,
+    ) -> list[Completion] | list[ScoredTranscript] | None:
+        """Returns n answers, which are still to be scored, or n scored episodes of the config's workflow; None if the
+        engine was lost meanwhile, or if the episodes were interrupted.
+
+        Releases the n trajectories for which the caller has occupied the engine. Answers that are `interrupted` are
+        resumed. Raises EngineError if a request fails for the last time.
+        """
+        client = engine.client
+        salt = cache_salt(self.rollout, engine.version)
+        sampling = Sampling(client, self.rollout, self.stop_tokens, salt, may_interrupt)
+        try:
+            if self.episodes is not None:
+                return await self.episodes.sample(sampling, place, n)
+            return await single_turn.sample(sampling, place.prompt, n, place.request_id, place.seed, interrupted)
+        except EngineError as e:
+            if await self.is_lost(engine, client, e):
+                return None
+            raise
+        finally:
+            engine.release(n)
+
+    async def scored(self, prompt: Prompt, answers: Sequence[Completion]) -> list[ScoredTranscript]:
+        """Scores answers of a single turn."""
+        scores = await self.scorer.score(prompt, answers)
+        transcript = Transcript(prompt.tokens, 0)
+        return [
+            ScoredTranscript(transcript.with_answer(answer, score.truncated), score)
+            for answer, score in zip(answers, scores, strict=True)
+        ]

@@ -1,0 +1,10 @@
+"""Names of the environment variables that tell an engine's processes what their command line does not."""
+
+CPUS = "AREAL_CPUS"
+"""Cores of this process, with commas between: from the launcher (launch/orders.py) to engine/server.py."""
+PART = "AREAL_PART"
+"""Which part of an engine on several nodes this process is, e.g. 1/2; likewise."""
+RENDEZVOUS = "AREAL_RENDEZVOUS"
+"""Name under which the first part of such an engine announces its address to the others; likewise."""
+SECRET_FILE = "AREAL_SECRET_FILE"
+"""File with the run's secret: from engine/server.py to the guard inside vLLM's server (engine/guard.py)."""

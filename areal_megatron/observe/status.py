@@ -1,0 +1,46 @@
+"""The engines' entries in status.json, which the controller writes, and the console and the launchers read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    """It serves; under `full` staging also while it receives weights."""
+    RECEIVING = "receiving"
+    """It is paused while weights stream in (`streamed` staging)."""
+    COMMITTING = "committing"
+    TORN = "torn"
+    """A streamed update has failed: it holds a mixture of versions and gets no request before a whole one."""
+    LOST = "lost"
+    """It has died or stopped answering, and was not started again yet."""
+    DRAINED = "drained"
+    """It has answered everything and is to get nothing more."""
+
+    @property
+    def gone(self) -> bool:
+        return self in (EngineState.LOST, EngineState.DRAINED)
+
+
+class EngineStatus(msgspec.Struct, kw_only=True):
+    """One engine's entry in status.json."""
+
+    name: str
+    state: EngineState
+    version: int = -1
+    """Policy version that the controller has seen the engine commit; -1: none."""
+    running: int = 0
+    """Trajectories that it samples."""
+    losses: int = 0
+    """How often it was lost since the controller started."""
+    tokens_per_s: float = 0.0
+
+
+def engines_of(status: dict[str, Any]) -> list[EngineStatus]:
+    """The engines in a status as `read_status` returns it; [] before any serves."""
+    return msgspec.convert(status.get("engines", []), list[EngineStatus])
