@@ -69,6 +69,11 @@ class MachineConfig:
     """Longest wait for another process of the run to answer, join or make progress; then the run ends with an error
     that names it."""
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether processes on this machine compute on its CPU; looks for NVIDIA's driver where `device` is auto."""
+        return self.device == "cpu" or (self.device == "auto" and not Path("/dev/nvidiactl").exists())
+
 
 @dataclass
 class TrainerConfig:

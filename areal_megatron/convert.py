@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from areal_megatron.checkpoint import torch_dist
-from areal_megatron.checkpoint.disk import Blocks, CheckpointError
+from areal_megatron.checkpoint.disk import BlockBuffers, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
     SHARD_BYTES,
     HfFolder,
@@ -87,7 +87,7 @@ def to_hf(
     with closing(DistCheckpoint(trainer, config)) as source:
         model = hf_tensors(architecture(config).canonical, lambda pattern: dtype or source.dtype(pattern))
         total = sum(tensor.nbytes for tensor in model)
-        progress, blocks = _Progress(report, total * (1 + verify)), Blocks()
+        progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
         def read(tensor: HfTensor) -> Iterator[ndarray]:
             for block, rows in blocks.of(tensor.box, tensor.dtype):
@@ -136,7 +136,7 @@ def from_hf(
     dtypes = {piece.tensor: tensors[piece.parameter][0] for piece in layout.pieces}
     written = hf_tensors(layout.canonical, dtypes.__getitem__)
     total = sum(prod(shape) * ITEMSIZE[kind] for kind, shape in tensors.values())
-    progress, blocks = _Progress(report, total + verify * sum(tensor.nbytes for tensor in written)), Blocks()
+    progress, blocks = _Progress(report, total + verify * sum(tensor.nbytes for tensor in written)), BlockBuffers()
 
     def read(name: str, chunk: Box) -> Iterator[ndarray]:
         kind, _ = tensors[name]
@@ -158,7 +158,9 @@ def from_hf(
                 compare(model, result, written, blocks, progress)
 
 
-def compare(source: BoxReader, result: BoxReader, model: list[HfTensor], blocks: Blocks, progress: _Progress) -> None:
+def compare(
+    source: BoxReader, result: BoxReader, model: list[HfTensor], blocks: BlockBuffers, progress: _Progress
+) -> None:
     """Raises CheckpointError unless `result` has the source's values, cast to the model's dtypes, bit for bit."""
     for tensor in model:
         # Memory is given in turn, so that the two blocks of a pair never share it.

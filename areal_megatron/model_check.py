@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.engine.server import runs_on_cpu
 from areal_megatron.models.architecture import Dimensions, architecture, read_config
 from areal_megatron.reshard import engine_layout, trainer_layout
 
@@ -38,7 +37,7 @@ def check_model(config: Config, weights: bool = True) -> None:
         for key in ("expert_parallel", "replay_routes"):
             if getattr(config.rollout, key) and not model.dimensions.experts:
                 raise ConfigError(f"rollout.{key}: the model of {path} has no experts; leave it out")
-            if getattr(config.rollout, key) and runs_on_cpu(config):
+            if getattr(config.rollout, key) and config.machine.is_cpu:
                 raise ConfigError(
                     f"rollout.{key}: on CPU vLLM's kernels fail with parallel experts and return no routes to replay; "
                     "leave it out"

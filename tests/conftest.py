@@ -87,7 +87,7 @@ class LocalRun:
         return value
 
     def pid(self, name: str) -> int:
-        """Of the controller, a trainer rank or an engine, which runs as vLLM's server on its port."""
+        """Returns the process id of the controller, a trainer rank or an engine (vLLM's server on its port)."""
         role, _, index = name.partition("-")
         sign = {
             "controller": lambda command: "areal_megatron.controller.controller" in command,

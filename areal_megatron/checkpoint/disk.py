@@ -54,7 +54,7 @@ def empty(shape: Shape, dtype: str, memory: ndarray | None = None) -> ndarray:
     return memory[:size].view(f"u{ITEMSIZE[dtype]}").reshape(shape)
 
 
-class Blocks:
+class BlockBuffers:
     """Cuts boxes into blocks of at most BLOCK_BYTES and gives each an array to fill.
 
     The memory of a block is used again for the block after the next one, and not before.

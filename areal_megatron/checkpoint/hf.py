@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy import ndarray
 from torch import Tensor
 
-from areal_megatron.checkpoint.disk import Blocks, CheckpointError
+from areal_megatron.checkpoint.disk import BlockBuffers, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
     SHARD_BYTES,
     HfFolder,
@@ -43,14 +43,14 @@ def load(parameters: Mapping[str, Tensor], layout: Layout, path: str | Path) -> 
         parameters[name].zero_()
     try:
         with closing(HfFolder(Path(path), layout.canonical)) as weights:
-            blocks = Blocks()
+            blocks = BlockBuffers()
             for piece in layout.pieces:
                 _load_piece(parameters, piece, weights, blocks)
     except CheckpointError as e:
         raise ConfigError(f"model.path: {e}") from None
 
 
-def _load_piece(parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolder, blocks: Blocks) -> None:
+def _load_piece(parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolder, blocks: BlockBuffers) -> None:
     named = numbers(piece.tensor)
     for single in piece.box.singles(named):
         dtype = weights.dtype(piece.tensor, single.start[:named])

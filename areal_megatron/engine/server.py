@@ -84,7 +84,7 @@ def _engine_arguments(config: Config) -> list[str]:
         command += ["--enable-expert-parallel"]
     if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
-    if runs_on_cpu(config):
+    if config.machine.is_cpu:
         size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
         # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
@@ -108,7 +108,7 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
     }
     if config.rollout.replay_routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
-    if not runs_on_cpu(config):
+    if not config.machine.is_cpu:
         return environment
     environment["TORCHDYNAMO_DISABLE"] = "1"  # the first request with log-probabilities would compile for seconds
     tp = config.rollout.tp
@@ -122,11 +122,6 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
         shares = [cpus[rank * len(cpus) // here : (rank + 1) * len(cpus) // here] or cpus for rank in range(here)]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment
-
-
-def runs_on_cpu(config: Config) -> bool:
-    device = config.machine.device
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
 
 
 def reserve_port(host: str) -> tuple[int, socket.socket]:
@@ -143,7 +138,7 @@ def main() -> None:
     config = load(run.config)
     allowed = os.environ.get(CPUS) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     cpus = [int(cpu) for cpu in allowed.split(",")]
-    if runs_on_cpu(config):
+    if config.machine.is_cpu:
         os.sched_setaffinity(0, cpus)
     host = address(config.machine.host)
     number, parts = map(int, os.environ.get(PART, "0/1").split("/"))

@@ -46,8 +46,8 @@ def rated(world) -> str:
 
 
 def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
-    """Of the launcher everything dies with it; a trainer rank and the controller take the run along. Asked to stop, it
-    keeps what was sampled. The bound becomes another one each time, and prompts are drawn from the easiest on."""
+    """A launcher that is killed ends everything; a trainer rank and the controller take the run along. Asked to stop,
+    it keeps what was sampled. The bound becomes another one each time, and prompts are drawn from the easiest on."""
     changes = CHANGES | {
         "updates": 1000,
         "checkpoint.every": 2,

@@ -20,7 +20,7 @@ PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1], response_tokens=Non
 
 
 class Client:
-    """Of an engine that answers so many requests and then dies."""
+    """The client of an engine that answers a number of requests and then dies."""
 
     def __init__(self, name, answers):
         self.name, self.answers = name, answers
