@@ -180,7 +180,7 @@ def config_of(options: argparse.Namespace) -> Config:
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
-        reward=RewardConfig(timeout_s=options.reward_timeout_s, range=[0.0, 1.0], truncated="scored"),
+        reward=RewardConfig(timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"),
     )
 
 

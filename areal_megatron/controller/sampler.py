@@ -11,7 +11,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.episode import Place
+from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
 from areal_megatron.workflows.sampling import Sampling, cache_salt
 from areal_megatron.workflows.scoring import Scorer
@@ -36,7 +36,7 @@ class Sampler:
     async def sample(
         self,
         engine: Engine,
-        place: Place,
+        place: EpisodeSpec,
         n: int = 1,
         interrupted: Sequence[Completion] = (),
         may_interrupt: Callable[[], bool] = lambda: False,
