@@ -342,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = options.out or new_folder("evaluation")
         with Folder(out, evaluation.settings) as folder:
             if folder.answers:
-                _say(f"going on with {len(folder.answers)} answers of {out}")
+                _say(f"continuing after {len(folder.answers)} answers in {out}")
             if evaluation.missing(folder):
                 fill(evaluation, folder)
             result = result_of(list(folder.answers.values()), options.k)
@@ -350,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.pass_rates:
                 write_pass_rates(options.data, list(folder.answers.values()), options.pass_rates)
     except KeyboardInterrupt:
-        _say("interrupted; the same command with the same --out goes on")
+        _say("interrupted; the same command with the same --out continues")
         return 128 + signal.SIGINT
     except (ConfigError, EngineError, RunError, BaseExceptionGroup) as e:
         cause = first_cause(e)

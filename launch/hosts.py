@@ -177,7 +177,7 @@ class Nodes:
         left = {name for name, process in self.by_name.items() if process.exit_code is None} - gone - self.lost
         if not all(map(is_engine, gone)) or not any(map(is_engine, left)):
             raise HostError(silent)
-        print(f"{silent}: the run goes on without {', '.join(sorted(gone)) or 'it'}", file=sys.stderr, flush=True)
+        print(f"{silent}: the run continues without {', '.join(sorted(gone)) or 'it'}", file=sys.stderr, flush=True)
         self.lost |= gone
         del self._heard[node]
         for process in [self.by_name[name] for name in sorted(gone)]:  # parts of its engines on other nodes

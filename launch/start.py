@@ -121,7 +121,7 @@ def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = 
     if checkpoint is None:
         run.begin()
         return
-    alive = f"; {len(keep)} engines go on" if keep else ""
+    alive = f"; {len(keep)} engines keep running" if keep else ""
     print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}{alive}", flush=True)
     run.begin(
         version=checkpoint.version,
@@ -140,7 +140,7 @@ def newest(run: Run) -> SavedCheckpoint | None:
     checkpoint_folder.put_back(run)
     checkpoint, problems = checkpoint_folder.newest(run)
     for problem in problems:
-        print(f"warning: {problem}; going on from the one before", file=sys.stderr)
+        print(f"warning: {problem}; resuming from the one before", file=sys.stderr)
     if problems and not checkpoint:
         raise ConfigError(f"resume: no checkpoint in {run.checkpoints} is whole")
     return checkpoint

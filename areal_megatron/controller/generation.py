@@ -89,7 +89,7 @@ class Generation:
         self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
         self._interrupted = {number: state.interrupted[number] for number in self._schedule.interrupted}
         if self._interrupted:
-            log.info("going on with %s", _described(self._interrupted))
+            log.info("resuming %s", _described(self._interrupted))
         self._cursor = cursor(self._config, self._prompts, state.cursor)
         self._difficulty.measured = dict(state.pass_rates)
         self.prompts_too_long = state.prompts_too_long

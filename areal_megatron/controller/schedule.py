@@ -134,7 +134,7 @@ class Schedule:
     def resume(self, engine: int) -> Group:
         """Starts the interrupted group with the oldest deadline on this engine; it keeps its admission version."""
         if engine not in self.engines or not self.interrupted:
-            raise ScheduleError(f"engine {engine} has nothing to go on with")
+            raise ScheduleError(f"engine {engine} has nothing to resume")
         first = min(self.interrupted.values(), key=_by_deadline)
         group = self.running[first.number] = replace(self.interrupted.pop(first.number), engine=engine)
         return group

@@ -59,19 +59,19 @@ def read(
         raise ConfigError(f"{path}: no readable state of a controller: {e}") from None
     if state.prompts != prompts:
         raise ConfigError(
-            f"data.train: {prompts} prompts, but the checkpoint was made with {state.prompts}: go on with "
+            f"data.train: {prompts} prompts, but the checkpoint was made with {state.prompts}: continue with "
             "the same file, or start a new run from the exported model"
         )
     if state.seed != seed:
         raise ConfigError(f"seed: {seed}, but the checkpoint was made with {state.seed}, which orders the prompts")
     if state.mixture != list(mixture):
         raise ConfigError(
-            "data.train: the checkpoint was made with other weights, which order the prompts: go on with the "
+            "data.train: the checkpoint was made with other weights, which order the prompts: continue with the "
             "same, or start a new run from the exported model"
         )
     if state.order != order:
         raise ConfigError(
-            "rollout.easiest_first: the checkpoint was made with prompts in another order: go on with the same setting "
+            "rollout.easiest_first: the checkpoint was made with prompts in another order: continue with the same setting "
             "and pass rates of rows, or start a new run from the exported model"
         )
     return state

@@ -120,7 +120,7 @@ class Console:
                 "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record),
             )
         elif record["kind"] == "resume":
-            self._note(record["time"], f"going on from version {record['version']}")
+            self._note(record["time"], f"resumed at version {record['version']}")
         elif not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 

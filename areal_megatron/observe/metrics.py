@@ -83,7 +83,7 @@ class MetricsReader:
             try:
                 records.append(json.loads(line))
             except ValueError:
-                raise ValueError(f"{self._path}:{self._lines}: not a JSON line; remove it to go on") from None
+                raise ValueError(f"{self._path}:{self._lines}: not a JSON line; remove it to continue") from None
         return records
 
 

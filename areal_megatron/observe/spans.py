@@ -158,5 +158,5 @@ def _events(run: Run) -> list[dict[str, Any]]:
             try:
                 events.append(json.loads(line))
             except ValueError:
-                raise ValueError(f"{path}:{number}: not a JSON line; remove it to go on") from None
+                raise ValueError(f"{path}:{number}: not a JSON line; remove it to continue") from None
     return events

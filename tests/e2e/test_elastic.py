@@ -1,4 +1,4 @@
-"""Engines that join a run that is going on, and engines that leave it."""
+"""Engines that join a running run, and engines that leave it."""
 
 import subprocess
 import sys

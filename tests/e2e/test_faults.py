@@ -66,7 +66,7 @@ def updates(run):
 
 
 def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
-    """First one engine of two, while the other goes on; then the other hangs; then a trainer dies under both."""
+    """First one engine of two, while the other keeps running; then the other hangs; then a trainer dies under both."""
     changes = {
         "updates": 100000,
         "checkpoint.every": 2,
@@ -83,7 +83,7 @@ def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
     killed, trained = time.monotonic(), updates(run)
     started.wait_for(lambda: "engine-1 is back" in run.log("controller").read_text())
     print(f"back after {time.monotonic() - killed:.1f} s, {updates(run) - trained} updates meanwhile")
-    assert updates(run) > trained, "training went on"
+    assert updates(run) > trained, "training continued"
     hung = psutil.Process(others[2])
     for process in (hung, *hung.children(recursive=True)):
         process.suspend()
@@ -96,7 +96,7 @@ def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
     engines = [started.pid(f"engine-{index}") for index in range(2)]
     os.kill(others[1], signal.SIGKILL)
     started.wait_for(lambda: run.incarnation == 1 and updates(run) >= trained + 8)
-    assert "2 engines go on" in started.output
+    assert "2 engines keep running" in started.output
     assert [started.pid(f"engine-{index}") for index in range(2)] == engines
     run.stop.touch()
     assert started.wait() == 75, started.output

@@ -1,4 +1,4 @@
-"""Runs that are killed and go on: from the newest whole checkpoint, nothing lost, nothing trained twice."""
+"""Runs that are killed and resumed: from the newest whole checkpoint, nothing lost, nothing trained twice."""
 
 import json
 import random
@@ -80,11 +80,11 @@ def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
     assert again.wait() == 0, again.output
     assert f"{last} of {last} updates done" in again.output
     assert "resuming from" in again.output
-    kept, gone_on_with = (
+    kept, resumed = (
         re.findall(rf"{verb} (\d+ tokens of [1-9]\d* answers)", run.log("controller").read_text())
-        for verb in ("kept", "going on with")
+        for verb in ("kept", "resuming")
     )
-    assert kept == gone_on_with and kept
+    assert kept == resumed and kept
     assert trained(run) == list(range(1, last + 1))
     assert audit(run) == []
     config = load(run.config)

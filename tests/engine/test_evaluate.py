@@ -109,7 +109,7 @@ def test_a_killed_evaluation_goes_on_and_gives_the_figures_of_its_answers(start)
     assert message.startswith("error: ") and "temperature=1.0, not 0.5" in message and message.count("\n") == 1
 
     again = start("killed")
-    assert f"going on with {len(kept)} answers" in again.finish()
+    assert f"continuing after {len(kept)} answers" in again.finish()
     assert again.lines()[: len(kept)] == kept, "kept answers are used as they are"
 
     answers, unbroken = ([json.loads(line) for line in evaluation.lines()] for evaluation in (again, whole))

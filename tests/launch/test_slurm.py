@@ -195,7 +195,7 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     reached = trained(run)
     cluster.fail("node2")
     eventually(lambda: trained(run) >= reached + 3, 60, lambda: cluster.output(job))  # also if it was being sent to
-    eventually(lambda: "the run goes on without engine-1" in cluster.output(job), 150, lambda: cluster.output(job))
+    eventually(lambda: "the run continues without engine-1" in cluster.output(job), 150, lambda: cluster.output(job))
     reached = trained(run)
     more = cluster.submit(Path("slurm/add_engines.sh"), "--time=60", arguments=[str(run.folder), "--count=1"])
     eventually(

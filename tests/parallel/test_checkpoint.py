@@ -1,4 +1,4 @@
-"""Trainer pools that go on from a checkpoint, under the same layout and others."""
+"""Trainer pools that resume from a checkpoint, under the same layout and others."""
 
 import pytest
 
@@ -10,7 +10,7 @@ CASES = {
     "replicas": ("qwen2", {"dp": 2}, [{"dp": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}]),
     "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}]),
 }
-"""A model, the layout that saves, and those that go on."""
+"""A model, the layout that saves, and those that resume."""
 WITH_CRITIC = ("dense", "replicas")
 
 

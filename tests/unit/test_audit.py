@@ -145,7 +145,7 @@ def test_a_crash_in_the_middle_of_a_line_is_no_fault(past):
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "prompt 9 of epoch 9 was trained, but is unknown"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "counts as trained, but no trainer trained it"),
         (lambda past: past.lose([1]), "batch 2 is missing in the ledger of replica 1"),
-        (lambda past: past.lose([0, 1]), "the ledger of incarnation 0 ends before batch 3, from which the run went on"),
+        (lambda past: past.lose([0, 1]), "the ledger of incarnation 0 ends before batch 3, from which the run resumed"),
     ],
 )
 def test_faults_in_the_ledger_are_found(past, plant, words):

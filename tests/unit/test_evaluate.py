@@ -1,4 +1,4 @@
-"""The figures of an evaluation, and the folder in which it can be killed and go on."""
+"""The figures of an evaluation, and the folder in which a killed one continues."""
 
 import itertools
 import json

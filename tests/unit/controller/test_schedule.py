@@ -134,9 +134,9 @@ class World:
                 self.end((group.epoch, group.prompt_id), "skipped: engine lost")
 
     def restart(self):
-        """A new schedule goes on from what the old one saved, perhaps with another bound.
+        """A new schedule continues from what the old one saved, perhaps with another bound.
 
-        What ran is run again; some of it was broken off and goes on, counted as admitted when it was.
+        What ran is run again; some of it was interrupted and is resumed, counted as admitted when it was.
         """
         if self.training:
             with pytest.raises(ScheduleError, match="in training"):
@@ -201,7 +201,7 @@ class World:
             self.try_batch()
 
     def assert_alive(self):
-        """With everything in flight finished and every engine up to date, the run can always go on."""
+        """With everything in flight finished and every engine up to date, the run can always continue."""
         if self.training:
             self.end_training()
         while self.interrupted:

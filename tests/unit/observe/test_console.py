@@ -77,10 +77,10 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
     lines = [line.split("  ")[1] for line in out.getvalue().splitlines()]
     assert lines == [
         "starting",
-        "going on from version 4",
+        "resumed at version 4",
         "update 5/6",
         "held-out accuracy 70% at version 6, 500 prompts",
-        "going on from version 5",
+        "resumed at version 5",
         "update 6/6",
     ]
     assert "6 of 6 updates done" in console.summary() and "accuracy 41% (version 0)" in console.summary()
