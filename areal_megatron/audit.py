@@ -157,7 +157,7 @@ def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: lis
     faults = []
     claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
     claims += [((group.epoch, group.prompt_id), "waiting to be trained") for group in saved.schedule.finished]
-    claims += [((group.epoch, group.prompt_id), "interrupted and to be resumed") for group in saved.schedule.interrupted]
+    claims += [((group.epoch, group.prompt_id), "interrupted") for group in saved.schedule.interrupted]
     claims += [(prompt, "to be generated again") for prompt in saved.again]
     for prompt, kind in claims:
         if prompt in said:

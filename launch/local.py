@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
         gpu_gib = node.gpu_gib() if config.machine.device == "cuda" else 0
         beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib)
         if not options.dry_run and beginning.run.folder.exists() and not config.resume:
-            raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
+            raise ConfigError(
+                f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
+            )
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

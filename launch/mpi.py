@@ -59,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
         machines, places = slots(found, config)
         beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found))
         if beginning.run.folder.exists() and not config.resume:
-            raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
+            raise ConfigError(
+                f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
+            )
     except (ConfigError, HostError) as e:
         channel.close()
         print(f"error: {e}", file=sys.stderr)
