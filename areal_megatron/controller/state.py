@@ -72,7 +72,6 @@ def read(
     if state.order != order:
         raise ConfigError(
             "rollout.easiest_first: the checkpoint was made with prompts in another order: continue with the same "
-            "setting 
-            "and pass rates of rows, or start a new run from the exported model"
+            "setting and pass rates of rows, or start a new run from the exported model"
         )
     return state
