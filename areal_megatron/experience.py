@@ -18,7 +18,7 @@ class Experience:
     """Asks the controller on behalf of a replica; every rank of the replica gets the same answer."""
 
     def __init__(self, trainer: Trainer, controller: ControllerPort):
-        self._trainer, self._controller = trainer, controller
+        self._parallel, self._controller = trainer.parallel, controller
 
     def take(self, number: int, version: int, publish: Callable[[int], None]) -> BatchPart | None:
         """Returns this replica's part of batch `number`; waits as long as the controller says that it is coming.
@@ -28,9 +28,9 @@ class Experience:
         """
         while True:
             data = None
-            if self._trainer.parallel.is_leader:
-                data = _encoded(self._controller.request(NextBatch(self._trainer.parallel.replica, number, version)))
-            data = self._trainer.parallel.share(data)
+            if self._parallel.is_leader:
+                data = _encoded(self._controller.request(NextBatch(self._parallel.replica, number, version)))
+            data = self._parallel.share(data)
             if data == _PUBLISH_AGAIN:
                 publish(version)
             elif data:
@@ -43,7 +43,7 @@ class Experience:
 
     def finish(self) -> None:
         """Tells the controller that there is nothing more to train, deliver or save."""
-        if self._trainer.parallel.is_first:
+        if self._parallel.is_first:
             self._controller.request(Bye())
 
 
