@@ -102,7 +102,7 @@ def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, i
         place = _Place(f"{path}:{line}", in_file=True)
         if not isinstance(name, yaml.ScalarNode) or "." in name.value:
             raise ConfigError(
-                f"{place.text}: {_value(name)!r} is no key: in a file, keys stand indented below sections"
+                f"{place.text}: {_value(name)!r} is no key: in a file, keys are indented below their section"
             )
         key = f"{prefix}{name.value}"
         if key in lines:

@@ -160,7 +160,7 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["rollout.workflow=multi_turn"], ["rollout.turns", "multi_turn needs at least 2"]),
         (MINIMAL, ["reward.wrong=5"], ["reward.wrong", "below reward.right=5"]),
         (MINIMAL + "updates: 4\n", [], ["c.yaml:10", "updates", "line 2 already"]),
-        (MINIMAL + "ppo.clip_low: 0.1\n", [], ["c.yaml:10", "ppo.clip_low", "below sections"]),
+        (MINIMAL + "ppo.clip_low: 0.1\n", [], ["c.yaml:10", "ppo.clip_low", "below their section"]),
         (MINIMAL + "? [a]\n: b\n", [], ["c.yaml:10", "is no key"]),
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "a whole number, at least 1", "is 0"]),
