@@ -53,11 +53,6 @@ def save(config: Config, path: Path) -> None:
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
-def known_keys() -> list[str]:
-    """Every valid dotted key, in the order of config.py."""
-    return list(_FIELDS)
-
-
 class _Place:
     """Where a value was written, for errors, and how another one is written there."""
 
