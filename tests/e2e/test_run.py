@@ -126,7 +126,9 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
                 "machine.slots": 6,
                 "rollout.max_staleness": 1,
                 "held_out": 300,
-                "ppo.critic": "{lr: 1e-3, lambda: 0.95, warmup: 1}",
+                "ppo.critic.lr": 1e-3,
+                "ppo.critic.gae_lambda": 0.95,
+                "ppo.critic.warmup": 1,
             },
         ),
     )

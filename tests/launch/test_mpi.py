@@ -103,7 +103,7 @@ def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run
 
 
 def test_too_few_slots_and_wrong_input_are_one_line(mpi_run, world):
-    for overrides, words in (({"trainer.pp": 2}, "but there are 2"), ({"rollout.engines": 0}, "must be above 0")):
+    for overrides, words in (({"trainer.pp": 2}, "but there are 2"), ({"rollout.engines": 0}, "at least 1")):
         started = mpi_run("refused", 2, *small(world, **overrides))
         assert started.process.wait(60) == 2
         errors = [line for line in started.output.splitlines() if line.startswith("error: ")]
