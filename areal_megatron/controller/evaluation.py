@@ -73,8 +73,8 @@ class Evaluation:
             while sampled is None:  # an engine that is lost takes the request with it
                 engine = min(self._with(version), key=lambda e: e.running)
                 engine.occupy(1)
-                place = EpisodeSpec(prompt, engine.version, f"eval-{version}-{prompt.id}", seed, "eval")
-                sampled = await self._sampler.sample(engine, place)
+                spec = EpisodeSpec(prompt, engine.version, f"eval-{version}-{prompt.id}", seed, "eval")
+                sampled = await self._sampler.sample(engine, spec)
         if self._sampler.episodes is None:
             sampled = await self._sampler.scored(prompt, sampled)
         (answer,) = sampled

@@ -186,9 +186,9 @@ class Generation:
         # Random numbers of their own for what is sampled later
         later = [sum(len(answer.tokens) for answer in interrupted)] if interrupted else []
         seed = sampling_seed(self._config.seed, "train", group.epoch, prompt.id, *later)
-        place = EpisodeSpec(prompt, group.admission_version, f"group-{group.number}", seed, "train")
+        spec = EpisodeSpec(prompt, group.admission_version, f"group-{group.number}", seed, "train")
         start = time.time_ns()
-        sampled = await self._sampler.sample(engine, place, n, interrupted, lambda: self._interrupting)
+        sampled = await self._sampler.sample(engine, spec, n, interrupted, lambda: self._interrupting)
         if sampled is None:  # admitted again, elsewhere or by the next incarnation
             return
         tokens = sum(len(one.tokens) for one in sampled)

@@ -36,7 +36,7 @@ class Sampler:
     async def sample(
         self,
         engine: Engine,
-        place: EpisodeSpec,
+        spec: EpisodeSpec,
         n: int = 1,
         interrupted: Sequence[Completion] = (),
         may_interrupt: Callable[[], bool] = lambda: False,
@@ -52,8 +52,8 @@ class Sampler:
         sampling = Sampling(client, self.rollout, self.stop_tokens, salt, may_interrupt)
         try:
             if self.episodes is not None:
-                return await self.episodes.sample(sampling, place, n)
-            return await single_turn.sample(sampling, place.prompt, n, place.request_id, place.seed, interrupted)
+                return await self.episodes.sample(sampling, spec, n)
+            return await single_turn.sample(sampling, spec.prompt, n, spec.request_id, spec.seed, interrupted)
         except EngineError as e:
             if await self.is_lost(engine, client, e):
                 return None
