@@ -75,10 +75,9 @@ def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int 
 
 def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
     """Returns the batches that are in the ledgers of all replicas, and faults where the ledgers disagree."""
-    ledgers = [_lines(run.ledger(replica)) for replica in range(config.trainer.dp)]
     batches, faults = [], []
     for start, end in line_of(run.starts()):
-        own = [[line for line in ledger if line["incarnation"] == start.incarnation] for ledger in ledgers]
+        own = [_lines(run.ledger(replica, start.incarnation)) for replica in range(config.trainer.dp)]
         for number, parts in enumerate(itertools.zip_longest(*own), start.batches):
             if end is not None and number >= end:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,43 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def write_once(path: Path, content: str) -> None:
+    """Writes a file of a new name, whole and synced: of several writers, on whatever machines, one succeeds.
+
+    Raises FileExistsError if the name is taken, and OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("x") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                if os.fstat(file.fileno()).st_nlink < 2:  # NFS may do it and, asked again, say that it is done already
+                    raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_path(path.parent)
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """Returns the path of a numbered file, e.g. `00003.json`."""
+    return folder / f"{number:05}.json"
+
+
+def numbers(folder: Path) -> list[int]:
+    """Returns the numbers of the numbered files in a folder, ascending; [] if there is no folder.
+
+    An NFS client asks its server what the folder holds only when the folder is opened, as it is here. Asked for one
+    name, it may say for a minute that there is no such file, because there was none.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdigit())
+    return []
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 ```
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
-           metrics.jsonl · status.json · processes.json · ledger/trainer-REPLICA.jsonl · tensorboard/ · hf/
-           report.html · incarnations.jsonl · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
+           metrics.jsonl · status.json · processes.json · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
+           tensorboard/ · hf/ · report.html · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
            exports/version-000012/ · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`: CONTROLLER, `engine_name`, `trainer_name`.
@@ -15,12 +15,13 @@ import argparse
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from areal_megatron.files import write_atomically
+from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
@@ -29,6 +30,10 @@ _TRAINER = "trainer-"
 
 class RunError(RuntimeError):
     """A process of the run did not do what others wait for."""
+
+
+class Replaced(RunError):
+    """The run was started again while this process could not notice, stopped or cut off from the run folder."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,15 @@ class IncarnationStart:
     """The incarnation of this run that wrote the checkpoint; None if there is none, or if it is another run's."""
     time: float = field(default=0.0, compare=False)
     """When the launcher began it, in seconds since the epoch."""
+    launcher: str = field(default="", compare=False)
+    """Node and process id of the launcher that began it."""
 
 
 class Run:
     """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
+
+    A process of the run is bound to the incarnation that it was started for, and a launcher to the one that it began:
+    when it has been replaced by a newer one it writes nothing more (`check_current`).
 
     Example:
         run = Run("runs/tiny")
@@ -60,7 +70,9 @@ class Run:
         run.endpoint("controller", timeout_s=60)  # "tcp://127.0.0.1:4711", also in other processes
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, incarnation: int | None = None):
+        """`incarnation`: the one that this process belongs to; None: it only reads, whatever the newest is."""
+        self._bound = incarnation
         self.folder = Path(folder).absolute()
         self.config = self.folder / "config.yaml"
         self.metrics = self.folder / "metrics.jsonl"
@@ -69,7 +81,7 @@ class Run:
         self.checkpoints = self.folder / "checkpoints"
         self.exports = self.folder / "exports"
         self.trajectories = self.folder / "trajectories"
-        self.incarnations = self.folder / "incarnations.jsonl"
+        self.incarnations = self.folder / "incarnations"
         self.processes = self.folder / "processes.json"
         self.stop = self.folder / "stop"
         """While this file exists, the run is to save a checkpoint and end."""
@@ -77,7 +89,7 @@ class Run:
     def create(self) -> None:
         """Makes the folders and the secret. Raises FileExistsError if the run exists."""
         self.folder.mkdir(parents=True)
-        for name in ("endpoints", "logs", "timeline", "ledger"):
+        for name in ("endpoints", "logs", "timeline", "ledger", "incarnations"):
             (self.folder / name).mkdir()
         with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
             f.write(secrets.token_hex(32))
@@ -91,40 +103,62 @@ class Run:
         after: int | None = None,
         keep: Collection[str] = (),
     ) -> None:
-        """Begins an incarnation and forgets what processes have announced in the one before, except those to `keep`."""
+        """Begins the next incarnation, to which this object is bound from then on, and forgets what processes have
+        announced in the one before, except those to `keep`.
+
+        Raises Replaced if another launcher has begun that incarnation.
+        """
+        before = self._newest() if self._bound is None else self._bound
+        number = 0 if before is None else before + 1
+        launcher = f"{socket.gethostname()}, process {os.getpid()}"
+        start = IncarnationStart(number, version, batches, checkpoint, after, time.time(), launcher)
+        try:
+            write_once(numbered(self.incarnations, number), json.dumps(asdict(start)) + "\n")
+        except FileExistsError:
+            raise self._replaced(number) from None
+        self._bound = number
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
                 endpoint.unlink()
         self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
-        line = {
-            "incarnation": len(self.starts()),
-            "version": version,
-            "batches": batches,
-            "checkpoint": checkpoint,
-            "after": after,
-            "time": time.time(),
-        }
-        with self.incarnations.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+
+    def check_current(self) -> None:
+        """To be called before anything is written that outlives the process. Costs one look into a small folder.
+
+        Raises Replaced if a newer incarnation has begun than the one to which this object is bound.
+        """
+        if self._bound is not None and (newest := self._newest()) > self._bound:
+            raise self._replaced(newest)
+
+    def _replaced(self, newest: int) -> Replaced:
+        launcher = self._read_start(newest).launcher
+        return Replaced(
+            f"{self.folder} was started again by {launcher} (incarnation {newest}) while this process was stopped or "
+            "cut off: it ends and writes nothing more"
+        )
 
     def starts(self) -> list[IncarnationStart]:
         """Returns where each incarnation so far begins."""
-        if not self.incarnations.exists():
-            return []
-        return [IncarnationStart(**json.loads(line)) for line in self.incarnations.read_text().splitlines()]
+        return [self._read_start(number) for number in numbers(self.incarnations)]
+
+    def _read_start(self, number: int) -> IncarnationStart:
+        return IncarnationStart(**json.loads(numbered(self.incarnations, number).read_text()))
 
     @property
     def start(self) -> IncarnationStart:
         """Where this incarnation begins; IncarnationStart(0) if no launcher has begun one yet."""
-        return (self.starts() or [IncarnationStart(0)])[-1]
+        number = self._newest() if self._bound is None else self._bound
+        return IncarnationStart(0) if number is None else self._read_start(number)
 
     @property
     def incarnation(self) -> int:
-        return self.start.incarnation
+        """The incarnation to which this object is bound; else the newest, 0 before the first."""
+        return (self._newest() or 0) if self._bound is None else self._bound
+
+    def _newest(self) -> int | None:
+        return max(numbers(self.incarnations), default=None)
 
     @property
     def token(self) -> str:
@@ -136,11 +170,15 @@ class Run:
     def timeline(self, process: str) -> Path:
         return self.folder / "timeline" / f"{process}.jsonl"
 
-    def ledger(self, replica: int) -> Path:
-        return self.folder / "ledger" / f"{trainer_name(replica)}.jsonl"
+    def ledger(self, replica: int, incarnation: int | None = None) -> Path:
+        """Returns the ledger of a replica in an incarnation, by default this one's. Each incarnation has its own: two
+        machines that append to one file on NFS overwrite each other's lines."""
+        number = self.incarnation if incarnation is None else incarnation
+        return self.folder / "ledger" / f"{trainer_name(replica)}.{number:05}.jsonl"
 
     def announce(self, process: str, endpoint: str) -> None:
-        """Publishes where `process` listens, e.g. `tcp://127.0.0.1:4711`."""
+        """Publishes where `process` listens, e.g. `tcp://127.0.0.1:4711`. Raises Replaced."""
+        self.check_current()
         write_atomically(self.folder / "endpoints" / process, endpoint)
 
     def announced_engines(self) -> list[str]:
@@ -189,9 +227,16 @@ def is_trainer(name: str) -> bool:
 
 
 def from_command_line(program: str) -> tuple[Run, int]:
-    """Returns the run and the index in its pool that a launcher gave this process as `--run FOLDER --index N`."""
+    """Returns the run and the index in its pool that a launcher gave this process as
+    `--run FOLDER --incarnation I --index N`. Ends the process if it has been replaced already."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Started by a launcher, see launch/.")
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")
+    parser.add_argument("--incarnation", type=int, help="the incarnation of the run that this process belongs to")
     options = parser.parse_args()
-    return Run(options.run), options.index
+    run = Run(options.run, options.incarnation)
+    try:
+        run.check_current()
+    except Replaced as e:
+        parser.exit(1, f"error: {e}\n")
+    return run, options.index

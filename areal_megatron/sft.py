@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from areal_megatron.config import Config
 from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, write_status
-from areal_megatron.run import Run, from_command_line
+from areal_megatron.run import Replaced, Run, from_command_line
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
 
@@ -41,8 +42,11 @@ def batches(config: Config) -> Iterator[list[Example]]:
 def main() -> None:
     run, rank = from_command_line("areal_megatron.sft")
     config = config_file.load(run.config)
-    with Trainer(config, run, rank) as trainer:
-        fine_tune(config, run, trainer)
+    try:
+        with Trainer(config, run, rank) as trainer:
+            fine_tune(config, run, trainer)
+    except Replaced as e:
+        sys.exit(f"error: {e}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ most rollout.max_staleness versions behind, and the decoupled objective corrects
 
 from __future__ import annotations
 
+import sys
+
 from areal_megatron import config_file
 from areal_megatron.checkpoints import Checkpoints
 from areal_megatron.controller_port import ControllerPort
 from areal_megatron.experience import Experience
-from areal_megatron.run import from_command_line
+from areal_megatron.run import Replaced, from_command_line
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import Weights
 
@@ -44,11 +46,14 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 def main() -> None:
     run, rank = from_command_line("areal_megatron.train")
     config = config_file.load(run.config)
-    with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
-        experience = Experience(trainer, controller)
-        weights = Weights(config, run, trainer, controller)
-        checkpoints = Checkpoints(config, run, trainer, controller)
-        train(trainer, experience, weights, checkpoints, config.updates)
+    try:
+        with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
+            experience = Experience(trainer, controller)
+            weights = Weights(config, run, trainer, controller)
+            checkpoints = Checkpoints(config, run, trainer, controller)
+            train(trainer, experience, weights, checkpoints, config.updates)
+    except Replaced as e:
+        sys.exit(f"error: {e}")
 
 
 if __name__ == "__main__":

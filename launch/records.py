@@ -46,10 +46,13 @@ class Recorder:
         self._written, self._codes = 0.0, {}
 
     def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
-        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended. Call it often."""
+        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended. Call it often.
+
+        Raises Replaced."""
         codes = {name: process.exit_code for name, process in processes.items()}
         if not outcome and codes == self._codes and time.monotonic() - self._written < RECORD_S:
             return
+        self._run.check_current()
         self._codes, self._written = codes, time.monotonic()
         records = [
             ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))

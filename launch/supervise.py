@@ -9,11 +9,12 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import read_status
-from areal_megatron.run import is_engine
+from areal_megatron.run import Replaced, is_engine
 from launch import start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
@@ -34,6 +35,8 @@ class Outcome(enum.IntEnum):
     FAILED = 1
     LOST = 3
     """A node, or the connection to it, is gone, and perhaps its processes."""
+    REPLACED = 4
+    """The run was started again elsewhere while this launcher was stopped or cut off."""
     STOPPED = 75
     """The run saved a checkpoint and stopped, as it was asked to; resume=auto continues it."""
     INTERRUPTED = 130
@@ -65,9 +68,9 @@ def supervise(
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
         outcome = Outcome.INTERRUPTED
         return outcome
-    except (HostError, ConfigError) as e:
+    except (HostError, ConfigError, Replaced) as e:
         failure = f"{failure}\nerror: {e}".lstrip()
-        outcome = Outcome.LOST if isinstance(e, HostError) else Outcome.FAILED
+        outcome = {HostError: Outcome.LOST, ConfigError: Outcome.FAILED, Replaced: Outcome.REPLACED}[type(e)]
     else:
         if not failure:
             outcome = Outcome.STOPPED if _phase(beginning) == "stopped" else Outcome.DONE
@@ -139,7 +142,8 @@ class _Watch:
 
     def close(self, outcome: Outcome) -> None:
         self.console.close()
-        self._recorder.write(self._hosts.by_name, self._restarts, outcome.name.lower())
+        with suppress(Replaced):
+            self._recorder.write(self._hosts.by_name, self._restarts, outcome.name.lower())
 
     def _start(self, name: str) -> None:
         self._health.started(name)

@@ -30,7 +30,9 @@ class MetricsWriter:
     """
 
     def __init__(self, run: Run):
+        run.check_current()
         drop_torn_line(run.metrics)
+        self._run = run
         self._file = run.metrics.open("a", buffering=1)
         self._tensorboard = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
 
@@ -40,8 +42,9 @@ class MetricsWriter:
         `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
         step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
         dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
-        values.
+        values, and Replaced.
         """
+        self._run.check_current()
         now = time.time()
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -106,7 +109,8 @@ def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any
 
 
 def write_status(run: Run, status: dict[str, Any]) -> None:
-    """Replaces the status that the console shows, atomically."""
+    """Replaces the status that the console shows, atomically. Raises Replaced."""
+    run.check_current()
     write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart
-from areal_megatron.files import drop_torn_line
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
@@ -102,7 +101,6 @@ class Trainer:
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._row_multiple, self._routing = pipeline.row_multiple(chunks), Routing.of(chunks[0].config)
-        drop_torn_line(run.ledger(self.parallel.replica))
 
     def __enter__(self) -> Trainer:
         return self
@@ -310,10 +308,11 @@ class Trainer:
     def _record(self, part: BatchPart, applied: bool) -> None:
         """Writes the trajectories that this replica has trained as a line of its ledger.
 
-        The ledger is independent of what the controller records.
+        The ledger is independent of what the controller records. Raises Replaced.
         """
         if not self.parallel.is_leader:
             return
+        self.run.check_current()
         line = {
             "incarnation": self.run.incarnation,
             "version": part.version,

@@ -124,6 +124,13 @@ def test_recomputation_naive_objective_and_bfloat16(folder, on_ranks):
     on_ranks("check_variants", 1)
 
 
+def test_a_trainer_that_was_replaced_writes_no_ledger(folder, on_ranks):
+    run = Run(folder / "begun")
+    run.create()
+    run.begin()
+    on_ranks("check_replaced", 1)
+
+
 def test_weight_decay_spares_biases_and_norms(folder, on_ranks):
     on_ranks("check_decay", 1)
 

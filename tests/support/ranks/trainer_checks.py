@@ -31,7 +31,7 @@ from areal_megatron.models import logits as logits_limit
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import pack, pack_trajectories
@@ -398,6 +398,19 @@ def check_decay(folder: Path, rank: int) -> None:
         for name, value in subject.parameters().items():
             factor = 1.0 if name.endswith("bias") or "norm" in name else (1 - 0.1 * 0.5) ** 2
             torch.testing.assert_close(value, before[name] * factor, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_replaced(folder: Path, rank: int) -> None:
+    """A trainer whose run was started again writes nothing into any ledger."""
+    run = Run(folder / "begun", incarnation=0)
+    with Trainer(make_config(folder, "qwen2", {}), run, rank) as subject:
+        train_once(subject)
+        before = {path: path.read_text() for path in (run.folder / "ledger").iterdir()}
+        assert len(before) == 1
+        Run(run.folder).begin()
+        with pytest.raises(Replaced, match="incarnation 1"):
+            train_once(subject)
+        assert {path: path.read_text() for path in (run.folder / "ledger").iterdir()} == before
 
 
 def check_logprob_memory(folder: Path, rank: int) -> None:

@@ -1,0 +1,110 @@
+"""Incarnations of a run: begun whole or not at all, each by one launcher, and none writes after a newer one."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.run import Replaced, Run
+from launch.pools import Placement
+from launch.records import Recorder
+
+BEGIN = "import sys; from areal_megatron.run import Run; Run(sys.argv[1]).begin(checkpoint='c' * 2000)"
+RACE = """
+import sys
+from areal_megatron.run import Replaced, Run
+sys.stdin.readline()
+for _ in range(20):
+    try:
+        run = Run(sys.argv[1])
+        run.begin()
+        print(run.incarnation)
+    except Replaced:
+        pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create()
+    run.begin()
+    return run
+
+
+def files_of_at_most_a_kilobyte():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+
+def test_an_incarnation_that_could_not_be_written_whole_was_never_begun(run):
+    """As on a full disk: the write ends in the middle."""
+    torn = subprocess.run([sys.executable, "-c", BEGIN, run.folder], preexec_fn=files_of_at_most_a_kilobyte)
+    assert torn.returncode
+    assert [start.incarnation for start in Run(run.folder).starts()] == [0]
+    run.begin(version=3)
+    assert Run(run.folder).start.version == 3 and Run(run.folder).incarnation == 1
+
+
+def test_of_launchers_that_begin_an_incarnation_at_once_one_does(run):
+    command = [sys.executable, "-c", RACE, run.folder]
+    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for racer in racers:
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    begun = {racer.pid: list(map(int, racer.communicate(timeout=60)[0].split())) for racer in racers}
+    numbers = sorted(number for own in begun.values() for number in own)
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 20
+    for pid, own in begun.items():
+        assert all(f"process {pid}" in run.starts()[number].launcher for number in own)
+    assert not list(run.incarnations.glob(".*"))
+
+
+def test_a_process_knows_its_own_incarnation_whatever_has_begun_since(run):
+    run.begin(version=1)
+    Run(run.folder).begin(version=2)
+    assert (run.incarnation, run.start.version) == (1, 1)
+    assert Run(run.folder, incarnation=0).start.version == 0
+    assert Run(run.folder).start.version == 2
+
+
+def test_a_process_that_was_replaced_writes_nothing(run):
+    metrics = MetricsWriter(run)
+    metrics.write("update", 0, {})
+    recorder = Recorder(run, Placement((), ()))
+    written = [
+        lambda: metrics.write("update", 1, {}),
+        lambda: MetricsWriter(run),
+        lambda: write_status(run, {"phase": "training"}),
+        lambda: run.announce("controller", "tcp://127.0.0.1:1"),
+        lambda: recorder.write({}, 0, "done"),
+        lambda: run.begin(),
+    ]
+    newer = Run(run.folder)
+    newer.begin()
+    newer.announce("controller", "tcp://127.0.0.1:2")
+    before = contents(run.folder)
+    for write in written:
+        with pytest.raises(Replaced) as refused:
+            write()
+        assert f"process {os.getpid()}" in str(refused.value) and "\n" not in str(refused.value)
+        assert "(incarnation 1)" in str(refused.value) and str(run.folder) in str(refused.value)
+    assert contents(run.folder) == before
+    write_status(newer, {"phase": "training"})
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("module", ["areal_megatron.controller.controller", "areal_megatron.train"])
+def test_a_process_that_is_started_too_late_ends_with_one_line(run, module):
+    run.begin()
+    command = [sys.executable, "-m", module, "--run", run.folder, "--incarnation", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "was started again by" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
