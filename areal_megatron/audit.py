@@ -25,7 +25,7 @@ from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
 from areal_megatron.data.files import records, shares
 from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of
-from areal_megatron.run import IncarnationStart, Run
+from areal_megatron.run import IncarnationStart, Run, line_of
 
 Prompt = tuple[int, int]
 """(epoch, prompt_id)"""
@@ -58,19 +58,6 @@ def audit(run: Run) -> list[str]:
     if checkpoint and config.mode == "rl":
         faults += check_dispositions(config, checkpoint, batches)
     return faults
-
-
-def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int | None]]:
-    """Returns the incarnations whose work counts, oldest first, each with the number of the batch before which it ends.
-
-    That number is None for the last one.
-    """
-    line, end = [], None
-    start = starts[-1] if starts else None
-    while start:
-        line.append((start, end))
-        start, end = (None, None) if start.after is None else (starts[start.after], start.batches)
-    return line[::-1]
 
 
 def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:

@@ -263,7 +263,7 @@ class CheckpointConfig:
     hf_every: int = key(0, at_least=0)
     """Versions between exports of checkpoints to Hugging Face format, a multiple of `every`; 0: none."""
     timeout_s: float = key(3600.0, above=0)
-    """Longest time for writing one; then the run ends with an error."""
+    """Longest time for writing one; then the run ends with an error. One that cannot be written is given up."""
 
 
 @dataclass

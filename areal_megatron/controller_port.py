@@ -14,6 +14,7 @@ from areal_megatron.protocol import (
     ControllerClient,
     Hello,
     LinkRef,
+    NotWritten,
     NotYet,
     Publish,
     Reply,
@@ -87,12 +88,17 @@ class ControllerPort:
             self.request(CheckpointBegin(version, batches))
 
     def wait_for_checkpoint(self, version: int) -> None:
-        """Returns when the controller's part is in the folder of the checkpoint; from any thread."""
-        self.report(CheckpointWritten(version), "checkpoint")
+        """Returns when the controller's part is in the folder of the checkpoint; from any thread.
 
-    def saved(self, version: int, stall_s: float, seconds: float, error: str = "") -> None:
+        Raises OSError if the controller could not write it.
+        """
+        reply = self.report(CheckpointWritten(version), "checkpoint")
+        if isinstance(reply, NotWritten):
+            raise OSError(f"the controller's state cannot be written: {reply.reason}")
+
+    def saved(self, version: int, stall_s: float, seconds: float, error: str = "", warning: str = "") -> None:
         """Tells the controller how the checkpoint of `version` went; from any thread."""
-        self.report(CheckpointDone(version, stall_s, seconds, error), "checkpoint")
+        self.report(CheckpointDone(version, stall_s, seconds, error, warning), "checkpoint")
 
     def __enter__(self) -> ControllerPort:
         return self

@@ -95,7 +95,8 @@ class CheckpointBegin(msgspec.Struct, tag=True):
 
 
 class CheckpointWritten(msgspec.Struct, tag=True):
-    """Rank 0 waits for the controller's part of a checkpoint; answered with Ok once it is in the version's folder."""
+    """Rank 0 waits for the controller's part of a checkpoint. Answered with Ok once it is in the version's folder, or
+    with NotWritten."""
 
     version: int
 
@@ -109,10 +110,15 @@ class CheckpointDone(msgspec.Struct, tag=True):
     seconds: float
     """How long it took from its beginning to its completion."""
     error: str = ""
+    """Why there is none."""
+    warning: str = ""
+    """Why the next one may fail."""
 
     @property
-    def figures(self) -> dict[str, float]:
-        return {"stall_s": self.stall_s, "seconds": self.seconds, "failed": int(bool(self.error))}
+    def figures(self) -> dict[str, float | str]:
+        figures = {"stall_s": self.stall_s, "seconds": self.seconds, "failed": int(bool(self.error))}
+        said = {"error": self.error, "warning": self.warning}
+        return figures | {name: text for name, text in said.items() if text}
 
 
 class Bye(msgspec.Struct, tag=True):
@@ -136,6 +142,12 @@ class EncodedBatch(msgspec.Struct, tag="BatchReply"):
 class NotYet(msgspec.Struct, tag=True):
     """Tells a trainer to ask again: there is no batch yet, or engines may not have another version yet. Sent now and
     then, so that a controller that waits long for answers is not taken for a silent one."""
+
+
+class NotWritten(msgspec.Struct, tag=True):
+    """The controller's file system did not take its part of a checkpoint."""
+
+    reason: str
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -170,7 +182,7 @@ Request = (
     | CheckpointDone
     | Bye
 )
-Reply = Welcome | BatchReply | NotYet | Stop | PublishAgain | Links | Ok | Refused
+Reply = Welcome | BatchReply | NotYet | NotWritten | Stop | PublishAgain | Links | Ok | Refused
 
 
 class Envelope(msgspec.Struct):

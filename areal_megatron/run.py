@@ -56,6 +56,21 @@ class IncarnationStart:
     """Node and process id of the launcher that began it."""
 
 
+def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int | None]]:
+    """Returns the incarnations whose work counts, oldest first, each with the number of the batch before which it ends.
+
+    That number is None for the last one.
+    """
+    numbered = {start.incarnation: start for start in starts}
+    line, end = [], None
+    start = starts[-1] if starts else None
+    while start:
+        line.append((start, end))
+        earlier = start.after is not None and start.after < start.incarnation
+        start, end = (numbered.get(start.after), start.batches) if earlier else (None, None)
+    return line[::-1]
+
+
 class Run:
     """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
 

@@ -12,7 +12,7 @@ from areal_megatron import config_file
 from areal_megatron.checkpoints import Checkpoints
 from areal_megatron.controller_port import ControllerPort
 from areal_megatron.experience import Experience
-from areal_megatron.run import Replaced, from_command_line
+from areal_megatron.run import Replaced, RunError, from_command_line
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import Weights
 
@@ -37,7 +37,11 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
             weights.publish(version)
         checkpoints.after_update(version, number + 1, last=number + 1 == batches)
     else:
-        weights.save_hf()
+        try:
+            weights.save_hf()
+        except OSError as e:
+            checkpoints.finish()  # the last one holds the model, too
+            raise RunError(f"the trained model could not be written: {e}; make room, and resume=auto writes it") from e
     weights.wait_until_delivered()
     checkpoints.finish()
     experience.finish()

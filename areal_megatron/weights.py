@@ -55,7 +55,7 @@ class Weights:
         self._ended.set()
 
     def save_hf(self) -> None:
-        """Writes the model into the run folder; every rank calls it."""
+        """Writes the model into the run folder; every rank calls it. Raises OSError."""
         save_hf(self._config, self._run, self._trainer)
 
     def _watch(self) -> None:

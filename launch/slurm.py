@@ -251,7 +251,7 @@ class TimeLimit:
 def is_stuck(run: Run) -> bool:
     """Returns whether none of the last _FRUITLESS incarnations, this one included, has saved anything."""
     begun = {begin.version for begin in run.starts()[-_FRUITLESS:]}
-    saved, _ = checkpoint_folder.newest(run)
+    saved, _ = checkpoint_folder.resumable(run)
     return len(run.starts()) >= _FRUITLESS and begun == {saved.version if saved else 0}
 
 

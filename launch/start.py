@@ -95,6 +95,10 @@ def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] =
     checkpoint = _resumed(config, run)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
+    if config.checkpoint.every:
+        size = checkpoint_folder.size(checkpoint.folder) if checkpoint else outcome.memory.checkpoint
+        if warning := checkpoint_folder.shortage(run, config.checkpoint, size):
+            print(f"warning: {warning}", file=sys.stderr)
     return Beginning(config, run, outcome, checkpoint)
 
 
@@ -133,12 +137,12 @@ def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = 
 
 
 def newest(run: Run) -> SavedCheckpoint | None:
-    """Returns the run's newest whole checkpoint, None if there is none, and warns of newer ones that are broken.
+    """Returns the checkpoint from which the run goes on, if there is one, and warns of newer ones that are broken.
 
     Raises ConfigError if there are checkpoints and all of them are broken.
     """
     checkpoint_folder.put_back(run)
-    checkpoint, problems = checkpoint_folder.newest(run)
+    checkpoint, problems = checkpoint_folder.resumable(run)
     for problem in problems:
         print(f"warning: {problem}; resuming from the one before", file=sys.stderr)
     if problems and not checkpoint:

@@ -6,32 +6,52 @@ runs/NAME/checkpoints/version-000012/
     trainer/             megatron-core's torch_dist: model, optimizer, schedule, generators
     controller.msgpack   controller/state.py
     hf/                  config.json and tokenizer of the model
+    damaged              only if the trainers found, as they resumed, that a file is not what was written
 ```
-A checkpoint is written into `.version-000012.partial` and renamed once everything is synced: a folder without the
-leading dot is complete, unless something happened to it later.
+Incarnation 3 writes a checkpoint into `.version-000012.incarnation-3.partial` and renames it once all is synced.
+What has no leading dot is complete, unless something happened to it later.
+
+Checkpoints are ordered by the work they hold, along the line of incarnations that counts (`run.line_of`). The times of
+files say nothing: clocks are set back, and a copy is as old as the copying.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.files import set_aside, sync_folder, sync_path, write_atomically
-from areal_megatron.run import Run
+from areal_megatron.run import IncarnationStart, Run, line_of
 
 _NAME = re.compile(r"version-(\d+)")
+_PARTIAL = re.compile(r"\.version-\d+\.incarnation-(\d+)\.partial")
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+_TRAINER = "trainer/"
 _SEAL = "complete.json"
+_DAMAGED = "damaged"
 _REPLACED = "replaced"
 _CRC_BYTES = 64 * 2**20
-"""Larger files are checked only by their size: reading terabytes again would hold up every start."""
+"""Launchers check larger files of the trainers by their size alone, since reading terabytes takes one process hours.
+The trainers check them all, each rank its share, before they load any."""
+_READ_BYTES = 4 * 2**20
+
+
+class Written(NamedTuple):
+    """What a file must hold."""
+
+    size: int
+    crc: int | None
+    """zlib.crc32 of the file; None in checkpoints of earlier releases: unknown."""
 
 
 @dataclass(frozen=True)
@@ -59,36 +79,53 @@ class SavedCheckpoint:
         return self.folder / "hf"
 
 
+class _Place(NamedTuple):
+    """Where a checkpoint stands among those of its run; the last one is the newest."""
+
+    counts: bool
+    """Whether its work belongs to the line of incarnations that counts."""
+    incarnation: int
+    batches: int
+    whole: bool
+    """As far as can be told without reading its files."""
+
+
 def partial(run: Run, version: int) -> Path:
-    """Returns the folder into which the checkpoint of `version` is written."""
-    return run.checkpoints / f".version-{version:06d}.partial"
+    """Returns the folder into which this incarnation, and no other, writes the checkpoint of `version`."""
+    return run.checkpoints / f".version-{version:06d}.incarnation-{run.incarnation}.partial"
 
 
-def again(run: Run, version: int) -> bool:
-    """Starts to write the checkpoint of `version` once more, with links to the trainers' files of the existing one.
+def again(run: Run, version: int, saved: Path) -> dict[str, Written]:
+    """Starts to write the checkpoint of `version` once more, with links to the trainers' files of the one in `saved`.
 
-    Returns False if there is none. Raises OSError.
+    Returns what these files hold, for `seal`. Raises OSError, and ConfigError if it is damaged.
     """
-    saved, written = run.checkpoints / f"version-{version:06d}", partial(run, version)
-    if not saved.exists():
-        return False
+    written = partial(run, version)
+    _, files = _read_seal(saved)
     for part in ("trainer", "hf"):
         shutil.copytree(saved / part, written / part, copy_function=os.link)
-    return True
+    return {name: file for name, file in files.items() if name.startswith(_TRAINER)}
 
 
-def seal(run: Run, version: int, batches: int) -> SavedCheckpoint:
-    """Lists, syncs and renames the written files, which makes them the checkpoint of `version`. Raises OSError."""
-    written, folder = partial(run, version), run.checkpoints / f"version-{version:06d}"
+def seal(run: Run, version: int, batches: int, known: Mapping[str, Written] | None = None) -> SavedCheckpoint:
+    """Lists, syncs and renames the written files, which makes them the checkpoint of `version`.
+
+    `known`: what files hold according to the processes that wrote them, by their paths in the folder; the other files
+    are read. Raises OSError, also if a file is not as long as its writer says, and Replaced.
+    """
+    written, folder, known = partial(run, version), run.checkpoints / f"version-{version:06d}", known or {}
     checkpoint = SavedCheckpoint(folder, version, batches, run.incarnation)
-    files = {
-        str(path.relative_to(written)): [path.stat().st_size, _crc(path)]
-        for path in sorted(written.rglob("*"))
-        if path.is_file()
-    }
-    described = {key: value for key, value in asdict(checkpoint).items() if key != "folder"}
-    write_atomically(written / _SEAL, json.dumps(described | {"files": files}))
     sync_folder(written)
+    files = {}
+    for path in sorted(path for path in written.rglob("*") if path.is_file()):
+        name, size = str(path.relative_to(written)), path.stat().st_size
+        files[name] = known[name] if name in known else Written(size, _crc(path))
+        if files[name].size != size:
+            raise OSError(f"{path} has {size} bytes, of {files[name].size} that were written")
+    described = {key: value for key, value in asdict(checkpoint).items() if key != "folder"}
+    write_atomically(written / _SEAL, json.dumps(described | {"files": files}), sync=True)
+    sync_path(written)
+    run.check_current()
     # The same version, written before, perhaps by a branch of the run that was given up
     before = set_aside(folder, _REPLACED)
     try:
@@ -102,44 +139,92 @@ def seal(run: Run, version: int, batches: int) -> SavedCheckpoint:
 
 
 def read(folder: Path) -> SavedCheckpoint:
-    """Reads complete.json and checks each file's size and CRC against it. Raises ConfigError if one is wrong."""
-    try:
-        described = json.loads((folder / _SEAL).read_text())
-        files = described.pop("files")
-        checkpoint = SavedCheckpoint(folder, **described)
-        files.items()
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is no complete checkpoint: it has no {_SEAL}") from None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
-        raise ConfigError(f"{folder / _SEAL} is damaged: {e}") from None
-    for name, (size, crc) in files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes, was written with {size}"
-            raise ConfigError(f"checkpoint {folder} is damaged: {name} {state}")
-        if _crc(path) != crc:
-            raise ConfigError(f"checkpoint {folder} is damaged: {name} does not hold what was written (CRC)")
+    """Checks the sizes of all files, and the CRCs of all but the trainers' large ones, against complete.json.
+
+    Raises ConfigError if one is wrong or cannot be read.
+    """
+    checkpoint, files = _read_seal(folder)
+    if (found := folder / _DAMAGED).exists():
+        raise ConfigError(f"checkpoint {folder} is damaged: {found.read_text().strip()} (said in {found})")
+    for name, file in files.items():
+        large = name.startswith(_TRAINER) and file.size > _CRC_BYTES
+        try:
+            fault = _fault(folder / name, file._replace(crc=None) if large else file)
+        except OSError as e:
+            fault = f"cannot be read: {e.strerror}"
+        if fault:
+            raise ConfigError(f"checkpoint {folder} is damaged: {name} {fault}")
     return checkpoint
 
 
+def check_share(folder: Path, rank: int, ranks: int) -> None:
+    """Reads a rank's share of the trainers' files and checks their CRCs; all ranks together read all of them.
+
+    If there are as many ranks as when it was saved, each reads the file that it is going to load, which is in the page
+    cache then. Raises OSError, and ConfigError if a file is not what was written; then `read` refuses the checkpoint
+    too from now on.
+    """
+    _, files = _read_seal(folder)
+    names = sorted((name for name in files if name.startswith(_TRAINER)), key=_number)
+    for name in names[rank::ranks]:
+        if fault := _fault(folder / name, files[name]):
+            with contextlib.suppress(OSError):  # another run's, perhaps, in which nobody may write
+                write_atomically(folder / _DAMAGED, f"{name} {fault}\n")
+            raise ConfigError(f"checkpoint {folder} is damaged: {name} {fault}")
+
+
+def size(folder: Path) -> int:
+    """Returns the bytes of a checkpoint's files. Raises ConfigError if complete.json cannot be read."""
+    return sum(file.size for file in _read_seal(folder)[1].values())
+
+
 def complete(run: Run) -> list[Path]:
-    """Returns the folders of the run's checkpoints in the order in which they were written; resuming an old checkpoint
-    makes that differ from the order of versions. Leaves out one that its run is just removing."""
-    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
-    written = {folder: _written_at(folder) for folder in folders if _NAME.fullmatch(folder.name)}
-    return sorted((folder for folder, at in written.items() if at is not None), key=written.get)
+    """Returns the folders of the run's checkpoints from the oldest work to the newest; work that was given up comes
+    before all that counts. Leaves out one that its run is just removing."""
+    return [folder for _, folder in _ordered(run)]
 
 
 def newest(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
-    """Returns the last undamaged checkpoint, and what is wrong with those written after it."""
-    problems = []
-    for folder in reversed(complete(run)):
-        try:
-            return read(folder), problems
-        except ConfigError as e:
-            problems.append(str(e))
-    return None, problems
+    """Returns the last undamaged checkpoint of the work that counts, and what is wrong with those after it."""
+    return _last_whole(folder for place, folder in _ordered(run) if place.counts)
+
+
+def resumable(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
+    """Returns the checkpoint from which the run can go on, and why none that would have been better can be taken.
+
+    It is the newest; without any, the one of another run from which this one began; and without that, the last one of
+    work that was given up.
+    """
+    checkpoint, problems = newest(run)
+    line = line_of(run.starts())
+    if not checkpoint and line and line[0][0].checkpoint:
+        checkpoint, more = _last_whole([Path(line[0][0].checkpoint)])
+        problems += more
+    if not checkpoint:
+        checkpoint, more = _last_whole(folder for place, folder in _ordered(run) if not place.counts)
+        problems += more
+        if checkpoint and line:
+            problems.append(f"all checkpoints in {run.checkpoints} are of work that was given up")
+    return checkpoint, problems
+
+
+def free_bytes(run: Run) -> int:
+    """Returns how much is free where the run's checkpoints are or will be. Raises OSError."""
+    place = next(path for path in (run.checkpoints, *run.checkpoints.parents) if path.exists())
+    return shutil.disk_usage(place).free
+
+
+def shortage(run: Run, settings: CheckpointConfig, size: int) -> str:
+    """Returns a line if there is too little room for the checkpoints of `size` bytes to come, else ""."""
+    coming, left = max(1, settings.keep + 1 - len(complete(run))), math.inf
+    with contextlib.suppress(OSError):
+        left = free_bytes(run)
+    if left >= coming * size:
+        return ""
+    return (
+        f"{left / 1e9:.1f} GB are free in {run.checkpoints}, too little for {coming} more checkpoints of "
+        f"{size / 1e9:.1f} GB (checkpoint.keep={settings.keep}, and the one being written): make room, or they are lost"
+    )
 
 
 def put_back(run: Run) -> None:
@@ -151,27 +236,92 @@ def put_back(run: Run) -> None:
 
 
 def remove_unfinished(run: Run) -> None:
-    """Removes what an earlier incarnation of the run had not finished writing or removing."""
+    """Removes what earlier incarnations of the run had not finished writing or removing. Raises Replaced."""
+    run.check_current()
     for path in run.checkpoints.glob(".*"):
-        shutil.rmtree(path, ignore_errors=True)
+        partial = _PARTIAL.fullmatch(path.name)
+        if not partial or int(partial[1]) <= run.incarnation:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def tidy(run: Run, settings: CheckpointConfig, in_use: Collection[Path] = ()) -> None:
-    """Removes all but the last `checkpoint.keep`, those whose version checkpoint.keep_every divides, and those
-    `in_use`."""
-    for folder in complete(run)[: -settings.keep]:
+    """Removes all but the last `checkpoint.keep` whole ones, those after them, those whose version
+    checkpoint.keep_every divides, and those `in_use`. Raises Replaced."""
+    run.check_current()
+    later = 0
+    for place, folder in reversed(_ordered(run)):
         version = int(_NAME.fullmatch(folder.name)[1])
-        if folder not in in_use and (not settings.keep_every or version % settings.keep_every):
+        stays = later < settings.keep or folder in in_use
+        if not stays and (not settings.keep_every or version % settings.keep_every):
             shutil.rmtree(set_aside(folder, "removed"), ignore_errors=True)
+        later += place.whole
 
 
-def _written_at(folder: Path) -> int | None:
-    """Returns nanoseconds since 1970, or None if the folder is gone."""
-    for path in (folder / _SEAL, folder):
-        with contextlib.suppress(FileNotFoundError):
-            return path.stat().st_mtime_ns
-    return None
+def _ordered(run: Run) -> list[tuple[_Place, Path]]:
+    """Returns the run's checkpoints, the newest last."""
+    line = line_of(run.starts())
+    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
+    places = [(_place(folder, line), folder) for folder in folders if _NAME.fullmatch(folder.name)]
+    return sorted(placed for placed in places if placed[1].is_dir())  # not those that went while others were read
 
 
-def _crc(path: Path) -> int | None:
-    return zlib.crc32(path.read_bytes()) if path.stat().st_size <= _CRC_BYTES else None
+def _place(folder: Path, line: list[tuple[IncarnationStart, int | None]]) -> _Place:
+    try:
+        checkpoint, _ = _read_seal(folder)
+    except ConfigError:  # it would be where its version is on the line
+        version = int(_NAME.fullmatch(folder.name)[1])
+        before = [start.incarnation for start, _ in line if start.batches <= version]
+        return _Place(bool(before), max(before, default=-1), version, whole=False)
+    counts = any(
+        checkpoint.incarnation == start.incarnation and (end is None or checkpoint.batches <= end)
+        for start, end in line
+    )
+    return _Place(counts, checkpoint.incarnation, checkpoint.batches, whole=not (folder / _DAMAGED).exists())
+
+
+def _last_whole(folders: Iterable[Path]) -> tuple[SavedCheckpoint | None, list[str]]:
+    """Returns the last undamaged one, and what is wrong with those after it."""
+    problems = []
+    for folder in reversed(list(folders)):
+        try:
+            return read(folder), problems
+        except ConfigError as e:
+            problems.append(str(e))
+    return None, problems
+
+
+def _read_seal(folder: Path) -> tuple[SavedCheckpoint, dict[str, Written]]:
+    """Raises ConfigError."""
+    try:
+        described = json.loads((folder / _SEAL).read_text())
+        files = {name: Written(*file) for name, file in described.pop("files").items()}
+        return SavedCheckpoint(folder, **described), files
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is no complete checkpoint: it has no {_SEAL}") from None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
+        raise ConfigError(f"{folder / _SEAL} is damaged: {e}") from None
+
+
+def _number(name: str) -> tuple[bool, int, str]:
+    """Orders the trainers' files by rank; those that describe them come last."""
+    shard = _SHARD.fullmatch(name.removeprefix(_TRAINER))
+    return (False, int(shard[1]), name) if shard else (True, 0, name)
+
+
+def _fault(path: Path, file: Written) -> str:
+    """Returns what is wrong with a file, "" if nothing is."""
+    if not path.is_file():
+        return "is missing"
+    if (found := path.stat().st_size) != file.size:
+        return f"has {found} bytes, was written with {file.size}"
+    if file.crc is not None and _crc(path) != file.crc:
+        return "does not hold what was written (CRC)"
+    return ""
+
+
+def _crc(path: Path) -> int:
+    crc, buffer = 0, memoryview(bytearray(_READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc

@@ -73,6 +73,7 @@ from areal_megatron.protocol import (
     CheckpointWritten,
     Delivered,
     NextBatch,
+    NotWritten,
     NotYet,
     Ok,
     Publish,
@@ -264,7 +265,7 @@ class Controller:
         try:
             await writing
         except OSError as e:
-            raise Refusal(f"the controller's state cannot be written: {e.strerror}") from None
+            return NotWritten(e.strerror or str(e))
         return Ok()
 
     def lost(self, engine: Engine) -> None:

@@ -119,6 +119,8 @@ class Console:
                 "first batch trained {first_batch_s:.0f} s after the launch; engines served after "
                 "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record),
             )
+        elif record["kind"] == "checkpoint" and (said := record.get("error") or record.get("warning")):
+            self._note(record["time"], said)
         elif record["kind"] == "resume":
             self._note(record["time"], f"resumed at version {record['version']}")
         elif not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):

@@ -7,12 +7,13 @@ unpickles everything but tensors: checkpoints are trusted input.
 from __future__ import annotations
 
 import io
+import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from areal_megatron.checkpoint import torch_dist_file
+from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.torch_dist_file import Image, file_name
 from areal_megatron.errors import first_line
 from areal_megatron.run import RunError
@@ -33,6 +35,19 @@ from areal_megatron.trainer.trainer import Trainer
 _POLL_S = 0.02
 
 
+Seal = Callable[[dict[str, Written]], None]
+"""Completes a checkpoint, whose files of ranks hold this, by name. May raise OSError."""
+
+
+class _Part(NamedTuple):
+    """How a rank's write went."""
+
+    written: Written | None
+    error: str = ""
+    is_of_file_system: bool = False
+    """Whether the error is an OSError, as of a full disk: that costs this checkpoint and no more."""
+
+
 class Saver:
     """Saves the trainer pool's state beside training, one checkpoint at a time; every rank has one and calls it alike.
 
@@ -40,7 +55,7 @@ class Saver:
         saver = Saver(trainer)
         saver.begin(folder / "trainer", seal)
         trainer.train_batch(part, before_step=saver.wait_until_read)  # the next optimizer step waits for the copy
-        saver.done()  # now and then: raises RunError if the save failed
+        saver.done()  # now and then: raises RunError if the saving itself failed
         saver.wait()  # before the process ends
     """
 
@@ -53,14 +68,18 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._error: Exception | None = None
+        self.bytes = 0
+        """Size of all ranks' files together, once they are laid out; on rank 0."""
         device = trainer.device
         self._stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
 
-    def begin(self, path: Path, seal: Callable[[], None] = lambda: None) -> None:
+    def begin(self, path: Path, seal: Seal = lambda written: None, lost: Callable[[str], None] | None = None) -> None:
         """Starts to save into the folder `path`, made if need be; returns at once.
 
         Parameters must not change before `wait_until_read` has returned. Once every rank has written its file, rank 0
-        calls `seal` on the thread that saves. The first call is collective: it lays out the files.
+        calls `seal` on the thread that saves, with what all these files hold. If a rank or `seal` meets an OSError, as
+        on a full disk, it calls `lost` instead with the reason; without `lost` the save has failed. The first call is
+        collective: it lays out the files.
         """
         self.wait()
         if self._image is None:
@@ -71,7 +90,7 @@ class Saver:
         self._number += 1
         self._read.clear()
         settled = self._stream and torch.get_device_module(self._trainer.device).current_stream().record_event()
-        arguments = (path, settled, common, seal)
+        arguments = (path, settled, common, seal, lost or _fail)
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -118,6 +137,7 @@ class Saver:
         dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
         if trainer.parallel.is_first:
             files = {file_name(rank): entries for rank, entries in enumerate(everybody)}
+            self.bytes = sum(entries[-1].offset + entries[-1].length for entries in everybody if entries)
             self._metadata = torch_dist_file.metadata(files)
 
     def _common(self) -> bytes:
@@ -134,18 +154,22 @@ class Saver:
         torch.save(states.pop("policy") | states | described, file)
         return file.getvalue()
 
-    def _run(self, path: Path, settled: Any, common: bytes, seal: Callable[[], None]) -> None:
-        error = ""
+    def _run(self, path: Path, settled: Any, common: bytes, seal: Seal, lost: Callable[[str], None]) -> None:
         try:
             self._copy(settled)
             path.mkdir(parents=True, exist_ok=True)
-            self._image.write(path / file_name(self._parallel.rank))
+            crc = self._image.write(path / file_name(self._parallel.rank))
+            part = _Part(Written(self._image.size, crc))
         except Exception as e:  # a thread's traceback would be lost
             error = f"the checkpoint in {path} could not be written by trainer-{self._parallel.rank}: {_said(e)}"
+            part = _Part(None, error, isinstance(e, OSError))
         finally:
             self._read.set()
         try:
-            self._conclude(path, error, common, seal)
+            try:
+                self._conclude(path, part, common, seal)
+            except OSError as e:
+                lost(_said(e))
         except Exception as e:
             known = isinstance(e, RunError)
             self._error = e if known else RunError(f"the checkpoint in {path} could not be written: {_said(e)}")
@@ -160,14 +184,20 @@ class Saver:
             self._stream.synchronize()
         self._read.set()
 
-    def _conclude(self, path: Path, error: str, common: bytes, seal: Callable[[], None]) -> None:
-        """Rank 0 learns from every rank how its write went and completes the folder. Raises RunError."""
+    def _conclude(self, path: Path, part: _Part, common: bytes, seal: Seal) -> None:
+        """Rank 0 learns from every rank how its write went and completes the folder.
+
+        Raises RunError, and on rank 0 OSError if nothing worse was the matter with any rank.
+        """
         store, key = self._parallel.store, f"checkpoint/{self._number}/"
         if not self._parallel.is_first:
-            store.set(f"{key}{self._parallel.rank}", error)
-        errors = [error] if error else []
+            store.set(f"{key}{self._parallel.rank}", json.dumps(part))
+            if part.error and not part.is_of_file_system:
+                raise RunError(part.error)
+            return
+        parts = [part]
         deadline = time.monotonic() + self._timeout_s
-        for rank in range(1, self._parallel.world if self._parallel.is_first else 0):
+        for rank in range(1, self._parallel.world):
             while not store.check([f"{key}{rank}"]):
                 if time.monotonic() > deadline:
                     raise RunError(
@@ -175,12 +205,13 @@ class Saver:
                         f"{self._timeout_s:.0f} s after trainer-0"
                     )
                 time.sleep(_POLL_S)
-            errors += filter(None, [store.get(f"{key}{rank}").decode()])
-        if errors:
-            raise RunError("; ".join(errors))
-        if self._parallel.is_first:
-            torch_dist_file.describe(path, self._metadata, common)
-            seal()
+            parts.append(_Part(*json.loads(store.get(f"{key}{rank}"))))
+        if failed := [part for part in parts if part.error]:
+            first = min(failed, key=lambda part: part.is_of_file_system)
+            more = f"; so did {len(failed) - 1} other ranks" if len(failed) > 1 else ""
+            raise (OSError if first.is_of_file_system else RunError)(first.error + more)
+        torch_dist_file.describe(path, self._metadata, common)
+        seal({file_name(rank): Written(*part.written) for rank, part in enumerate(parts)})
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -227,3 +258,7 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return first_line(error)
+
+
+def _fail(reason: str) -> NoReturn:
+    raise RunError(reason)

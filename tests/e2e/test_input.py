@@ -56,6 +56,15 @@ def test_wrong_values(world, tmp_path, capsys, overrides, words):
     assert not (tmp_path / "x").exists()
 
 
+def test_too_little_room_for_checkpoints_is_said_at_the_start(world, tmp_path, capsys):
+    assert launch(world, tmp_path, "--dry-run", "checkpoint.every=1", "checkpoint.keep=1000000000") == 0
+    _expect_one_line(
+        capsys.readouterr().err.replace("warning:", "error:"), ["GB are free", "checkpoint.keep", "make room"]
+    )
+    assert launch(world, tmp_path, "--dry-run", "checkpoint.every=1") == 0
+    assert "free" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

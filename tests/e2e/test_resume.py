@@ -126,15 +126,16 @@ def test_a_run_that_is_killed_again_and_again_goes_on(local_run, world):
     assert trained(run) == list(range(1, last + 1)) and audit(run) == []
 
 
-def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(local_run, world, tmp_path):
-    """The checkpoints lie on a small file system of their own, which is filled after the first one."""
+def test_a_full_disk_costs_checkpoints_and_not_the_run(local_run, world, tmp_path):
+    """The checkpoints lie on a small file system of their own, which is filled after the first one and emptied later;
+    and filled again when the run is asked to stop."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
         pytest.skip("this machine lets nobody mount a file system")
     try:
-        changes = {"updates": 100, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
+        changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
         started = local_run("full", *small(world, **changes))
         run = Run(started.folder)
         started.wait_for(lambda: run.checkpoints.is_dir())
@@ -142,16 +143,34 @@ def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(local_run, 
         run.checkpoints.symlink_to(disk)
         started.wait_for(lambda: complete(run))
         filling = disk / "filling"
-        # unbuffered: what a full disk left in a buffer would be written, and fail, again as the file is closed
-        with filling.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(bytes(2**16))
-        assert started.wait() == 1
-        last = started.output.splitlines()[-1]
-        whole, problems = newest(run)
-        assert "could not be written" in started.output and "No space left" in started.output, started.output
-        assert whole and not problems and "its log" in last
+
+        def saves() -> list[dict]:
+            return [line for line in read_metrics(run) if line["kind"] == "checkpoint"]
+
+        def fill_until_one_is_lost() -> None:
+            before = len(saves())
+            # unbuffered: what a full disk left in a buffer would be written, and fail, again as the file is closed
+            with filling.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+                while True:
+                    file.write(bytes(2**16))
+            lost = started.wait_for(lambda: [line for line in saves()[before:] if line["failed"]])
+            assert "No space left" in lost[0]["error"] and "training goes on" in lost[0]["error"]
+            assert newest(run)[0] and not newest(run)[1]
+
+        fill_until_one_is_lost()
         filling.unlink()
-        assert not list(disk.glob(".*"))
+        lost = saves()[-1]["version"]
+        started.wait_for(lambda: newest(run)[0].version > lost)
+        fill_until_one_is_lost()
+        last = newest(run)[0]
+        run.stop.touch()
+        assert started.wait() == 75, started.output
+        assert "No space left" in started.output
+        assert newest(run) == (last, []) and not list(disk.glob(".*"))
+        filling.unlink()
+        settings = small(world, **changes | {"updates": trained(run)[-1] + 1, "resume": "auto"})
+        again = local_run("full", *settings)
+        assert again.wait() == 0, again.output
+        assert f"policy version {last.version}" in again.output and audit(run) == []
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config_file import save
 from areal_megatron.controller.state import read
 from areal_megatron.data.dumps import dumped
@@ -30,6 +31,7 @@ from areal_megatron.protocol import (
     Hello,
     LinkRef,
     NextBatch,
+    NotWritten,
     NotYet,
     Ok,
     Publish,
@@ -203,6 +205,12 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     while isinstance(reply := client.request(NextBatch(0, 0, 0)), NotYet):
         pass
     assert isinstance(reply, Stop)
+    folder = checkpoint_folder.partial(run, 0)
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_bytes(b"")  # nothing can be written into a file
+    client.request(CheckpointBegin(0, 0))
+    assert client.request(CheckpointWritten(0)) == NotWritten("File exists")
+    folder.unlink()
     for _ in range(2):  # the one that is due, and that of the stop, which replaces it
         client.request(CheckpointBegin(0, 0))
         client.request(CheckpointWritten(0))
@@ -210,7 +218,6 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     client.request(Bye())
     assert process.wait(60) == 0, run.log("controller").read_text()
 
-    folder = run.checkpoints / ".version-000000.partial"
     state = read(folder / "controller.msgpack", len(lines), config.seed)
     interrupted = {(g.epoch, g.prompt_id): state.interrupted[g.number] for g in state.schedule.interrupted}
     tokens = sum(len(answer.tokens) for answers in interrupted.values() for answer in answers)

@@ -34,5 +34,17 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
         )
 
 
+@pytest.mark.parametrize(
+    ("check", "run", "world"),
+    [("full_disk", "full", 2), ("no_room_for_the_model", "room", 1), ("clock", "clock", 1)],
+)
+def test_a_disk_without_room_and_a_clock_that_jumps(tmp_path, on_ranks, check, run, world):
+    save_model("qwen3", tmp_path / "qwen3")
+    run = Run(tmp_path / run)
+    run.create()
+    run.begin()
+    on_ranks(f"checkpoint_checks:check_{check}", world, model="qwen3")
+
+
 def ranks(layout):
     return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)

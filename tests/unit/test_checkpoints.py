@@ -74,6 +74,12 @@ def test_an_export_that_fails_is_reported(checkpoint, tmp_path, monkeypatch, cap
     assert "the export of a checkpoint failed" in caplog.text and not list((tmp_path / "exports").iterdir())
 
 
+def test_an_export_for_which_there_is_no_place_is_reported(checkpoint, tmp_path, caplog):
+    (tmp_path / "exports").write_bytes(b"")
+    Export(checkpoint, tmp_path / "exports" / "out").join(60)
+    assert "the export of version-000002 failed" in caplog.text and "exports" in caplog.text
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise, by prctl")
 def test_an_export_ends_with_its_trainer(checkpoint, tmp_path):
     command = [sys.executable, "-c", TRAINER, str(checkpoint), str(tmp_path / "exports" / "out")]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import resource
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,12 +17,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from areal_megatron.config import Config, CriticConfig, PenaltyConfig, PPOConfig
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoints import Checkpoints
+from areal_megatron.config import CheckpointConfig, Config, CriticConfig, PenaltyConfig, PPOConfig
+from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
-from areal_megatron.run import RunError
+from areal_megatron.run import Replaced, Run, RunError
+from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
+from areal_megatron.weights import save_hf
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer
 from tools.bench.checkpoint_peers import save_as_megatron_does
 
@@ -64,7 +75,7 @@ def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None
         (path / "__1_0.distcp").mkdir(parents=True)
     dist.barrier()
     saver.begin(path)
-    if subject.parallel.rank < 2:
+    if subject.parallel.is_first:
         with pytest.raises(RunError, match=f"{path} could not be written by trainer-1: Is a directory"):
             saver.wait()
     else:
@@ -117,7 +128,168 @@ def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool
                 assert abs(found[key] - value) <= 1e-6 * max(1.0, abs(value)), (key, found[key], value)
 
 
-def update(subject: Trainer, first: int, last: int, saver: checkpoint.Saver | None = None) -> list[dict[str, float]]:
+class Port:
+    """Does what the controller does for checkpoints: writes a part of its own and takes note of how they went."""
+
+    def __init__(self, run: Run, is_first: bool):
+        self._run, self._is_first = run, is_first
+        self.refuses = False
+        self.said: list[tuple[int, str]] = []
+
+    def checkpoint(self, version: int, batches: int) -> None:
+        if self._is_first:
+            folder = checkpoint_folder.partial(self._run, version)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "controller.msgpack").write_bytes(b"state")
+
+    def wait_for_checkpoint(self, version: int) -> None:
+        if self.refuses:
+            raise OSError("the controller's state cannot be written: No space left on device")
+
+    def saved(self, version: int, stall_s: float, seconds: float, error: str = "", warning: str = "") -> None:
+        self.said.append((version, error))
+
+
+@contextmanager
+def no_room_for_a_file(here: bool) -> Iterator[None]:
+    """Lets no file of this process grow beyond 10 kB, if `here`: the write that does ends in an OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if here else before[0], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def check_full_disk(folder: Path, rank: int, model: str) -> None:
+    """Whoever cannot write, a checkpoint is lost, named and removed, and all ranks go on, or stop if they are to."""
+    config = make_config(folder, model, {"dp": 2})
+    config.checkpoint = CheckpointConfig(every=1, keep=2)
+    with open_trainer(folder, rank, config, "full") as subject:
+        run = Run(folder / "full")
+        port = Port(run, rank == 0)
+        checkpoints = Checkpoints(config, run, subject, port)
+        assert checkpoints.resume() == (0, 0)
+        update(subject, 0, 1)
+
+        def save(version: int, action=None) -> tuple[list[str], list[tuple[int, str]]]:
+            """Returns what is in the folder of checkpoints then, and what the controller was told."""
+            port.said.clear()
+            (action or checkpoints.after_update)(version, version, *(() if action else (False,)))
+            checkpoints.finish()
+            dist.barrier()
+            names = sorted(path.name for path in run.checkpoints.iterdir())
+            dist.barrier()
+            return names, port.said
+
+        def check(found, names: list[str], version: int, *said: str) -> None:
+            assert found[0] == [f"version-{name:06d}" for name in names]
+            if rank == 0:
+                [(told, error)] = found[1]
+                assert told == version and all(text in error for text in said) and bool(error) == bool(said), error
+
+        check(save(1), [1], 1)
+        lost = "is lost and training goes on; the last one is version-000001"
+        with no_room_for_a_file(rank == 1):
+            check(save(2), [1], 2, lost, "trainer-1: File too large", "GB are free in", "make room")
+        with no_room_for_a_file(rank == 0):
+            check(save(3), [1], 3, lost, "trainer-0: File too large")
+        with no_room_for_a_file(True):
+            check(save(4), [1], 4, lost, "trainer-0: File too large; so did 1 other")
+        port.refuses = True
+        check(save(5), [1], 5, lost, "the controller's state cannot be written: No space left on device")
+        check(save(5, checkpoints.stop), [1], 5, lost)  # it was to be saved before, and is tried again
+        port.refuses = False
+        check(save(5, checkpoints.stop), [1, 5], 5)
+        check(save(6), [5, 6], 6)
+
+
+def check_no_room_for_the_model(folder: Path, rank: int, model: str) -> None:
+    """A run that cannot write its model at the end fails, but has its last checkpoint, from which it can write it."""
+    config = make_config(folder, model, {})
+    config.checkpoint = CheckpointConfig(every=1, keep=2)
+    with open_trainer(folder, rank, config, "room") as subject:
+        run = Run(folder / "room")
+        checkpoints = Checkpoints(config, run, subject, Port(run, True))
+        (run.folder / ".hf.partial").write_bytes(b"")  # nothing can be written into a file
+        with pytest.raises(RunError, match=r"the trained model could not be written: .*; make room, and resume=auto"):
+            train(subject, Batches(), Model(config, run, subject), checkpoints, 1)
+        newest, problems = checkpoint_folder.newest(run)
+        assert newest.version == 1 and not problems
+
+
+class Batches:
+    """Does what Experience does, without a controller."""
+
+    def take(self, number: int, version: int, publish) -> BatchPart:
+        [part] = split(
+            make_trajectories(12, version, seed=1), version=version, minibatches=2, cap=128, seed=1, replicas=1
+        )
+        return part
+
+    def trained(self, number: int, result) -> None:
+        pass
+
+
+class Model:
+    """Does what Weights does, without engines."""
+
+    def __init__(self, *of):
+        self._of = of
+
+    def publish(self, version: int) -> None:
+        pass
+
+    def wait_until_read(self) -> None:
+        pass
+
+    def save_hf(self) -> None:
+        save_hf(*self._of)
+
+
+def check_clock(folder: Path, rank: int, model: str) -> None:
+    """The clock of the file system jumps by up to an hour at each checkpoint: the last one is the newest, and is kept.
+
+    Then the run is begun again: one that was replaced saves nothing, and a shard of another moment is not loaded.
+    """
+    config = make_config(folder, model, {})
+    config.checkpoint = CheckpointConfig(every=1, keep=2)
+    chance = random.Random(1)
+    with open_trainer(folder, rank, config, "clock") as subject:
+        run = Run(folder / "clock", 0)
+        checkpoints = Checkpoints(config, run, subject, Port(run, True))
+        checkpoints.resume()
+        for version in range(1, 9):
+            update(subject, version - 1, version, checkpoints)
+            checkpoints.after_update(version, version, last=False)
+            checkpoints.finish()
+            newest, problems = checkpoint_folder.newest(run)
+            assert newest.version == version and not problems
+            kept = [int(path.name.removeprefix("version-")) for path in checkpoint_folder.complete(run)]
+            assert kept == list(range(max(1, version - 1), version + 1))
+            moment = time.time() + chance.uniform(-3600, 3600)
+            for path in (*newest.folder.iterdir(), newest.folder):
+                os.utime(path, (moment, moment))
+        again = Run(run.folder)
+        again.begin(version=8, batches=8, checkpoint=str(newest.folder), after=0)
+        with pytest.raises(Replaced):
+            checkpoints.after_update(9, 9, last=False)
+        assert checkpoint_folder.newest(run)[0] == newest
+
+        resumed = Checkpoints(config, again, subject, Port(again, True))
+        assert resumed.resume() == (8, 8)
+        shard = newest.folder / "trainer" / "__0_0.distcp"
+        earlier = run.checkpoints / "version-000007" / "trainer" / "__0_0.distcp"
+        assert shard.stat().st_size == earlier.stat().st_size
+        shutil.copy(earlier, shard)
+        with pytest.raises(RunError, match=r"trainer-0: .*__0_0.distcp does not hold what was written \(CRC\)"):
+            resumed.resume()
+        assert checkpoint_folder.newest(run)[0].version == 7
+
+
+def update(
+    subject: Trainer, first: int, last: int, saver: checkpoint.Saver | Checkpoints | None = None
+) -> list[dict[str, float]]:
     """Makes the updates `first` to `last` − 1; returns the metrics that are the same under every layout."""
     metrics = []
     for version in range(first, last):
