@@ -127,6 +127,8 @@ class OfflineEvaluation:
                         task.cancel()
         finally:
             await asyncio.gather(*(pool.close() for pool in workers.values()))
+        if refused := sum(pool.refused for pool in workers.values()):
+            _say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
         if failed := sum(pool.failures for pool in workers.values()):
             _say(f"warning: {failed} answers could not be scored and count as wrong; the first ones are named above")
 

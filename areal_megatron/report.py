@@ -250,6 +250,7 @@ def _final_rows(data: RunData) -> list[tuple[str, str]]:
         "groups skipped": "groups_skipped",
         "prompts too long": "prompts_too_long",
         "reward failures": "reward_failures",
+        "answers not worked out": "answers_refused",
         "skipped optimizer steps": "skipped_steps",
     }
     return [

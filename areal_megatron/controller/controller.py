@@ -153,7 +153,7 @@ class Controller:
             drawn = cursor(config, prompts)
             saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
             self.generation.restore(saved)
-            self.rewards.failures = saved.reward_failures
+            self.rewards.failures, self.rewards.refused = saved.reward_failures, saved.answers_refused
         if self.start.incarnation:  # what came before counts up to this version; without a checkpoint, nothing does
             version = self.start.version if self.start.checkpoint else -1
             self.metrics.write("resume", version, {"incarnation": self.start.incarnation})
@@ -234,6 +234,7 @@ class Controller:
             "groups_skipped": self.schedule.counts["skipped"],
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
+            "answers_refused": self.rewards.refused,
         }
         if self.sampler.episodes:
             account |= self.sampler.episodes.account()
@@ -252,7 +253,9 @@ class Controller:
             )
         if self.batches.stopping:
             await self.generation.interrupt()
-        saved = msgspec.structs.replace(self.generation.save(), reward_failures=self.rewards.failures)
+        saved = msgspec.structs.replace(
+            self.generation.save(), reward_failures=self.rewards.failures, answers_refused=self.rewards.refused
+        )
         path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
         writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change, while generation continues
         self._written_state = message.version, asyncio.ensure_future(writing)

@@ -33,6 +33,7 @@ class ControllerState(msgspec.Struct, kw_only=True):
     """Answers of the interrupted groups, by number of the group; some of them are whole."""
     prompts_too_long: int
     reward_failures: int = 0
+    answers_refused: int = 0
     mixture: list[tuple[int, int]] = []
     """(rows, rows drawn an epoch) of each file of data.train, if the files have weights."""
     order: int = 0

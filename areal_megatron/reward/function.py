@@ -18,6 +18,12 @@ A score is a finite number: 1 is correct, 0 is wrong, and others, between or bey
 (1 − score) · incorrect + score · correct. Feedback is a text for a model that may try again.
 """
 
+
+class AnswerRefused(Exception):
+    """What a reward function raises for an answer in a form that it does not accept: it scores 0, which is no failure
+    of the function, and is counted. The text is feedback for the model."""
+
+
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
 _OWN_SHARE = 0.8
 """The share of reward.timeout_s that rewards with a time limit of their own get, so that no worker is killed."""

@@ -1,56 +1,86 @@
-"""Scores mathematical answers: compares the last \\boxed{…} of a response, or its last number, with the answer."""
+"""Scores mathematical answers: compares the last \\boxed{…} of a response, or what it says its answer is, with the
+right one.
+
+An answer must be worked out: what a computer algebra system would have to evaluate, such as the question itself, is
+refused (docs/rewards.md has the rules).
+"""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
+from areal_megatron.reward.function import AnswerRefused
+from areal_megatron.reward.numeral import LONGEST, bare, numeral
+
+_BRACES = re.compile(r"\\boxed\{|\\.|\{++|\}++", re.DOTALL)
+_SAYS = re.compile(r"####|(?i:answers?+\s*+(?:is|are|:|=))")
+_SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n))")
+_LAST_FORMULA = re.compile(r"\$([^$\n]++)\$[.\s*]*$")
+_NUMBER = re.compile(r"[-+]?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
+_OTHER_NUMBER = re.compile(
+    r"[0-9]\S*\s+(?:or|to|and|through|until)\s+(?:maybe\s+|perhaps\s+)?$|[0-9)}]\s*[*/^!–—]+\s*$"
+)
+"""Before a number: it is one of several, or the end of an expression."""
+_TAIL = 2 * LONGEST
+"""How many of the last characters of a response are searched for an answer without a box."""
 
 
 def score(prompt: str, response: str, answer: str) -> float:
     """Returns 1.0 if the final answer of the response equals `answer`, else 0.0.
 
-    Plain numbers are compared exactly, as fractions; everything else is parsed and compared by math-verify.
+    If `answer` is a plain number so must the response's be, and they are compared exactly; everything else is compared
+    by math-verify. Raises AnswerRefused for an answer that is not worked out.
     """
+    answer, found = answer.rpartition("####")[2], final_answer(response)
+    if found is None:
+        return 0.0
+    known = numeral(answer)
+    if known is None:
+        from areal_megatron.reward.expression import same_expression  # sympy takes a while to import
+
+        return float(same_expression(found, answer))
+    number = numeral(found)
+    if number is None:
+        if re.search("[0-9]", found):
+            raise AnswerRefused("The final answer must be one plain number.")
+        return 0.0
+    if not number.simple and bare(found) != bare(answer):
+        raise AnswerRefused("The final answer must be worked out: a fraction in lowest terms, or a decimal.")
+    return float(number.answers(known))
+
+
+def final_answer(response: str) -> str | None:
+    """Returns what the last complete \\boxed{…} holds; in a response without any box what follows the last "answer is"
+    or ####, or the formula or number that it ends with. None if there is no such answer."""
     boxed = last_boxed(response)
-    known = as_number(answer)
-    if known is not None:
-        numbers = [boxed.strip()] if boxed is not None else _NUMBER.findall(response)
-        if not numbers:
-            return 0.0
-        found = as_number(numbers[-1])
-        if found is not None:
-            return float(found == known)
-    return float(_equal_expressions(answer, response if boxed is None else f"\\boxed{{{boxed}}}"))
+    if boxed is not None or "\\boxed{" in response:  # one that is not complete: the response was cut
+        return boxed
+    *_, said = [None, *_SAYS.finditer(response)]
+    if said and (found := _SAID.match(response[said.end() : said.end() + _TAIL])):
+        return next(group for group in found.groups() if group is not None)
+    tail = response.rstrip()[-_TAIL:]
+    if found := _LAST_FORMULA.search(tail):
+        return found[1]
+    *_, last = [None, *_NUMBER.finditer(tail)]
+    if not last or _OTHER_NUMBER.search(tail[: last.start()]) or len(tail[last.end() :].split()) > 2:
+        return None
+    return tail[last.start() :]
 
 
 def last_boxed(text: str) -> str | None:
     """Returns the content of the last complete \\boxed{…}, with balanced braces; None if there is none."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        begin, depth = start + len("\\boxed{"), 1
-        for end in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[begin:end]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
-
-
-def as_number(text: str) -> Fraction | None:
-    """Returns the value of an integer, a decimal or a fraction, also with commas between thousands; else None."""
-    text = text.strip().strip("$")
-    if not _NUMBER.fullmatch(text):
-        return None
-    numerator, _, denominator = text.replace(",", "").partition("/")
-    if denominator and int(denominator) == 0:
-        return None
-    return Fraction(numerator) / int(denominator or 1)
-
-
-def _equal_expressions(answer: str, response: str) -> bool:
-    import math_verify  # imports sympy, which takes a while and plain numbers do not need
-
-    known = math_verify.parse(answer if "$" in answer else f"${answer}$", parsing_timeout=None)
-    return bool(math_verify.verify(known, math_verify.parse(response, parsing_timeout=None), timeout_seconds=None))
+    depth, opened, last = 0, [], (-1, -1)
+    first = text.find("\\boxed{")
+    for found in _BRACES.finditer(text, first) if first >= 0 else ():
+        piece = found[0]
+        if piece[0] == "{":
+            depth += len(piece)
+        elif piece[0] == "}":
+            while opened and opened[-1][0] > depth - len(piece):
+                level, begin = opened.pop()
+                last = max(last, (begin, found.start() + depth - level))
+            depth -= len(piece)
+        elif len(piece) > 2:
+            depth += 1
+            opened.append((depth, found.end()))
+    return text[last[0] : last[1]] if last[0] >= 0 else None

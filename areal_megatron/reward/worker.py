@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.reward.function import checked, load_function
+from areal_megatron.reward.function import AnswerRefused, checked, load_function
 
 HEADER = struct.Struct("<I")
 
@@ -49,6 +49,8 @@ class Scored(msgspec.Struct):
     problem: str = ""
     """Why the reward function failed; the score is 0 then."""
     feedback: str = ""
+    refused: bool = False
+    """Whether the reward function did not accept the form of the answer; the score is 0 then."""
 
 
 def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -75,6 +77,8 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
                     text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
                 score, feedback = checked(function(answer.prompt, text, answer.answer))
                 reply(Scored(score, feedback=feedback))
+            except AnswerRefused as e:
+                reply(Scored(0.0, feedback=str(e), refused=True))
             except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
                 reply(Scored(0.0, f"{type(e).__name__}: {e}"))
 

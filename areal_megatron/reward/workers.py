@@ -43,6 +43,8 @@ class RewardWorkers:
         self._workers: set[_Worker] = set()
         self.failures = 0
         """The number of answers whose scoring raised, took too long, or returned no finite number."""
+        self.refused = 0
+        """The number of answers whose form the reward function did not accept."""
 
     async def start(self) -> None:
         """Starts the processes. Raises ConfigError if the reward function cannot be loaded."""
@@ -85,6 +87,7 @@ class RewardWorkers:
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
             scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+        self.refused += scored.refused
         if scored.problem:
             self.failures += 1
             if self.failures <= 10 or self.failures % 1000 == 0:

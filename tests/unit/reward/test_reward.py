@@ -4,59 +4,14 @@ import sys
 import time
 from pathlib import Path
 
-import math_verify
 import psutil
 import pytest
 
 from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
-from areal_megatron.reward.math import last_boxed, score
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from tests.support.living import is_alive
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "expected"),
-    [
-        ("12+7: 9,1 so 19", "19", 1),
-        ("12+7: 9,1 so 91", "19", 0),
-        ("19 is wrong, I say 20", "19", 0),
-        ("no number", "19", 0),
-        ("", "19", 0),
-        ("it is 1,234", "1234", 1),
-        ("3,4", "4", 1),
-        ("it is 19.0.", "19", 1),
-        ("it is 0.5", "1/2", 1),
-        ("it is -3", "3", 0),
-        ("it is 1/0", "0", 0),
-        (r"\boxed{19} and not 20", "19", 1),
-        (r"\boxed{20} or \boxed{19}", "19", 1),
-        (r"\boxed{19", "19", 1),
-        (r"\boxed{\frac{1}{2}}", "0.5", 1),
-        (r"\boxed{\frac{1}{2}}", r"\frac{2}{4}", 1),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
-        (r"\boxed{x^2+2x}", "(x+1)^2", 0),
-        (r"so the answer is $\sqrt{8}$", r"2\sqrt{2}", 1),
-        (r"\boxed{}", "19", 0),
-    ],
-)
-def test_math_rewards(response, answer, expected):
-    assert score("", response, answer) == expected
-
-
-@pytest.mark.parametrize("response", ["12+7: 9,1 so 19", r"thus \boxed{-4}", "1,000", "x = 0.25", "3/4", "5 then 6"])
-@pytest.mark.parametrize("answer", ["19", "-4", "1000", "0.25", "3/4", "6", "7"])
-def test_plain_numbers_score_as_math_verify_scores_them(response, answer):
-    known, found = math_verify.parse(f"${answer}$"), math_verify.parse(response)
-    assert score("", response, answer) == math_verify.verify(known, found)
-
-
-def test_the_last_box_is_found_with_nested_braces():
-    assert last_boxed(r"a \boxed{1} b \boxed{\frac{a}{b}} c") == r"\frac{a}{b}"
-    assert last_boxed(r"\boxed{1} then \boxed{\frac{a}") == "1"
-    assert last_boxed("none") is None
-
 
 USER_CODE = """
 import os, time

@@ -1,0 +1,187 @@
+"""Reads plain numbers as people and models write them, and nothing that would have to be worked out.
+
+A number is an integer, with or without separators of thousands, a decimal, also a repeating one, a fraction, a mixed
+number or one in scientific notation. A currency, a unit, a degree sign, a percent sign or a base may stand beside it,
+and `x =` before it. Sums, products, powers, roots and functions are no numbers, whatever their value.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+LONGEST = 400
+"""Characters of the longest text that is read as a number."""
+_LARGEST_EXPONENT = 400
+
+_FORMATTING = re.compile(r"\\(?:left|right|displaystyle|!)(?![A-Za-z])")
+_SPACE = re.compile(r"(?:(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z])|thinspace(?![A-Za-z]))|[~\s])+")
+_WRAPPED = re.compile(
+    r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}"
+    r"|\*\*([^*]*)\*\*|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\{([^{}]*)\}",
+    re.DOTALL,
+)
+
+_INTEGER = r"(?:[0-9]{1,3}(?:[ ,][0-9]{3})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
+_PART = rf"[-+]? ?{_DECIMAL}"
+_CURRENCY = r"(?:\\?\$|[€£¥₹])? ?"
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]?) ?{_CURRENCY}(?P<sign2>[-+]?)(?:"
+    rf"(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\overline ?\{{ ?(?P<period>[0-9]+) ?\}}"
+    rf"|(?:(?P<mixed>[0-9]+) ?)?\\frac ?(?:\{{ ?(?P<top>{_PART}) ?\}}|(?P<top1>[0-9])) ?"
+    rf"(?:\{{ ?(?P<bottom>{_PART}) ?\}}|(?P<bottom1>[0-9]))"
+    rf"|(?:(?P<mixed2>[0-9]+) )?(?P<top2>{_DECIMAL}) ?/ ?(?P<bottom2>{_DECIMAL})"
+    rf"|(?P<mantissa>{_DECIMAL})(?: ?(?:\\times|\\cdot|\*|×|·) ?10 ?(?:\^|\*\*) ?"
+    rf"(?P<brace>[{{(])? ?(?P<power>[-+]?[0-9]+)(?(brace) ?[}})])|[eE](?P<power2>[-+]?[0-9]+))?"
+    r")(?: ?_ ?\{? ?(?P<base>[0-9]+) ?\}?)?"
+)
+
+_UNIT = re.compile(
+    r" ?(?:(?P<percent>\\?%)|(?P<degree>\^ ?\{? ?\\circ ?\}?|°|\\degree(?![A-Za-z]))"
+    r"|\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname) ?\{(?P<text>[^{}]*)\}"
+    r"|\^ ?\{? ?(?:\\(?:text|textrm|mathrm) ?\{ ?)?(?P<ordinal>st|nd|rd|th)(?: ?\})*"
+    r"|(?P<word>[A-Za-zµ]+)|(?P<power>\^ ?\{? ?-?[1-4] ?\}?|[²³])|(?P<sign>[/·]|\\cdot(?![A-Za-z])))"
+)
+_WORD = re.compile(r"[A-Za-zµ]+")
+_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%-]|\^ ?\{?-?[1-4]\}?)*")
+
+
+def words(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
+    return frozenset(text.split())
+
+
+_SHORT_UNITS = words(
+    "m g s h L C F K V W A N J Hz Pa cm mm km nm kg mg ml mL dm in ft yd mi lb oz hr am pm st nd rd th of gm sq cu cc "
+    "mA kV kW kJ ms kN"
+)
+_NO_UNITS = words(
+    "or and to not is are was nor maybe perhaps possibly either but then if else than about approximately approx "
+    "around least most more less between from through till until plus minus times divided over by mod modulo squared cubed "
+    "factorial choose hundred thousand million billion trillion dozen score half third quarter twice double triple "
+    "root log ln exp sin cos tan sec csc cot max gcd lcm pi zero one two three four five six seven eight nine ten eleven "
+    "twelve wrong incorrect otherwise undefined none no any all other also"
+)
+
+
+@dataclass(frozen=True)
+class Numeral:
+    """A number as it was written."""
+
+    value: Fraction
+    simple: bool
+    """Whether nothing is left to work out: a fraction is in lowest terms, scientific notation has one digit before the
+    point."""
+    percent: bool = False
+    base: int | None = None
+    """The base that is written behind it; its value is that of its digits in base ten all the same."""
+
+    def answers(self, known: Numeral) -> bool:
+        """Whether it is the number `known`, whose unit it may leave out; 7% is 0.07, but for 70% also 70 is right."""
+        if self.base is not None and self.base != known.base:
+            return False
+        if self.percent and not known.percent:
+            return self.value == 100 * known.value
+        return self.value == known.value or (known.percent and not self.percent and 100 * self.value == known.value)
+
+
+def bare(text: str) -> str:
+    """Returns LaTeX without what only formats it: wrappers of the whole text, spaces, sizes of brackets."""
+    text = text.replace("{,}", ",").replace("−", "-")
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPACE.sub(" ", _FORMATTING.sub("", text))).strip()
+    while True:
+        inner = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+        if wrapped := _WRAPPED.fullmatch(inner):
+            inner = next(group for group in wrapped.groups() if group is not None).strip()
+        if inner == text:
+            return text
+        text = inner
+
+
+def numeral(text: str) -> Numeral | None:
+    """Returns the number that a text is, else None; also for one of more than LONGEST characters."""
+    if len(text) > LONGEST:
+        return None
+    text = bare(text)
+    if "=" in text:
+        names, _, text = text.rpartition("=")
+        if not is_name(names):
+            return None
+        text = bare(text)
+    found = _NUMBER.match(text)
+    unit = found and _unit(text[found.end() :])
+    if not found or unit is None:
+        return None
+    number = _value(found)
+    return number and Numeral(*number, percent="%" in unit, base=int(found["base"]) if found["base"] else None)
+
+
+_NAME = (
+    r"(?:\\?[A-Za-zα-ωΑ-Ω]++"
+    r"|\\(?:text|textbf|textrm|mathrm|mathbf|mathit|operatorname|overline|vec|hat|bar) ?\{[A-Za-z .'-]*+\})"
+)
+_ARGUMENTS = r"(?: ?_ ?(?:\{[A-Za-z0-9, ]*+\}|[A-Za-z0-9]))?+'*+(?: ?\([A-Za-z0-9, ]*+\))?+"
+_NAMES = re.compile(rf"[ |]*+(?:{_NAME}{_ARGUMENTS}[ |,+=-]*+)++")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text names what a value is given to: a symbol, x_1, f(2), AB, m + n, but no number and no expression of
+    numbers."""
+    return len(text) <= LONGEST and bool(_NAMES.fullmatch(bare(text)))
+
+
+def _value(found: re.Match[str]) -> tuple[Fraction, bool] | None:
+    """Returns the value of a match of _NUMBER, and whether it is simple; None if it has none."""
+    sign = -1 if (found["sign"] == "-") != (found["sign2"] == "-") else 1
+    if found["sign"] and found["sign2"]:
+        return None
+    if found["period"]:
+        fixed, period = found["fixed"], found["period"]
+        repeating = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+        return sign * (Fraction(f"{found['whole'] or 0}.{fixed or 0}") + repeating), True
+    if found["mantissa"]:
+        mantissa, power = _decimal(found["mantissa"]), found["power"] or found["power2"]
+        if power is None:
+            return sign * mantissa, True
+        if len(power) > 5 or abs(int(power)) > _LARGEST_EXPONENT:
+            return None
+        return sign * mantissa * Fraction(10) ** int(power), 1 <= mantissa < 10
+    top, bottom = (_decimal(found[name] or found[name + "1"] or found[name + "2"]) for name in ("top", "bottom"))
+    if bottom == 0:
+        return None
+    whole, value = found["mixed"] or found["mixed2"], top / bottom
+    lowest = value.denominator == abs(bottom) != 1
+    if whole is not None:
+        return (sign * (int(whole) + value), lowest) if 0 < value < 1 else None
+    return sign * value, lowest
+
+
+def _decimal(text: str) -> Fraction:
+    text = re.sub(r"[ ,]", "", text)
+    return Fraction(text.removesuffix(".") if text.endswith(".") else text)
+
+
+def _unit(text: str) -> str | None:
+    """Returns "%" for percent, "" for another unit or none at all; None if the text is no unit."""
+    text, at, percent, named = text.strip(" $"), 0, False, False
+    while at < len(text):
+        if not (found := _UNIT.match(text, at)):
+            return None
+        words = _WORD.findall(found["text"] or found["word"] or "")
+        if found["percent"] or [word.lower() for word in words] in (["percent"], ["percentage"], ["pct"]):
+            percent = True
+        elif found["power"] or found["sign"]:
+            if not named:
+                return None
+        elif found["text"] is not None:
+            if not _UNIT_TEXT.fullmatch(found["text"]) or len(words) > 6:
+                return None
+            percent |= found["text"].strip() == "%"
+        elif found["word"] and len(found["word"]) < 3 and found["word"] not in _SHORT_UNITS:
+            return None
+        if not _NO_UNITS.isdisjoint(word.lower() for word in words):
+            return None
+        named, at = True, found.end()
+    return "%" if percent else ""
