@@ -72,7 +72,7 @@ class Tokenizer:
         refuses the messages.
         """
         text, plain = self._rendered(messages, tools), self._template is None
-        return self._tokenizer.encode(text, add_special_tokens=plain).ids
+        return self._encoded(text, plain)
 
     def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids between the content of messages[answer], an answer of the model, and its next answer.
@@ -87,7 +87,7 @@ class Tokenizer:
                 f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
                 "follows it, expected once"
             )
-        return self._tokenizer.encode(after[0], add_special_tokens=False).ids
+        return self._encoded(after[0])
 
     def _rendered(self, messages: Chat, tools: Sequence[Any] | None) -> str:
         if self._template is None:
@@ -96,7 +96,14 @@ class Tokenizer:
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """Returns the text of the tokens; `special` keeps special tokens in it."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
+        [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=not special)
+        return text
+
+    def _encoded(self, text: str, special: bool = False) -> list[int]:
+        [encoding] = self._tokenizer.encode_batch(
+            [text], add_special_tokens=special
+        )  # unlike `encode`, lets go of the GIL
+        return encoding.ids
 
     def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}

@@ -6,9 +6,11 @@ import re
 
 from areal_megatron.reward.math import last_boxed
 
-_BOXED = re.compile(r"[\s({*$]*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?[\s(*]*([A-Za-z])(?:[\s)}*.$]*|[).:}].*)", re.S)
+_BOXED = re.compile(
+    r"[\s({*$]*+(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{)?[\s(*]*+([A-Za-z])(?:[\s)}*.$]*+|[).:}].*)", re.S
+)
 """A letter, alone or followed by the text of its choice: C, (C), C., \\text{C}, C) 42."""
-_SAID = re.compile(r"(?i:answer\s*(?:is|:|=))[\s:*(\"'$]*([A-Z])\b")
+_SAID = re.compile(r"(?i:answer\s*+(?:is|:|=))[\s:*(\"'$]*+([A-Z])\b")
 
 
 def score(prompt: str, response: str, answer: str) -> float:

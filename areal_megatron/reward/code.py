@@ -16,8 +16,8 @@ from typing import Any
 
 from areal_megatron.reward.sandbox import Limits, run
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d{1,9})?", re.IGNORECASE | re.ASCII)
+_FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)([^\n`]*+)$", re.MULTILINE)
+_NUMBER = re.compile(r"[-+]?(\d++\.?\d*+|\.\d++)(e[-+]?\d{1,9})?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,18 @@ def score(prompt: str, response: str, answer: str, limit_s: float = 8.0) -> floa
 
 def last_program(response: str) -> str | None:
     """Returns the last complete block fenced as Python, else the last one without a language; None without either."""
-    blocks = [(language.lower(), text) for language, text in _BLOCK.findall(response.replace("\r\n", "\n"))]
-    for languages in (("python", "py", "python3"), ("",)):
-        for language, text in reversed(blocks):
-            if language in languages:
-                return text
-    return None
+    response = response.replace("\r\n", "\n")
+    last: dict[str, tuple[int, int]] = {}
+    opened = None
+    for fence in _FENCE.finditer(response):
+        if opened is None:
+            opened = fence
+        elif not fence[1] and not fence[2]:
+            language = opened[1].lower()
+            last["python" if language in ("py", "python3") else language] = opened.end() + 1, fence.start()
+            opened = None
+    found = last.get("python", last.get(""))
+    return response[slice(*found)] if found else None
 
 
 def parse_tests(answer: str) -> Tests:

@@ -54,15 +54,15 @@ def words(text: str) -> frozenset[str]:
 
 
 _SHORT_UNITS = words(
-    "m g s h L C F K V W A N J Hz Pa cm mm km nm kg mg ml mL dm in ft yd mi lb oz hr am pm st nd rd th of gm sq cu cc "
-    "mA kV kW kJ ms kN"
+    "m g s h L C F K V W A N J Hz Pa cm mm km nm kg mg ml mL dm in ft yd mi lb oz hr am pm st nd rd th of gm sq "
+    "cu cc mA kV kW kJ ms kN"
 )
 _NO_UNITS = words(
     "or and to not is are was nor maybe perhaps possibly either but then if else than about approximately approx "
-    "around least most more less between from through till until plus minus times divided over by mod modulo squared cubed "
-    "factorial choose hundred thousand million billion trillion dozen score half third quarter twice double triple "
-    "root log ln exp sin cos tan sec csc cot max gcd lcm pi zero one two three four five six seven eight nine ten eleven "
-    "twelve wrong incorrect otherwise undefined none no any all other also"
+    "around least most more less between from through till until plus minus times divided over by mod modulo "
+    "squared cubed factorial choose hundred thousand million billion trillion dozen score half third quarter "
+    "twice double triple root log ln exp sin cos tan sec csc cot max gcd lcm pi zero one two three four five six "
+    "seven eight nine ten eleven twelve wrong incorrect otherwise undefined none no any all other also"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ class Episode:
     async def sample(self) -> str:
         """Returns the model's next answer. Raises EpisodeOver."""
         await self.answer(self.context)
-        return self.text
+        return await self._text_off_the_loop()
 
     def say(self, messages: str | Chat) -> None:
         """Adds messages after the answer, which are not trained; a string is one message of the user.
@@ -135,8 +136,14 @@ class Episode:
             return Scored(0.0)
         if self._scored is None or self._scored[0] != self.answers:
             with self.busy():
-                self._scored = self.answers, await self._resources.scorer.judge(self.prompt, self.text)
+                self._scored = self.answers, await self._judge()
         return self._scored[1]
+
+    async def _judge(self) -> Scored:
+        return await self._resources.scorer.judge(self.prompt, await self._text_off_the_loop())
+
+    async def _text_off_the_loop(self) -> str:
+        return await asyncio.to_thread(self._resources.tokenizer.decode, self.context.answer)
 
     def openai(self) -> AbstractAsyncContextManager[Api]:
         """Serves the model to an agent: within `async with episode.openai() as api:` it is found at api.url, with

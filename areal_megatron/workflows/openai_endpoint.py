@@ -134,24 +134,28 @@ async def _answer(session: _Session, call: Call) -> tuple[Message, Transcript]:
     if not messages or messages[-1]["role"] == "assistant":
         raise BadCall("the last message must be one that the model is to answer")
     earlier = session.answered.longest_prefix(messages, tools)
-    context = await session.episode.answer(_context(session, earlier, messages, tools), call.limit)
-    message = parsed_answer(session.tokenizer.decode(context.answer), bool(tools))
+    context = await session.episode.answer(await _context(session, earlier, messages, tools), call.limit)
+    message = await asyncio.to_thread(_message, session.tokenizer, context.answer, bool(tools))
     before = earlier.messages if earlier else []  # the same objects, so that equal messages are held once
     session.answered.add([*before, *messages[len(before) :], message], tools, context)
     return message, context
 
 
-def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:
+def _message(tokenizer: Tokenizer, answer: list[int], with_tools: bool) -> Message:
+    return parsed_answer(tokenizer.decode(answer), with_tools)
+
+
+async def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:
     """Returns the transcript up to where the model answers. `earlier`: the call that the messages continue from."""
     tokenizer, episode = session.tokenizer, session.episode
     if earlier:
         try:
-            after = tokenizer.continuation(messages, len(earlier.messages) - 1, tools)
+            after = await asyncio.to_thread(tokenizer.continuation, messages, len(earlier.messages) - 1, tools)
         except ConfigError as e:  # the template refuses an answer without its tool calls
             log.debug("a call begins a new trajectory: %s", e)
         else:
             return episode.with_observation(earlier.context, after)
-    return episode.new_transcript(tokenizer.conversation(messages, tools))
+    return episode.new_transcript(await asyncio.to_thread(tokenizer.conversation, messages, tools))
 
 
 def _reply(message: Message, context: Transcript) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]
 """A message for a chat template: `role`, `content` (text) and maybe `tool_calls`, whose arguments are an object."""
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_CALL_BEGIN = re.compile(r"<tool_call>\s*+(?=\{)")
+_CALL_END = re.compile(r"(?<=\})\s*+</tool_call>")
 
 
 class BadCall(ValueError):
@@ -85,16 +87,24 @@ def _normalized_tool_call(function: dict[str, Any]) -> dict[str, Any]:
 def parsed_answer(text: str, with_tools: bool) -> Message:
     """Returns the model's message. If the agent has offered tools, calls as Qwen's and Hermes' templates write them are
     taken out of the text."""
-    calls = [_tool_call(found) for found in _TOOL_CALL.findall(text)] if with_tools else []
+    calls = [_tool_call(found) for found in _tool_calls(text)] if with_tools else []
     if not calls or None in calls:
         return {"role": "assistant", "content": text}
     return {"role": "assistant", "content": text[: text.index("<tool_call>")].rstrip(), "tool_calls": calls}
 
 
+def _tool_calls(text: str) -> Iterator[str]:
+    """Yields what stands between <tool_call> and </tool_call>, if it begins and ends with a brace."""
+    at = 0
+    while (begin := _CALL_BEGIN.search(text, at)) and (end := _CALL_END.search(text, begin.end() + 1)):
+        yield text[begin.end() : end.start()]
+        at = end.end()
+
+
 def _tool_call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -120,14 +130,13 @@ class CallTree:
 
     def longest_prefix(self, messages: list[Message], tools: Any) -> AnsweredCall | None:
         """Returns the call whose messages are the longest prefix of these; the latest one if there are several."""
-        prefixes = [
+        shorter = [call for call in reversed(self._calls) if len(call.messages) < len(messages)]
+        prefixes = (
             call
-            for call in reversed(self._calls)
-            if len(call.messages) < len(messages)
-            and call.tools == tools
-            and messages[: len(call.messages)] == call.messages
-        ]
-        return max(prefixes, key=lambda call: len(call.messages), default=None)
+            for call in sorted(shorter, key=lambda call: len(call.messages), reverse=True)
+            if call.tools == tools and messages[: len(call.messages)] == call.messages
+        )
+        return next(prefixes, None)
 
     def add(self, messages: list[Message], tools: Any, context: Transcript) -> None:
         self._calls.append(AnsweredCall(messages, tools, context))

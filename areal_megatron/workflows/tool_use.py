@@ -24,7 +24,7 @@ async def run(episode: Episode, program_of: Callable[[str], str | None] = last_p
     Raises SandboxError if the machine fails to isolate a program.
     """
     for turn in range(1, episode.turns + 1):
-        program = program_of(await episode.sample())
+        program = await asyncio.to_thread(program_of, await episode.sample())
         if program is None or turn == episode.turns:
             break
         with episode.busy():
