@@ -273,9 +273,9 @@ class RewardConfig:
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
     timeout_s: float = key(10.0, above=0)
     """An answer whose reward takes longer is counted as wrong, and as a failure."""
-    wrong: float = key(-5.0)
+    wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
     """Reward of a wrong answer (score 0)."""
-    right: float = key(5.0)
+    right: float = key(5.0, at_least=-1e6, at_most=1e6)
     """Reward of a right answer (score 1)."""
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
     """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,18 @@ def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(sizes, drawn, strict=True))
 
 
+def check_characters(value: Any, where: str) -> None:
+    """Raises ConfigError, which begins with `where`, if a text anywhere in a JSON value is none that UTF-8 can encode,
+    and RecursionError if the value is nested too deeply."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(
+            f"{where}: holds half of a character (the lone surrogate \\u{ord(e.object[e.start]):04x}); "
+            "replace or remove it"
+        ) from None
+
+
 def _source(part: str) -> Source:
     path, colon, weight = part.rpartition(":")
     try:
@@ -164,9 +176,16 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
+            row = json.loads(line)
+            if r"\u" in line:  # else the text of the file, which is UTF-8, is that of the row
+                check_characters(row, f"{path}:{number + 1}")
+        except ConfigError:
+            raise
         except ValueError as e:
             raise ConfigError(f"{path}:{number + 1}: not JSON: {e}") from None
+        except RecursionError:
+            raise ConfigError(f"{path}:{number + 1}: lists or objects are nested too deeply") from None
+        yield number, row
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -174,7 +193,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         try:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-            yield from enumerate(row for batch in batches for row in batch.to_pylist())
+            yield from _batched(path, batches)
         except pyarrow.ArrowInvalid as e:
             raise ConfigError(f"{path}: no Parquet file: {first_line(e)}") from None
 
@@ -183,9 +202,24 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
     pyarrow = _pyarrow(path)
     with path.open("rb") as file:
         try:
-            yield from enumerate(row for batch in pyarrow.ipc.open_stream(file) for row in batch.to_pylist())
+            yield from _batched(path, pyarrow.ipc.open_stream(file))
         except pyarrow.ArrowInvalid as e:
             raise ConfigError(f"{path}: no Arrow stream: {first_line(e)}") from None
+
+
+def _batched(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    number = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError:  # somewhere in the batch
+            rows = (batch.slice(begin, 1).to_pylist()[0] for begin in range(batch.num_rows))
+        try:
+            for row in rows:
+                yield number, row
+                number += 1
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"{path}:{number + 1}: a text is not UTF-8: {e.reason} at byte {e.start}") from None
 
 
 def _pyarrow(path: Path):

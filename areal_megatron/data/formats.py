@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.files import check_characters
 
 Row = dict[str, Any]
 Chat = list[dict[str, str]]
@@ -66,7 +67,10 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
     """
     for key, read in FORMATS.items():
         if key in row:
-            return read(row, where, seed)
+            try:
+                return read(row, where, seed)
+            except RecursionError:
+                raise ConfigError(f"{where}: lists or objects are nested too deeply") from None
     raise ConfigError(
         f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
         f"{', '.join(map(repr, list(FORMATS)[1:]))}"
@@ -188,6 +192,7 @@ def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
             f"{where}: field {name!r} is no list of tests with a text `input` and a text `output`, neither "
             "as JSON nor packed as LiveCodeBench does it"
         ) from None
+    check_characters(cases, f"{where}: field {name!r}")
     return cases
 
 

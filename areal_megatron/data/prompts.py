@@ -33,6 +33,8 @@ class Prompt:
     """The built-in reward that the row's format is made for; empty: any."""
     pass_rate: float | None = None
     """Share of right answers, measured before the run; None: not known."""
+    where: str = ""
+    """`path:row`, for messages."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,15 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
         raise ConfigError(f"{text}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
     return [
         Prompt(
-            record.id, text_of(item.prompt), item.answer, ids, length, record.source, item.reward, pass_rate_of(record)
+            id=record.id,
+            text=text_of(item.prompt),
+            answer=item.answer,
+            tokens=ids,
+            response_tokens=length,
+            source=record.source,
+            reward=item.reward,
+            pass_rate=pass_rate_of(record),
+            where=record.where,
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]

@@ -71,8 +71,7 @@ class Tokenizer:
         Without a chat template the contents of the messages are concatenated. Raises ConfigError if the template
         refuses the messages.
         """
-        text, plain = self._rendered(messages, tools), self._template is None
-        return self._encoded(text, plain)
+        return self._ids(self._rendered(messages, tools), special=self._template is None)
 
     def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids between the content of messages[answer], an answer of the model, and its next answer.
@@ -87,7 +86,12 @@ class Tokenizer:
                 f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
                 "follows it, expected once"
             )
-        return self._encoded(after[0])
+        return self._ids(after[0], special=False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        # A batch, unlike a single text, is encoded without the interpreter's lock: other threads go on.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        return encoding.ids
 
     def _rendered(self, messages: Chat, tools: Sequence[Any] | None) -> str:
         if self._template is None:
@@ -98,12 +102,6 @@ class Tokenizer:
         """Returns the text of the tokens; `special` keeps special tokens in it."""
         [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=not special)
         return text
-
-    def _encoded(self, text: str, special: bool = False) -> list[int]:
-        [encoding] = self._tokenizer.encode_batch(
-            [text], add_special_tokens=special
-        )  # unlike `encode`, lets go of the GIL
-        return encoding.ids
 
     def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
         special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}

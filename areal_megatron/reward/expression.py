@@ -15,10 +15,8 @@ from sympy import Add, Basic, MatrixBase, Mul, Pow, Rational, Symbol
 from sympy.core.function import AppliedUndef
 
 from areal_megatron.reward.function import AnswerRefused
-from areal_megatron.reward.numeral import bare, is_name, numeral, words
+from areal_megatron.reward.numeral import LONGEST_BARE, bare, is_name, numeral, words
 
-_LONGEST = 1000
-"""Characters of the longest answer that is read."""
 _DEEPEST = 12
 """Brackets within brackets."""
 _LONGEST_NUMBER = 60
@@ -53,11 +51,11 @@ _KINDS = words(
 
 def same_expression(found: str, answer: str) -> bool:
     """Whether two expressions are equal. Raises AnswerRefused if `found` leaves more to be worked out than `answer`."""
-    found, answer = bare(found[: _LONGEST + 1]), bare(answer)
+    found, answer = bare(found[: LONGEST_BARE + 1]), bare(answer)
     if _compact(found) == _compact(answer):
         return True
-    if len(found) > _LONGEST:
-        raise AnswerRefused(f"The final answer must be shorter than {_LONGEST} characters.")
+    if len(found) > LONGEST_BARE:
+        raise AnswerRefused(f"The final answer must be shorter than {LONGEST_BARE} characters.")
     if _is_text(answer):
         return _letters(found) == _letters(answer)
     names, _, value = found.rpartition("=")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
+import reprlib
 from collections.abc import Callable
 from numbers import Real
 
@@ -14,8 +14,8 @@ from areal_megatron.user_function import import_function
 RewardFunction = Callable[[str, str, str], float | tuple[float, str]]
 """f(prompt, response, answer) → score, or (score, feedback).
 
-A score is a finite number: 1 is correct, 0 is wrong, and others, between or beyond, count in proportion: reward =
-(1 − score) · incorrect + score · correct. Feedback is a text for a model that may try again.
+A score is a number from −LARGEST_SCORE to LARGEST_SCORE: 1 is correct, 0 is wrong, and others, between or beyond, count
+in proportion: reward = (1 − score) · incorrect + score · correct. Feedback is a text for a model that may try again.
 """
 
 
@@ -25,6 +25,10 @@ class AnswerRefused(Exception):
 
 
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
+LARGEST_SCORE = 1e6
+"""A larger one is a fault of the function: of one enormous reward, all other advantages of the batch would be 0."""
+_LONGEST_FEEDBACK = 10_000
+"""Characters."""
 _OWN_SHARE = 0.8
 """The share of reward.timeout_s that rewards with a time limit of their own get, so that no worker is killed."""
 
@@ -58,12 +62,21 @@ def _import(name: str) -> Callable:
     return import_function(path, "reward.function")
 
 
-def checked(result: object) -> tuple[float, str]:
-    """Returns the score and the feedback ("" if there is none) from what a reward function returned.
+def is_score(value: object) -> bool:
+    """Whether a value is a finite number that may become a reward."""
+    return isinstance(value, Real) and bool(abs(value) <= LARGEST_SCORE)
 
-    Raises ValueError for a score that is not a finite number.
+
+def checked(result: object) -> tuple[float, str]:
+    """Returns the score and the feedback ("" if there is none, the first characters of a long one) from what a reward
+    function returned.
+
+    Raises ValueError for a score that is no number, or beyond LARGEST_SCORE.
     """
     score, feedback = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
-    if not isinstance(score, Real) or not math.isfinite(score):
-        raise ValueError(f"the reward function returned {score!r}, expected a finite number")
-    return float(score), feedback if isinstance(feedback, str) else ""
+    if not is_score(score):
+        raise ValueError(
+            f"the reward function returned {reprlib.repr(score)}, expected a finite number "
+            f"of at most {LARGEST_SCORE:,.0f}"
+        )
+    return float(score), feedback[:_LONGEST_FEEDBACK] if isinstance(feedback, str) else ""

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 LONGEST = 400
 """Characters of the longest text that is read as a number."""
+LONGEST_BARE = 1000
 _LARGEST_EXPONENT = 400
 
 _FORMATTING = re.compile(r"\\(?:left|right|displaystyle|!)(?![A-Za-z])")
@@ -88,7 +89,12 @@ class Numeral:
 
 
 def bare(text: str) -> str:
-    """Returns LaTeX without what only formats it: wrappers of the whole text, spaces, sizes of brackets."""
+    """Returns LaTeX without what only formats it: wrappers of the whole text, spaces, sizes of brackets.
+
+    A text of more than LONGEST_BARE characters is returned as it is.
+    """
+    if len(text) > LONGEST_BARE:
+        return text
     text = text.replace("{,}", ",").replace("−", "-")
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPACE.sub(" ", _FORMATTING.sub("", text))).strip()
     while True:

@@ -22,6 +22,8 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import AnswerRefused, checked, load_function
 
 HEADER = struct.Struct("<I")
+_LONGEST_PROBLEM = 500
+"""Characters of an exception's text that are logged: it may quote a response."""
 
 
 class Ready(msgspec.Struct):
@@ -40,6 +42,8 @@ class Answer(msgspec.Struct):
     """The right answer."""
     tokens: bytes | None = None
     """Token ids as int32, in place of `response`: workers decode them, to spare the controller's event loop."""
+    where: str = ""
+    """`path:row` of the prompt, for messages."""
 
 
 class Scored(msgspec.Struct):
@@ -80,7 +84,12 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
             except AnswerRefused as e:
                 reply(Scored(0.0, feedback=str(e), refused=True))
             except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
-                reply(Scored(0.0, f"{type(e).__name__}: {e}"))
+                reply(Scored(0.0, _problem(e, answer.where)))
+
+
+def _problem(error: Exception, where: str) -> str:
+    text = " ".join(str(error)[:_LONGEST_PROBLEM].split()).encode(errors="backslashreplace").decode()
+    return f"{where}: {type(error).__name__}: {text}" if where else f"{type(error).__name__}: {text}"
 
 
 def main() -> None:

@@ -57,6 +57,10 @@ class RewardWorkers:
 
     async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
         """Returns the score of each answer as `score` does, with the reward function's feedback."""
+        problems = [_problem_of_sending(answer) for answer in answers]
+        if any(problems):
+            judged = iter(await self.judge([answer for answer, bad in zip(answers, problems, strict=True) if not bad]))
+            return [self._counted(Scored(0.0, problem)) if problem else next(judged) for problem in problems]
         worker = await self._free.get()
         scores: list[Scored] = []
         try:
@@ -87,6 +91,9 @@ class RewardWorkers:
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
             scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+        return self._counted(scored)
+
+    def _counted(self, scored: Scored) -> Scored:
         self.refused += scored.refused
         if scored.problem:
             self.failures += 1
@@ -102,6 +109,14 @@ class RewardWorkers:
         worker = await _Worker.start(self._config.function, self._config.timeout_s, self._model)
         self._workers.add(worker)
         return worker
+
+
+def _problem_of_sending(answer: Answer) -> str:
+    try:
+        msgspec.msgpack.encode(answer)
+    except (UnicodeEncodeError, TypeError, OverflowError) as e:
+        return f"{answer.where or 'an answer'}: cannot be sent to a reward worker: {e}"
+    return ""
 
 
 class _Worker:

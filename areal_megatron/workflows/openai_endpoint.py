@@ -146,7 +146,10 @@ def _message(tokenizer: Tokenizer, answer: list[int], with_tools: bool) -> Messa
 
 
 async def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:
-    """Returns the transcript up to where the model answers. `earlier`: the call that the messages continue from."""
+    """Returns the transcript up to where the model answers. `earlier`: the call that the messages continue from.
+
+    Text is tokenized on another thread: a megabyte takes a second.
+    """
     tokenizer, episode = session.tokenizer, session.episode
     if earlier:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import reprlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.reward.function import checked
+from areal_megatron.reward.function import checked, is_score
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
@@ -94,11 +95,13 @@ class EpisodeRunner:
         except EpisodeOver:
             pass
         except Exception as e:  # the workflow is the user's, and so are the agents that it runs
-            problem = f"{type(e).__name__}: {e}"
+            problem = f"{type(e).__name__}: {str(e)[:500]}"
         if episode.failure:
             raise episode.failure
         if not problem and not episode.context.answers:
             problem = "it ended without an answer of the model"
+        if not is_score(episode.discount):
+            problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         if problem:
             self._count_failure(episode.prompt, problem, bool(episode.context.answers))
             score = 0.0

@@ -38,7 +38,7 @@ class Scorer:
         truncated = [c.finish_reason == "length" and not forced for c in completions]
         asked = [self.scores_truncated or not cut for cut in truncated]
         answers = [
-            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes())
+            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes(), prompt.where)
             for c, ask in zip(completions, asked, strict=True)
             if ask
         ]
@@ -56,7 +56,7 @@ class Scorer:
 
     async def judge(self, prompt: Prompt, response: str) -> Scored:
         """Returns the reward function's score of one answer, with its feedback."""
-        (scored,) = await self._workers.judge([Answer(prompt.text, response, prompt.answer)])
+        (scored,) = await self._workers.judge([Answer(prompt.text, response, prompt.answer, where=prompt.where)])
         return scored
 
     def reward(self, score: float, tokens: int, truncated: bool, forced: bool) -> Score:

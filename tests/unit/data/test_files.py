@@ -175,3 +175,57 @@ def test_without_weights_there_are_no_shares():
 def test_a_weight_that_leaves_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"with a weight of 0.001 not one row of b.jsonl fits into an epoch of 10"):
         shares("a.jsonl:1,b.jsonl:0.001", [0] * 10 + [1] * 10)
+
+
+HALF = "\ud83d"
+"""The first half of a character, which JSON can spell and UTF-8 cannot."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "x", "answer": HALF},
+        {"prompt": f"say {HALF}", "answer": "1"},
+        {"prompt": [{"role": "user", "content": HALF}], "answer": "1"},
+        {"prompt": "x", "answer": {"inputs": [HALF], "outputs": ["1"]}},
+        {"prompt": "x", "answer": "1", "metadata": {"tags": ["a", {"deep": [HALF]}]}},
+        {"prompt": "x", "answer": "1", "metadata": {HALF: 1}},
+    ],
+)
+def test_half_a_character_anywhere_in_a_row_is_named(tmp_path, row):
+    path = jsonl(tmp_path / "a.jsonl", ROWS[0], row)
+    with pytest.raises(ConfigError) as error:
+        list(records(str(path)))
+    half = r"\ud83d"
+    assert str(error.value) == f"{path}:2: holds half of a character (the lone surrogate {half}); replace or remove it"
+
+
+def test_whole_characters_and_a_zero_character_are_read(tmp_path):
+    row = {"prompt": "\U0001f600 é \x00", "answer": "\\ud83d"}
+    assert [record.row for record in records(str(jsonl(tmp_path / "a.jsonl", row)))] == [row]
+
+
+def test_a_row_that_is_nested_too_deeply_is_named(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ROWS[0])
+    with path.open("a") as file:
+        file.write('{"prompt": "x", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(ConfigError, match=r"a.jsonl:2: lists or objects are nested too deeply$"):
+        list(records(str(path)))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_text_of_a_table_that_is_not_utf_8_is_named(tmp_path, suffix):
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.StringArray.from_buffers(
+        3, pyarrow.array([0, 1, 2, 4], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"ab\xed\xa0")
+    )
+    table, path = pyarrow.table({"prompt": texts}), tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(ConfigError, match=rf"a{suffix}:3: a text is not UTF-8"):
+        list(records(str(path)))

@@ -212,6 +212,9 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
         (STDIN_ROW | {"public_test_cases": 7}, "field 'public_test_cases'"),
         (STDIN_ROW | {"private_test_cases": "no base64!"}, "field 'private_test_cases'"),
         (STDIN_ROW | {"private_test_cases": base64.b64encode(b"no zlib").decode()}, "field 'private_test_cases'"),
+        (STDIN_ROW | {"private_test_cases": packed([{"input": "\ud800", "output": ""}])}, "holds half of a character"),
+        (STDIN_ROW | {"private_test_cases": "[" * 100_000}, "nested too deeply"),
+        (CALLS_ROW | {"private_test_cases": packed(CALLS), "metadata": "[" * 100_000}, "nested too deeply"),
         (STDIN_ROW | {"private_test_cases": packed(CALLS)}, "expected all stdin or all functional"),
         (
             STDIN_ROW | {"public_test_cases": '[{"input": "", "output": "", "testtype": ["x"]}]'},

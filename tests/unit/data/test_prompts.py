@@ -175,6 +175,7 @@ def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
     assert (second.id, second.text, second.answer, second.response_tokens) == (2, "b", "x", 7)
     assert second.tokens == reference(folder)("b").input_ids
     assert json.loads(third.answer) == tests
+    assert [prompt.where for prompt in (first, second, third)] == [f"{path}:{row}" for row in (1, 3, 4)]
 
 
 def test_an_example_is_prompt_response_and_end_token(folder, tmp_path):

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import CorrectionConfig, PenaltyConfig, PPOConfig
+from areal_megatron.config import CorrectionConfig, PenaltyConfig, PPOConfig, RewardConfig
 from areal_megatron.ppo import correction, loss, penalty
 from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.ppo.critic import at_the_end, gae, value_loss
 from areal_megatron.ppo.loss import Bounds, Tokens
 from areal_megatron.ppo.selection import quantile
+from areal_megatron.reward.function import LARGEST_SCORE, checked
+from areal_megatron.workflows.scoring import Scorer
 
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
+EXTREMES = [0.0, 1.0, -1.0, LARGEST_SCORE, -LARGEST_SCORE, 1e308, -1e308, math.inf, math.nan, 10**400, 0.5]
+"""What reward functions may return."""
 BOUNDS = Bounds(LOW, HIGH, {"truncate": CAP})
 LENGTHS = (1, 17, 30, 12)
 CORRECTIONS = {
@@ -407,3 +412,28 @@ def test_the_config_names_every_algorithm_correction_and_penalty():
     (forms,) = (f.metadata["choices"] for f in fields(PenaltyConfig) if f.name == "kl_form")
     named = {name for form in forms for name in PenaltyConfig(entropy=1, kl=1, kl_form=form).coefficients}
     assert {*penalty.PENALTIES, penalty.IN_REWARD} == named
+
+
+def reward_of(score: object, config: RewardConfig) -> float:
+    """Returns the reward as a run computes it; a failed one scores 0."""
+    try:
+        score, _ = checked(score)
+    except ValueError:
+        score = 0.0
+    return Scorer(config, None, max_new_tokens=8).reward(score, 4, truncated=False, forced=False).reward
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("wrong_right", [(-5.0, 5.0), (-1e6, 1e6)])
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_no_reward_makes_the_advantages_of_a_batch_infinite(algorithm, wrong_right, extreme):
+    config = RewardConfig(wrong=wrong_right[0], right=wrong_right[1])
+    values = torch.tensor([reward_of(score, config) for score in (0, 1, 0, extreme)], dtype=torch.float64)
+    lengths = torch.tensor([3, 5, 2, 4])
+    found = ALGORITHMS[algorithm].advantages(Rewards(values, lengths, torch.tensor([0, 0, 1, 1]), 2), lambda x: x)
+    assert found.isfinite().all() and found.float().isfinite().all()
+    sequences = torch.repeat_interleave(torch.arange(4), lengths)
+    before = torch.zeros(len(sequences), requires_grad=True)
+    returns = gae(at_the_end(values, sequences), before.detach(), sequences, 1.0, 1.0).float()
+    value_loss(before, before.detach(), returns, 0.2).mean().backward()
+    assert returns.isfinite().all() and before.grad.isfinite().all()

@@ -20,6 +20,7 @@ print("imported")
 def by_answer(prompt, response, answer):
     print("called")
     if answer == "raise": raise RuntimeError("boom")
+    if answer == "loud": raise RuntimeError("half \\ud800\\n" + "x" * 10**6)
     if answer == "hang": time.sleep(1000)
     if answer == "exit": os._exit(3)
     if answer == "pid": return os.getpid()
@@ -65,6 +66,41 @@ def test_a_function_may_say_what_is_wrong(user_function):
     (judged,), failures = run(user_function, [answers], ask=RewardWorkers.judge)
     assert [(one.score, one.feedback) for one in judged] == [(0.5, "too long"), (3, ""), (0.25, ""), (0, "")]
     assert failures == 1
+
+
+def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_own(user_function, caplog):
+    """Half a character has no bytes in UTF-8."""
+    texts = ["abc", "\ud800", "abcde"]
+    answers = [Answer("", text, "good", where=f"a.jsonl:{row}") for row, text in enumerate(texts, 1)]
+    (scores, alone), failures = run(user_function, [answers, [Answer("\ud800", "", "", where="a.jsonl:9")]])
+    assert (scores, alone, failures) == ([3, 0, 5], [0], 2)
+    lines = sorted(record.getMessage() for record in caplog.records if "failure" in record.getMessage())
+    assert "a.jsonl:2: cannot be sent to a reward worker" in lines[0] + lines[1] and "a.jsonl:9" in lines[0] + lines[1]
+    assert not any("\n" in line for line in lines)
+
+
+def test_a_failure_names_the_row_in_one_line(user_function, caplog):
+    (scores,), failures = run(user_function, [[Answer("", "", "raise", where="a.jsonl:3"), Answer("", "", "loud")]])
+    assert (scores, failures) == ([0, 0], 2)
+    first, second = (record.getMessage() for record in caplog.records if "failure" in record.getMessage())
+    assert first == "reward failure 1: a.jsonl:3: RuntimeError: boom"
+    assert len(second) < 600 and "\n" not in second and "half \\ud800" in second
+
+
+def test_answers_that_are_refused_are_wrong_and_counted_but_no_failure(user_function):
+    async def judged():
+        pool = RewardWorkers(RewardConfig(function="math"), count=1)
+        await pool.start()
+        try:
+            restated = Answer("", r"\boxed{6 \times 7}", "42")
+            found = await pool.judge([restated, Answer("", r"\boxed{42}", "42")])
+            return found, pool.refused, pool.failures
+        finally:
+            await pool.close()
+
+    (refused, right), count, failures = asyncio.run(asyncio.wait_for(judged(), 60))
+    assert (refused.score, right.score, count, failures) == (0, 1, 1, 0)
+    assert refused.feedback == "The final answer must be one plain number."
 
 
 def test_a_hung_worker_is_killed_and_replaced(user_function):

@@ -183,12 +183,25 @@ async def nothing(episode):
     return 1.0
 
 
+async def enormous(episode):
+    await episode.sample()
+    return 1e308
+
+
+async def multiplies(episode):
+    await episode.sample()
+    episode.discount = float("inf")
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("workflow", "problem"),
     [
         (raises, "KeyError: 'mine'"),
         (leaves, r"it called exit\(mine\)"),
         (not_a_number, "returned nan, expected a finite number"),
+        (enormous, r"returned 1e\+308, expected a finite number of at most 1,000,000"),
+        (multiplies, "its discount is inf"),
         (a_text, "returned '1', expected a finite number"),
         (cancels, "it cancelled itself"),
         (hangs, "it neither asked nor ended within rollout.workflow_timeout_s=0.2 s"),

@@ -1,0 +1,169 @@
+"""What reads the text of a policy takes time in proportion to its length, whatever it says."""
+
+import contextlib
+import importlib
+import inspect
+import json
+import pkgutil
+import random
+import time
+
+import pytest
+
+import areal_megatron.reward
+import areal_megatron.workflows
+from areal_megatron.data import formats
+from areal_megatron.reward import choice, code, expression, function, math, numeral, worker
+from areal_megatron.reward.sandbox import ProgramResult
+from areal_megatron.workflows import openai_messages, tool_use
+
+LENGTH = 1_000_000
+LIMIT_S = 0.5
+"""CPU time for LENGTH characters."""
+
+PIECES = [
+    *("{", "}", "{}", "}{", "\\{", "(", ")", "[", "]", " ", "\n", "\t", "\r\n", "\0", "\\", "\\ ", "\\\\", "\\,", "`"),
+    *("1", "1,", "1,111", "1.", "1 ", "1/", "1e", "-", "+1", "1!", "9^", "a", "a ", "A)", "x=", "^{", "**", "$", ".5"),
+    *("\\boxed{", "\\boxed{1}", "\\boxed{1}}", "\\boxed{{", "\\boxed{}\n", "\\boxed", "\\frac{", "\\text{", "$1$", "("),
+    *("```python\n", "```\n", "```python\nx = 1\n", "```py\n```\n", "  ```\n\n", "```x y", "``` \n", "\n```python"),
+    *("<tool_call>", "<tool_call>{}", "<tool_call>{", "<tool_call>{}</tool_call>", "}</tool_call>", "</tool_call>"),
+    *("}  ", "answer is ", "answer:", "the answer is A\n", "answer is $", "answer is \\(", "####", "#### 1\n", "or "),
+    *(
+        "7 or 8 ",
+        '"',
+        '{"a":',
+        "[[",
+        '"\\u',
+        "é",
+        "𝒳",
+        "\u202e",
+        "\\sum_{",
+        "\\begin{pmatrix}",
+        "&",
+        "=",
+        "<",
+        "%",
+        "°",
+    ),
+]
+FRAMES = [
+    ("", ""),
+    ("\\boxed{", "}"),
+    ("answer is ", " x"),
+    ("```python\n", "\n```"),
+    ("<tool_call>{", "}</tool_call>"),
+]
+
+
+def hostile(length):
+    """Yields texts of about that length."""
+    for piece in PIECES:
+        body = (piece * (length // len(piece) + 1))[:length]
+        for before, after in FRAMES[: 5 if len(piece) == 1 else 2]:
+            yield f"{before}{body}{after}"
+    chance = random.Random(1)
+    for _ in range(3):
+        yield "".join(chance.choices(PIECES, k=length // 5))
+
+
+def quietly(read, *arguments):
+    with contextlib.suppress(math.AnswerRefused, openai_messages.BadCall, formats.ConfigError):
+        read(*arguments)
+
+
+STDIN = {"question_content": "x", "public_test_cases": "[]", "private_test_cases": "[]"}
+
+READERS = {
+    math.score: [
+        lambda text: quietly(math.score, "", text, "42"),
+        lambda text: quietly(math.score, text, text, "x^2"),
+        lambda text: quietly(math.score, "", text, "\\text{even}"),
+    ],
+    math.final_answer: [math.final_answer],
+    math.last_boxed: [math.last_boxed],
+    numeral.numeral: [numeral.numeral],
+    numeral.bare: [numeral.bare],
+    numeral.is_name: [numeral.is_name],
+    numeral.words: [numeral.words],
+    expression.same_expression: [lambda text: quietly(expression.same_expression, text, "x^2")],
+    choice.score: [lambda text: choice.score("", text, "C")],
+    code.last_program: [code.last_program],
+    code.parse_tests: [lambda text: code.parse_tests(json.dumps({"inputs": [text], "outputs": [text]}))],
+    code.same_output: [
+        lambda text: code.same_output(text, "1"),
+        lambda text: code.same_output(text, text + "x"),
+        lambda text: code.same_output("1" + text, "2" + text),
+    ],
+    code.score: [lambda text: code.score("", text, '{"inputs": [""], "outputs": [""]}', limit_s=-1)],  # not run
+    function.checked: [lambda text: function.checked((1.0, text))],
+    openai_messages.parsed_answer: [lambda text: openai_messages.parsed_answer(text, True)],
+    openai_messages.normalized: [lambda text: openai_messages.normalized({"role": "user", "content": text})],
+    tool_use.described: [
+        lambda text: tool_use.described(ProgramResult("exit", 1, text, text)),
+    ],
+    formats.text_of: [lambda text: formats.text_of([{"role": "user", "content": text}] * 2)],
+    formats.field: [lambda text: formats.field({"a": text}, "a", (str,), "x:1")],
+    formats.prompt_of: [lambda text: formats.prompt_of({"prompt": text}, "x:1")],
+    formats.read_item: [
+        lambda text: quietly(formats.read_item, {"prompt": text, "answer": text}, "x:1", [0]),
+        lambda text: quietly(formats.read_item, {"question": text, "choices": ["a", text], "answer": text}, "x:1", [0]),
+        lambda text: quietly(formats.read_item, STDIN | {"private_test_cases": text}, "x:1", [0]),
+    ],
+    worker._problem: [lambda text: worker._problem(ValueError(text), "x:1")],
+}
+"""What reads texts → calls of it."""
+
+ELSEWHERE = {
+    "load_function": "a name from the config",
+    "function": "an address from the config",
+    "score": "sends the text to a service",
+    "run": "hands the program to a process of its own",
+    "run_program": "hands the program to a process of its own",
+    "check_isolation": "a key of the config",
+    "serve": "hands texts to what is measured here",
+    "is_score": "no text is one",
+    "sample": "the id of a request",
+}
+"""Public functions with a text that no policy writes, or that they only pass on."""
+
+
+def cpu_s(read, text):
+    began = time.process_time()
+    read(text)
+    return time.process_time() - began
+
+
+def slowest(read, texts, length):
+    """Returns the numbers of the slowest texts. Fails if one takes longer than the limit for its length, three times in
+    a row: another process may disturb one measurement."""
+    limit_s = LIMIT_S * max(length / LENGTH, 0.05)
+    times = {}
+    for number, text in texts:
+        times[number] = cpu_s(read, text)
+        if times[number] > limit_s:
+            again = min(cpu_s(read, text) for _ in range(2))
+            assert again < limit_s, f"{length} characters {text[:40]!r}… take {again:.3g} s"
+    return sorted(times, key=times.get)[-5:]
+
+
+@pytest.mark.parametrize("function", READERS, ids=lambda function: f"{function.__module__}.{function.__name__}")
+def test_time_is_in_proportion_to_the_length_of_the_text(function):
+    """Short texts first, on which a quadratic reader fails within seconds; of long ones those that took longest."""
+    for read in READERS[function]:
+        slowest(read, enumerate(hostile(LENGTH // 100)), LENGTH // 100)
+        longest = slowest(read, enumerate(hostile(LENGTH // 10)), LENGTH // 10)
+        slowest(read, [(number, text) for number, text in enumerate(hostile(LENGTH)) if number in longest], LENGTH)
+
+
+def test_every_public_function_that_takes_a_text_is_measured():
+    packages = areal_megatron.reward, areal_megatron.workflows
+    names = [f"{package.__name__}.{m.name}" for package in packages for m in pkgutil.iter_modules(package.__path__)]
+    found = set()
+    for name in {*names, formats.__name__} - {"areal_megatron.reward.sandbox_init"}:  # runs inside the sandbox
+        for value in vars(importlib.import_module(name)).values():
+            if inspect.isfunction(value) and value.__module__ == name and not value.__name__.startswith("_"):
+                kinds = {hint for key, hint in value.__annotations__.items() if key != "return"}
+                if any(kind in hint for hint in kinds for kind in ("str", "Message", "Chat", "Row", "object")):
+                    found.add(value)
+    left = {f"{one.__module__}.{one.__name__}" for one in found - set(READERS) if one.__name__ not in ELSEWHERE}
+    assert not left

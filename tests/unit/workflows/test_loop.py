@@ -1,0 +1,63 @@
+"""Workflows leave the event loop to others, whatever the model says: a tokenizer and a parser work on other threads."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from areal_megatron.engine.client import Completion
+from areal_megatron.workflows import multi_turn, tool_use
+from tests.support.chat_world import World, spelled
+from tests.unit.workflows.test_openai_endpoint import TOOLS, ask, user
+
+LENGTH = 1_000_000
+LATEST_S = 0.05
+TEXTS = {
+    "fences": "```python\n",
+    "open boxes": "\\boxed{",
+    "tool calls": "<tool_call>{}",
+    "tool calls that end": "<tool_call>{}</tool_call>",
+    "braces": "{",
+    "blanks": " ",
+    "lines": "\n",
+    "digits": "1",
+    "backslashes": "\\",
+}
+
+
+def endless(piece):
+    """Returns an answer of LENGTH tokens."""
+    tokens = np.resize(np.array(spelled(piece), np.int32), LENGTH)
+    zeros = np.zeros(LENGTH, np.float32)
+    return Completion(tokens, zeros, zeros.astype(np.int32), "stop")
+
+
+async def agent(episode):
+    """Answers the model's text with the same text, and offers tools."""
+    async with episode.openai() as api:
+        message = await ask(api, [user("hi?")], tools=TOOLS)
+        assert message["content"] is not None or message["tool_calls"]
+    return 0.0
+
+
+async def busiest_turn_s(work):
+    """Returns the most CPU time that the loop's thread takes between two turns of a task that sleeps, while `work`
+    runs. A processor that others use makes the loop late too, but this is not the workflow's fault."""
+    busiest, running = 0.0, asyncio.ensure_future(work)
+    while not running.done():
+        began = time.thread_time()
+        await asyncio.sleep(0.001)
+        busiest = max(busiest, time.thread_time() - began)
+    await running
+    return busiest
+
+
+@pytest.mark.parametrize("workflow", [tool_use.run, multi_turn.run, agent], ids=["tool_use", "multi_turn", "agent"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_endless_answer_does_not_hold_the_loop(tmp_path, workflow, name, monkeypatch):
+    answer = endless(TEXTS[name])
+    world = World(tmp_path, workflow, lambda *_: answer, turns=1, max_new_tokens=LENGTH + 10, reward=lambda *_: 0.0)
+    began = time.monotonic()
+    busiest = min(asyncio.run(busiest_turn_s(world.sample())) for _ in range(2))
+    assert busiest < LATEST_S, f"the loop was held for {busiest:.3f} s of {time.monotonic() - began:.1f} s"
