@@ -6,6 +6,7 @@ sandbox_init.py is the part that runs inside. Needs no root, no helper program a
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import selectors
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox_init import PROGRAM_ID
+from areal_megatron.reward.system_calls import seccomp_filter
 
 _INIT = str(Path(__file__).with_name("sandbox_init.py"))
 _NOBODY = 65534
@@ -136,9 +138,13 @@ class _Guard:
         self.report: dict[str, str] = {}
         """The guard's reports: `unshared`, then `status` or `problem` with its value."""
         numbers = [limits.cpu_s or math.ceil(limits.wall_s), limits.memory_mb, limits.threads, limits.scratch_mb]
-        with _memory_file(program) as text, _memory_file(stdin) as given:
+        with (
+            _memory_file(program.encode(errors="replace")) as text,
+            _memory_file(stdin.encode(errors="replace")) as given,
+            _memory_file(_calls()) as calls,
+        ):
             self._reports, report = os.pipe()
-            passed = (text, given, report)
+            passed = (text, given, calls, report)
             command = [sys._base_executable, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
             pipe = subprocess.PIPE
             try:
@@ -227,12 +233,21 @@ class _Guard:
 
 
 @contextlib.contextmanager
-def _memory_file(text: str) -> Iterator[int]:
-    """Yields the descriptor of an anonymous file that holds the text."""
+def _memory_file(content: bytes) -> Iterator[int]:
+    """Yields the descriptor of an anonymous file."""
     with open(os.memfd_create("sandbox"), "wb") as file:
-        file.write(text.encode(errors="replace"))
+        file.write(content)
         file.flush()
         yield file.fileno()
+
+
+@functools.cache
+def _calls() -> bytes:
+    """Returns the filter of system calls for this machine. Raises SandboxError if there is none."""
+    try:
+        return seccomp_filter(os.uname().machine)
+    except ValueError as e:
+        raise SandboxError(str(e)) from None
 
 
 def _visible() -> list[str]:
