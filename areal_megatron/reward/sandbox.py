@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.config import ConfigError
+from areal_megatron.reward.cgroup import Cgroup
 from areal_megatron.reward.sandbox_init import PROGRAM_ID
 from areal_megatron.reward.system_calls import seccomp_filter
 
@@ -27,6 +28,8 @@ _NOBODY = 65534
 _STDERR_BYTES = 64 << 10
 _GRACE_S = 5.0
 """The longest time from the order to end a sandbox to its end, in which the kernel frees its memory."""
+_OWN_MB = 64
+"""The memory of the sandbox's own processes, which share a cgroup with the program."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 
 
@@ -138,11 +141,9 @@ class _Guard:
         self.report: dict[str, str] = {}
         """The guard's reports: `unshared`, then `status` or `problem` with its value."""
         numbers = [limits.cpu_s or math.ceil(limits.wall_s), limits.memory_mb, limits.threads, limits.scratch_mb]
-        with (
-            _memory_file(program.encode(errors="replace")) as text,
-            _memory_file(stdin.encode(errors="replace")) as given,
-            _memory_file(_calls()) as calls,
-        ):
+        texts = [program.encode(errors="replace"), stdin.encode(errors="replace"), _calls()]
+        held_bytes = (limits.memory_mb + limits.scratch_mb + _OWN_MB << 20) + sum(map(len, texts))
+        with _memory_file(texts[0]) as text, _memory_file(texts[1]) as given, _memory_file(texts[2]) as calls:
             self._reports, report = os.pipe()
             passed = (text, given, calls, report)
             command = [sys._base_executable, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
@@ -164,6 +165,7 @@ class _Guard:
                 raise
             finally:
                 os.close(report)
+        self._cgroup = Cgroup(held_bytes, limits.threads + 2)
 
     def __enter__(self) -> _Guard:
         return self
@@ -177,6 +179,7 @@ class _Guard:
             process.kill()  # the kernel kills init then
             raise SandboxError(f"its processes did not end within {_GRACE_S:g} s") from None
         finally:
+            self._cgroup.remove()
             process.stdout.close()
             process.stderr.close()
             os.close(self._reports)
@@ -227,6 +230,7 @@ class _Guard:
             kind, _, value = line.decode().partition(" ")
             self.report[kind] = value
             if kind == "unshared" and self.ended is None:
+                self._cgroup.add(self._process.pid)
                 _map_ids(self._process.pid)
                 with contextlib.suppress(BrokenPipeError):  # the guard has died: the report will lack a status
                     self._process.stdin.write(b"\n")

@@ -19,7 +19,7 @@ REFUSE, ABSENT = DONE | errno.EPERM, DONE | errno.ENOSYS
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables below, and the machine's identifier in linux/audit.h."""
 
-_ALLOWED = """
+ALLOWED = """
     read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
     preadv2 327 286, pwritev2 328 287, lseek 8 62, open 2 -, openat 257 56, close 3 57, close_range 436 436, dup 32 23,
     dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, truncate 76 45, ftruncate 77 46
@@ -48,15 +48,15 @@ _ALLOWED = """
 """
 """Name, and the numbers on both machines."""
 
-_DONE = """
+NOTHING_TO_DO = """
     sync 162 81, syncfs 306 267, fsync 74 82, fdatasync 75 83, msync 26 227, sync_file_range 277 84,
     listxattr 194 11, llistxattr 195 12, flistxattr 196 13
 """
 """Calls with nothing to do for a program whose files are in memory and have no extended attributes. Done by the kernel,
 they would write what others have left in the machine's caches, or wait for a disk."""
 
-_PROBED = "rseq 334 293, statx 332 291"
-_PROBED_FROM = 424
+PROBED = "rseq 334 293, statx 332 291"
+PROBED_FROM = 424
 """C libraries try these calls and all that Linux has had since 5.1, and do without if there are none."""
 
 
@@ -75,7 +75,7 @@ def _is(index: int, *values: int, mask: int = 0xFFFFFFFF) -> _Argument:
 
 
 _NOSIGNAL, _DONTWAIT, _PEEK, _WAITALL = 0x4000, 0x40, 2, 0x100
-_RULES: dict[str, list[tuple[list[_Argument], int]]] = {
+RULES: dict[str, list[tuple[list[_Argument], int]]] = {
     # a thread as glibc starts it, and as musl does; no other flag makes a thread, and no namespace is among them
     "clone 56 220": [([_is(0, 0x003D0F00, 0x007D0F00)], ALLOW)],
     # without huge pages of the machine's pool and memory that stays when it is no longer mapped: of a shared mapping
@@ -115,8 +115,8 @@ def seccomp_filter(machine: str) -> bytes:
     column, identifier = _MACHINES[machine]
     segments: list[tuple[int, _Code]] = []
     decided = _decisions(column)
-    for number in range(max(_PROBED_FROM, *decided) + 2):
-        code = decided.get(number, _end(REFUSE if number < _PROBED_FROM else ABSENT))
+    for number in range(max(PROBED_FROM, *decided) + 2):
+        code = decided.get(number, _end(REFUSE if number < PROBED_FROM else ABSENT))
         if not segments or segments[-1][1] != code:
             segments.append((number, code))
     if machine == "x86_64":
@@ -134,9 +134,9 @@ def numbers(table: str, column: int) -> dict[str, int]:
 def _decisions(column: int) -> dict[int, _Code]:
     """Returns number → code of all calls but those that are answered by their number alone."""
     decided = {}
-    for table, action in ((_ALLOWED, ALLOW), (_DONE, DONE), (_PROBED, ABSENT)):
+    for table, action in ((ALLOWED, ALLOW), (NOTHING_TO_DO, DONE), (PROBED, ABSENT)):
         decided |= dict.fromkeys(numbers(table, column).values(), _end(action))
-    for call, cases in _RULES.items():
+    for call, cases in RULES.items():
         decided |= dict.fromkeys(numbers(call, column).values(), _rule(cases))
     return decided
 
