@@ -85,6 +85,8 @@ class RewardWorkers:
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
             scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+        if scored.last:
+            await worker.kill()
         if scored.problem:
             self.failures += 1
             if self.failures <= 10 or self.failures % 1000 == 0:
