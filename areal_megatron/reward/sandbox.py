@@ -112,7 +112,7 @@ def check_isolation(key: str = "reward.function") -> None:
 
 
 _PROBE = """
-import os, threading
+import ctypes, errno, os, resource, threading
 try:
     os.fork()
 except PermissionError:
@@ -127,6 +127,16 @@ except RuntimeError:
     pass
 if not 1 <= started < 8:
     raise SystemExit(f"a limit of 8 threads lets {started} start")
+libc = ctypes.CDLL(None, use_errno=True)
+for name, arguments in {"semget": (0, -1, 0), "inotify_init1": (-1,), "unshare": (-1,), "flock": (-1, -1)}.items():
+    # the kernel's own answers to these arguments are others
+    if getattr(libc, name)(*arguments) >= 0 or ctypes.get_errno() != errno.EPERM:
+        raise SystemExit(f"a program can call {name}")
+if libc.fsync(-1):
+    raise SystemExit("a program can write what is in the machine's caches")
+for name, limit in {"SIGPENDING": 64, "MEMLOCK": 0, "MSGQUEUE": 0, "NICE": 0, "RTPRIO": 0, "NOFILE": 64}.items():
+    if resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] > limit:
+        raise SystemExit(f"a program has another limit of {name} than {limit}")
 """
 
 
