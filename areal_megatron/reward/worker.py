@@ -81,13 +81,14 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
                 if answer.tokens is not None:
                     text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
                 score, feedback = checked(function(answer.prompt, text, answer.answer))
-                # math-verify catches a MemoryError of its own, but sympy keeps what it has computed
-                last = worn_bytes is not None and _held_bytes() > worn_bytes
-                reply(Scored(score, feedback=feedback, last=last))
+                scored = Scored(score, feedback=feedback)
             except MemoryError:
-                reply(Scored(0.0, "MemoryError: the answer needs too much memory", last=True))
+                scored = Scored(0.0, "MemoryError: the answer needs too much memory", last=True)
             except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
-                reply(Scored(0.0, f"{type(e).__name__}: {e}"))
+                scored = Scored(0.0, f"{type(e).__name__}: {e}")
+            if worn_bytes is not None and _held_bytes() > worn_bytes:  # math-verify catches some MemoryErrors
+                scored.last = True
+            reply(scored)
 
 
 def _limit_memory() -> int:
