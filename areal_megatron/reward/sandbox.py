@@ -6,6 +6,7 @@ sandbox_init.py is the part that runs inside. Needs no root, no helper program a
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import selectors
@@ -18,13 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.config import ConfigError
+from areal_megatron.reward.cgroup import Cgroup
 from areal_megatron.reward.sandbox_init import PROGRAM_ID
+from areal_megatron.reward.system_calls import seccomp_filter
 
 _INIT = str(Path(__file__).with_name("sandbox_init.py"))
 _NOBODY = 65534
 _STDERR_BYTES = 64 << 10
 _GRACE_S = 5.0
 """The longest time from the order to end a sandbox to its end, in which the kernel frees its memory."""
+_OWN_MB = 64
+"""The memory of the sandbox's own processes, which share a cgroup with the program."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 
 
@@ -107,7 +112,7 @@ def check_isolation(key: str = "reward.function") -> None:
 
 
 _PROBE = """
-import os, threading
+import ctypes, errno, os, resource, threading
 try:
     os.fork()
 except PermissionError:
@@ -122,6 +127,16 @@ except RuntimeError:
     pass
 if not 1 <= started < 8:
     raise SystemExit(f"a limit of 8 threads lets {started} start")
+libc = ctypes.CDLL(None, use_errno=True)
+for name, arguments in {"semget": (0, -1, 0), "inotify_init1": (-1,), "unshare": (-1,), "flock": (-1, -1)}.items():
+    # the kernel's own answers to these arguments are others
+    if getattr(libc, name)(*arguments) >= 0 or ctypes.get_errno() != errno.EPERM:
+        raise SystemExit(f"a program can call {name}")
+if libc.fsync(-1):
+    raise SystemExit("a program can write what is in the machine's caches")
+for name, limit in {"SIGPENDING": 64, "MEMLOCK": 0, "MSGQUEUE": 0, "NICE": 0, "RTPRIO": 0, "NOFILE": 64}.items():
+    if resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] > limit:
+        raise SystemExit(f"a program has another limit of {name} than {limit}")
 """
 
 
@@ -136,9 +151,11 @@ class _Guard:
         self.report: dict[str, str] = {}
         """The guard's reports: `unshared`, then `status` or `problem` with its value."""
         numbers = [limits.cpu_s or math.ceil(limits.wall_s), limits.memory_mb, limits.threads, limits.scratch_mb]
-        with _memory_file(program) as text, _memory_file(stdin) as given:
+        texts = [program.encode(errors="replace"), stdin.encode(errors="replace"), _calls()]
+        held_bytes = (limits.memory_mb + limits.scratch_mb + _OWN_MB << 20) + sum(map(len, texts))
+        with _memory_file(texts[0]) as text, _memory_file(texts[1]) as given, _memory_file(texts[2]) as calls:
             self._reports, report = os.pipe()
-            passed = (text, given, report)
+            passed = (text, given, calls, report)
             command = [sys._base_executable, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
             pipe = subprocess.PIPE
             try:
@@ -158,6 +175,7 @@ class _Guard:
                 raise
             finally:
                 os.close(report)
+        self._cgroup = Cgroup(held_bytes, limits.threads + 2)
 
     def __enter__(self) -> _Guard:
         return self
@@ -171,6 +189,7 @@ class _Guard:
             process.kill()  # the kernel kills init then
             raise SandboxError(f"its processes did not end within {_GRACE_S:g} s") from None
         finally:
+            self._cgroup.remove()
             process.stdout.close()
             process.stderr.close()
             os.close(self._reports)
@@ -221,18 +240,28 @@ class _Guard:
             kind, _, value = line.decode().partition(" ")
             self.report[kind] = value
             if kind == "unshared" and self.ended is None:
+                self._cgroup.add(self._process.pid)
                 _map_ids(self._process.pid)
                 with contextlib.suppress(BrokenPipeError):  # the guard has died: the report will lack a status
                     self._process.stdin.write(b"\n")
 
 
 @contextlib.contextmanager
-def _memory_file(text: str) -> Iterator[int]:
-    """Yields the descriptor of an anonymous file that holds the text."""
+def _memory_file(content: bytes) -> Iterator[int]:
+    """Yields the descriptor of an anonymous file."""
     with open(os.memfd_create("sandbox"), "wb") as file:
-        file.write(text.encode(errors="replace"))
+        file.write(content)
         file.flush()
         yield file.fileno()
+
+
+@functools.cache
+def _calls() -> bytes:
+    """Returns the filter of system calls for this machine. Raises SandboxError if there is none."""
+    try:
+        return seccomp_filter(os.uname().machine)
+    except ValueError as e:
+        raise SandboxError(str(e)) from None
 
 
 def _visible() -> list[str]:

@@ -35,35 +35,12 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH, _SYS_MOUNT_SETATTR = -100, 0x8000, 2, 442
 _SIGINT, _SIGKILL, _SIG_DFL = 2, 9, None
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 23, 24, 38
-
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the table below, and the machine's identifier in linux/audit.h."""
-_REFUSED = {
-    "fork": (57, None),
-    "vfork": (58, None),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    # vsock is in no namespace, and other families are kernel code that no program needs; socketpair stays
-    "socket": (41, 198),
-    # memory that RLIMIT_AS does not count
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "io_uring_setup": (425, 425),
-    # the machine's kernel log; and keyrings, which are handed down to children even into a new user namespace
-    "syslog": (103, 116),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-}
-_CLONE, _CLONE3, _CLONE_THREAD = (56, 220), 435, 0x00010000
+_PR_SET_THP_DISABLE = 41
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def guard(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[str], report) -> None:
+def guard(texts: dict[str, bytes], limits: dict[str, int], visible: list[str], report) -> None:
     """Makes the namespaces, starts init in them and ends it when standard input is closed."""
     _call("unshare", _CLONE_NEW)
     report("unshared")
@@ -75,7 +52,7 @@ def guard(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[st
     if pid == 0:
         try:
             os.close(held_by_guard)
-            init(program, stdin, limits, visible, report, guarded)
+            init(texts, limits, visible, report, guarded)
         except Exception as e:
             report(f"problem {e}")
         finally:
@@ -86,7 +63,7 @@ def guard(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[st
     os.waitpid(pid, 0)
 
 
-def init(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[str], report, guarded: int) -> None:
+def init(texts: dict[str, bytes], limits: dict[str, int], visible: list[str], report, guarded: int) -> None:
     """Builds what the program sees, runs the program and reports how it ended. Raises OSError."""
     _libc.signal(_SIGINT, _SIG_DFL)  # process 1 ignores signals only if it has no handler for them
     _call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
@@ -94,15 +71,15 @@ def init(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[str
         return  # the guard died before the line above
     _write("/proc/self/oom_score_adj", b"1000")  # out of memory, the kernel kills the program first
     _build_root(visible, limits["scratch_mb"])
-    _write("/program", program)
-    _write("/stdin", stdin)
+    _write("/program", texts["program"])
+    _write("/stdin", texts["stdin"])
     _set_attributes("/", _ATTR_RDONLY)
     os.chdir(SCRATCH)
 
     child = os.fork()
     if child == 0:
         try:
-            _become_program(limits)
+            _become_program(limits, texts["calls"])
         except Exception as e:  # the sandbox failed, not the program
             report(f"problem {e}")
         finally:
@@ -115,7 +92,7 @@ def init(program: bytes, stdin: bytes, limits: dict[str, int], visible: list[str
 
 
 def _build_root(visible: list[str], scratch_mb: int) -> None:
-    """Makes a new root file system of the visible paths, read-only, three devices and the scratch folder."""
+    """Makes a new root file system of the visible paths, read-only, two devices and the scratch folder."""
     _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
     base = "/proc"  # no longer needed, and contains no visible path
     _call("mount", b"root", base.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=0755")
@@ -124,7 +101,7 @@ def _build_root(visible: list[str], scratch_mb: int) -> None:
     _call("mount", b"scratch", (base + SCRATCH).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
     for path in visible:
         _show(path, base, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV)
-    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+    for device in ("/dev/null", "/dev/urandom"):
         _show(device, base, _ATTR_RDONLY | _ATTR_NOSUID)
     os.chdir(base)
     _call("pivot_root", b".", b".")
@@ -154,7 +131,7 @@ def _set_attributes(path: str, attributes: int) -> None:
     _call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, wanted, len(wanted))
 
 
-def _become_program(limits: dict[str, int]) -> None:
+def _become_program(limits: dict[str, int], calls: bytes) -> None:
     os.setsid()
     os.dup2(os.open("/stdin", os.O_RDONLY), 0)
     _limit(resource.RLIMIT_AS, limits["memory_mb"] << 20)
@@ -163,6 +140,10 @@ def _become_program(limits: dict[str, int]) -> None:
     _limit(resource.RLIMIT_NOFILE, 64)
     _limit(resource.RLIMIT_CORE, 1)  # 0 would still start the machine's crash handler, outside of the sandbox
     _limit(resource.RLIMIT_NPROC, limits["threads"])
+    _limit(resource.RLIMIT_SIGPENDING, 64)
+    for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE):
+        _limit(kind, 0)
+    _call("prctl", _PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a huge page is held as long as one of its 512 pages is
     capability = 0
     while _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
         _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -171,7 +152,7 @@ def _become_program(limits: dict[str, int]) -> None:
     os.setresgid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
     os.setresuid(PROGRAM_ID, PROGRAM_ID, PROGRAM_ID)
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _refuse_calls()
+    _filter_calls(calls)
     environment = {"HOME": SCRATCH, "TMPDIR": SCRATCH, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
     python = os.path.realpath(sys.executable)
     os.execve(python, [python, "-I", "-S", "-B", "-X", "utf8", "-c", START], environment)
@@ -183,23 +164,10 @@ def _limit(kind: int, value: int, margin: int = 0) -> None:
     resource.setrlimit(kind, (min(value, highest), min(value + margin, highest)))
 
 
-def _refuse_calls() -> None:
-    """Makes the system calls in `_REFUSED` fail with EPERM from here on, and lets the process start threads only."""
-    column, machine = _ARCHITECTURES[os.uname().machine]
-    refused = [numbers[column] for numbers in _REFUSED.values() if numbers[column] is not None]
-    load, equal, at_least, bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-    # (operation, jump if true, jump if false, operand); a jump is the number of instructions to skip
-    code = [(load, 0, 0, 4), (equal, 1, 0, machine), (end, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (end, 0, 0, refuse)]  # x86_64's second numbering, x32
-    for number in refused:
-        code += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    code += [(equal, 0, 1, _CLONE3), (end, 0, 0, unknown)]  # the filter cannot read its flags; libc falls back to clone
-    code += [(equal, 1, 0, _CLONE[column]), (end, 0, 0, allow)]
-    code += [(load, 0, 0, 16), (bits, 0, 1, _CLONE_THREAD), (end, 0, 0, allow), (end, 0, 0, refuse)]
-    instructions = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+def _filter_calls(instructions: bytes) -> None:
+    """Lets the kernel answer all system calls from here on as the seccomp filter says."""
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
-    program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(buffer)))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions) // 8, ctypes.addressof(buffer)))
     _call("prctl", _PR_SET_SECCOMP, 2, program, 0, 0)
 
 
@@ -224,17 +192,18 @@ def _call(function: str, *arguments) -> None:
 
 
 def main() -> None:
-    """Arguments: descriptors of the program's text, of its input and for reports; four limits; the visible paths."""
-    program, stdin, reports, *numbers = map(int, sys.argv[1:8])
+    """Arguments: descriptors of the program's text, its input, the seccomp filter and for reports; four limits; the
+    visible paths."""
+    *given, reports = map(int, sys.argv[1:5])
     os.set_inheritable(reports, False)
 
     def report(line: str) -> None:
         os.write(reports, line.encode() + b"\n")
 
     try:
-        texts = [_take(descriptor) for descriptor in (program, stdin)]
-        limits = dict(zip(("cpu_s", "memory_mb", "threads", "scratch_mb"), numbers, strict=True))
-        guard(*texts, limits, sys.argv[8:], report)
+        texts = dict(zip(("program", "stdin", "calls"), map(_take, given), strict=True))
+        limits = dict(zip(("cpu_s", "memory_mb", "threads", "scratch_mb"), map(int, sys.argv[5:9]), strict=True))
+        guard(texts, limits, sys.argv[9:], report)
     except Exception as e:
         report(f"problem {e}")
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import struct
 import sys
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -24,6 +26,8 @@ from areal_megatron.reward.function import AnswerRefused, checked, load_function
 HEADER = struct.Struct("<I")
 _LONGEST_PROBLEM = 500
 """Characters of an exception's text that are logged: it may quote a response."""
+MEMORY_MB = 512
+"""What `math` may allocate beyond what its worker has loaded; it gives a computer algebra system a policy's text."""
 
 
 class Ready(msgspec.Struct):
@@ -55,6 +59,8 @@ class Scored(msgspec.Struct):
     feedback: str = ""
     refused: bool = False
     """Whether the reward function did not accept the form of the answer; the score is 0 then."""
+    last: bool = False
+    """Whether the worker must be replaced now, since an answer has used up its memory."""
 
 
 def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -71,6 +77,7 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
     except ConfigError as e:
         reply(Ready(str(e)))
         return
+    worn_bytes = _limit_memory() if function_name == "math" and sys.platform == "linux" else None
     reply(Ready())
     decode = msgspec.msgpack.Decoder(list[Answer]).decode
     while header := requests.read(HEADER.size):
@@ -80,11 +87,16 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
                 if answer.tokens is not None:
                     text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
                 score, feedback = checked(function(answer.prompt, text, answer.answer))
-                reply(Scored(score, feedback=feedback))
+                scored = Scored(score, feedback=feedback)
             except AnswerRefused as e:
-                reply(Scored(0.0, feedback=str(e), refused=True))
+                scored = Scored(0.0, feedback=str(e), refused=True)
+            except MemoryError:
+                scored = Scored(0.0, "MemoryError: the answer needs too much memory", last=True)
             except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
-                reply(Scored(0.0, _problem(e, answer.where)))
+                scored = Scored(0.0, _problem(e, answer.where))
+            if worn_bytes is not None and _held_bytes() > worn_bytes:  # math-verify catches some MemoryErrors
+                scored.last = True
+            reply(scored)
 
 
 def _problem(error: Exception, where: str) -> str:
@@ -92,9 +104,26 @@ def _problem(error: Exception, where: str) -> str:
     return f"{where}: {type(error).__name__}: {text}" if where else f"{type(error).__name__}: {text}"
 
 
+def _limit_memory() -> int:
+    """Limits this process to `MEMORY_MB` more than it holds; returns the bytes with which it is worn out."""
+    held = _held_bytes()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = held + (MEMORY_MB << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    return (held + limit) // 2
+
+
+def _held_bytes() -> int:
+    """Returns what counts towards RLIMIT_DATA."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+
+
 def main() -> None:
-    if sys.platform == "linux":  # a worker stuck in the user's code would not notice that its controller died
+    if sys.platform == "linux":
+        # a worker stuck in the user's code would not notice that its controller died
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        # out of memory, the kernel ends workers before the controller, which replaces them
+        Path("/proc/self/oom_score_adj").write_text("1000")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function, timeout_s, model = sys.argv[1:]

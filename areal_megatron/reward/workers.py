@@ -91,6 +91,8 @@ class RewardWorkers:
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
             scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+        if scored.last:
+            await worker.kill()
         return self._counted(scored)
 
     def _counted(self, scored: Scored) -> Scored:

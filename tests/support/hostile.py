@@ -147,6 +147,20 @@ REFUSED = {
     "memory file": "os.memfd_create('hidden')",
     "shared memory segment": "call('shmget', 0, 1 << 30, 0o1600)",
     "message queue": "call('msgget', 0, 0o1600)",
+    "semaphores": "call('semget', 0, 32000, 0o1600)",
+    "pages in a pipe": "call('vmsplice', os.pipe()[1], (ctypes.c_size_t * 2)(id(libc) // 4096 * 4096, 4096), 1, 0)",
+    "a map that outlives its pages": "mmap.mmap(-1, 1 << 20)",
+    "a device of such maps": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 20)",
+    # what all programs of a user share
+    "inotify": "call('inotify_init1', 0)",
+    "queue a signal": "call('sigqueue', os.getpid(), signal.SIGURG, 0)",
+    "timer": "call('timer_create', 0, None, ctypes.create_string_buffer(8))",
+    "contexts of asynchronous input": "call('syscall', 206 if X86 else 0, 1, ctypes.create_string_buffer(8))",
+    "lock a file of the machine": "fcntl.flock(open(os.__file__), fcntl.LOCK_EX | fcntl.LOCK_NB) or True",
+    "lease on a file of the machine": "fcntl.fcntl(open(os.__file__), 1024, fcntl.F_RDLCK) == 0",
+    "notification of changes": "fcntl.fcntl(os.open('/usr/lib', 0), 1026, 1) == 0",
+    "descriptors in a message": "socket.send_fds(socket.socketpair()[0], [b'x'], [0])",
+    "lock memory": "call('mlockall', 1)",
 }
 """Name → expression that must raise."""
 
@@ -234,7 +248,7 @@ for _ in range(8): threading.Thread(target=shout).start()
     "compute and ignore the CPU limit": "ignore_signals()\nwhile True: pass",
     "compute in one C call": "import re\nre.match('(a*)*b', 'a' * 64)",
     "compute in threads": "for _ in range(8): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
-    "read for ever": "z = open('/dev/zero', 'rb', buffering=0)\nwhile True: z.read(1 << 20)",
+    "read for ever": "z = open('/dev/urandom', 'rb', buffering=0)\nwhile True: z.read(1 << 20)",
     "stop itself": "os.kill(os.getpid(), signal.SIGSTOP)",
     "deadlock": "lock = threading.Lock()\nlock.acquire()\nlock.acquire()",
     "exit that hangs": "import atexit\natexit.register(forever)\nsys.exit(0)",

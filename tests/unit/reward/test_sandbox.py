@@ -17,9 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_megatron.config import RewardConfig
+from areal_megatron.config import ConfigError, RewardConfig
+from areal_megatron.reward import sandbox
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.sandbox import Limits, SandboxError, check_isolation, run
+from areal_megatron.reward.system_calls import ALLOWED
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from tests.support.hostile import HARMLESS, PRELUDE, PROGRAMS, WITHOUT_NAMESPACES
@@ -312,6 +314,17 @@ def test_code_rewards_refuse_to_start_where_nothing_isolates(how):
     assert process.returncode == 1
     assert last.startswith("areal_megatron.config.ConfigError: reward.function: programs cannot be isolated"), last
     assert "unshare: No space left on device" in last
+
+
+@pytest.mark.parametrize("call", ["semget 64 190", "inotify_init1 294 26", "flock 73 32", "unshare 272 97"])
+def test_a_filter_that_lets_a_call_through_is_noticed(monkeypatch, call):
+    monkeypatch.setattr("areal_megatron.reward.system_calls.ALLOWED", f"{ALLOWED}, {call}")
+    sandbox._calls.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=f"what failed: a program can call {call.split()[0]}"):
+            check_isolation()
+    finally:
+        sandbox._calls.cache_clear()
 
 
 def test_this_machine_isolates():

@@ -1,0 +1,105 @@
+"""Reward workers whose memory a policy's text uses up."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+from areal_megatron.config import RewardConfig
+from areal_megatron.reward.worker import MEMORY_MB, Answer
+from areal_megatron.reward.workers import RewardWorkers
+from tests.unit.reward.test_reward import run
+
+GREEDY = """
+import os, resource
+held = []
+
+def spends(prompt, response, answer):
+    if answer == "raise": raise MemoryError
+    return os.getpid()
+
+def score(prompt, response, answer):
+    # math-verify too catches what it raises
+    if answer == "limit":
+        return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**20
+    if answer == "hold":
+        held.append(b"x" * (300 << 20))
+    try: bytes(1 << 30)
+    except MemoryError: return os.getpid()
+    raise RuntimeError("no limit")
+"""
+
+
+def test_powers_that_no_memory_holds_stay_below_the_limit():
+    """The peak is that of the worker's resident memory, as the kernel keeps it."""
+    bombs = [Answer("", f"\\boxed{{{power}}}", "x^2") for power in ("2^{2^{36}}", "9^{9^{9^{9}}}")]
+    right = Answer("", r"\boxed{x^2+2x+1}", "(x+1)^2")
+    config = RewardConfig(function="math", timeout_s=3)
+    peaks_mb = [0.0]
+
+    async def watch():
+        while True:
+            for child in psutil.Process().children(recursive=True):
+                try:
+                    lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+                    peaks_mb.append(max(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")))
+                except (OSError, ValueError):
+                    continue
+            await asyncio.sleep(0.02)
+
+    async def scores():
+        pool = RewardWorkers(config, count=1)
+        await pool.start()
+        watching = asyncio.create_task(watch())
+        try:
+            found = [await pool.score([bomb]) for bomb in bombs]
+            config.timeout_s = 60
+            return found, await pool.score([right])
+        finally:
+            watching.cancel()
+            await pool.close()
+
+    found, after = asyncio.run(scores())
+    assert (found, after) == ([[0.0], [0.0]], [1.0])
+    assert 20 < max(peaks_mb) < MEMORY_MB + 100
+
+
+def test_a_worker_without_memory_fails_one_answer_and_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    ((before, wrong, after, again),), failures = run(
+        "greedy:spends", [[Answer("", "", a) for a in ("", "raise", "", "")]]
+    )
+    assert (wrong, failures) == (0.0, 1)
+    assert before != after == again
+
+
+def test_math_runs_with_a_limit_and_is_replaced_when_worn_out(tmp_path, monkeypatch):
+    """Math's own function is replaced by a greedy one, in the worker's process."""
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import areal_megatron.reward.function as f\nf.BUILT_IN['math'] = 'greedy:score'\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    kinds = ("limit", "", "hold", "", "")
+    ((limit_mb, first, second, third, fourth),), failures = run("math", [[Answer("", "", kind) for kind in kinds]])
+    assert failures == 0
+    assert MEMORY_MB < limit_mb < MEMORY_MB + 500
+    assert first == second != third == fourth
+
+
+def test_workers_are_the_first_to_go_when_a_machine_is_out_of_memory():
+    async def priorities():
+        pool = RewardWorkers(RewardConfig(function="choice"), count=1)
+        await pool.start()
+        try:
+            deadline = time.monotonic() + 10
+            while not (children := psutil.Process().children()):
+                assert time.monotonic() < deadline
+            return [Path(f"/proc/{child.pid}/oom_score_adj").read_text() for child in children]
+        finally:
+            await pool.close()
+
+    assert asyncio.run(priorities()) == ["1000\n"]
