@@ -4,7 +4,7 @@
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · processes.json · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
            tensorboard/ · hf/ · report.html · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
-           exports/version-000012/ · stop
+           exports/version-000012/ · faults.json · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`: CONTROLLER, `engine_name`, `trainer_name`.
 """
@@ -98,6 +98,7 @@ class Run:
         self.trajectories = self.folder / "trajectories"
         self.incarnations = self.folder / "incarnations"
         self.processes = self.folder / "processes.json"
+        self.faults = self.folder / "faults.json"
         self.stop = self.folder / "stop"
         """While this file exists, the run is to save a checkpoint and end."""
 
