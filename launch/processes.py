@@ -24,6 +24,7 @@ LOG_BYTES = 64 * 2**20
 _ROTATE_S = 60.0
 _NOTE_S = 5.0
 _OTHERS_END_S = 1.0
+_KILLED_S = 5.0
 _GONE_S = 60.0
 """Longest wait for what was ended before something else is started: to free the memory of GPUs takes seconds."""
 _GONE_LOOK_S = 0.5
@@ -126,9 +127,7 @@ class Children:
         about to start, needs it. Says what it waits for, and gives up after _GONE_S."""
         deadline, said = time.monotonic() + _GONE_S, False
         while left := [process.pid for process in self._ended if _is_alive(process)] or self._on_gpus():
-            what = (
-                f"earlier processes, which are being ended or still have memory of a GPU: {', '.join(map(str, left))}"
-            )
+            what = f"earlier processes that are ending or have memory of a GPU: {', '.join(map(str, left))}"
             if time.monotonic() > deadline:
                 print(f"{name} is started after {_GONE_S:.0f} s beside {what}", file=sys.stderr, flush=True)
                 break
@@ -207,7 +206,7 @@ def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0)
     left = set(_members(sessions))
     for process in left:
         _signal(process, signal.SIGKILL)
-    _wait(lambda: not _members(sessions), 5.0)
+    _wait(lambda: not _members(sessions), _KILLED_S)
     shared.remove()
     return members | left
 

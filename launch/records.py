@@ -90,8 +90,10 @@ class Pulse:
         self._changed = self._clock.now()
 
     def state(self) -> str:
-        """Returns how the run ended, or `lost` if there has been no new record for silence_s, or else `running`. Call it
-        often."""
+        """Returns how the run ended, or `lost` if there has been no new record for silence_s, or else `running`.
+
+        Call it often.
+        """
         record, now = read_record(self._run), self._clock.now()
         if record is not None and record != self._record:
             self._record, self._changed = record, now

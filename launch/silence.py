@@ -39,9 +39,9 @@ class Repeater:
 class AwakeClock:
     """Seconds in which this process has been awake, to measure the silence of others with. To be read often.
 
-    The time between two readings counts at most as one interval between signs of life: a process that was stopped, whose
-    machine was moved, or that waited for a file system has not listened meanwhile. What was said to it is still to be
-    read, and everybody has nearly all of `silence_s` left to say more.
+    The time between two readings counts at most as one interval between signs of life: a process that was stopped,
+    whose machine was moved, or that waited for a file system has not listened meanwhile. What was said to it is still
+    to be read, and everybody has nearly all of `silence_s` left to say more.
     """
 
     def __init__(self, silence_s: float):

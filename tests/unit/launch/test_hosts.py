@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from launch import hosts
 from launch.hosts import HostError, Nodes
 from launch.node import Supervisor, follow
 from launch.orders import Alive, End, Leave, NodeHello, Present, StartOrder
@@ -84,6 +85,68 @@ def test_a_supervisor_that_is_terminated_while_it_waits_for_orders_does_not_abor
         assert node.wait(20) == 128 + signal.SIGTERM
 
 
+@pytest.fixture
+def quick_nodes(monkeypatch):
+    """As `nodes`, with a silence of two seconds."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    with Nodes(Srun([[sys.executable, "-m", "launch.node", "--silence-s=2"]], 2), 2) as nodes:
+        nodes.gather(["n1"], 20)
+        yield nodes
+
+
+def test_a_supervisor_that_waits_for_its_folder_is_not_lost_and_goes_on(quick_nodes, tmp_path):
+    """To open a pipe that nobody reads takes as long as to open a file of a server that does not answer."""
+    os.mkfifo(tmp_path / "child.log")
+    child = start(quick_nodes, tmp_path, "print('started')")
+    begin = time.monotonic()
+    while time.monotonic() < begin + 5:  # longer than the supervisor waits for its launcher, too
+        quick_nodes.refresh()
+        time.sleep(0.05)
+    assert child.exit_code is None
+    with (tmp_path / "child.log").open() as log:
+        eventually(lambda: child.exit_code is not None, quick_nodes.refresh)
+        assert child.exit_code == 0 and log.read() == "started\n"
+
+
+LAUNCHER = """
+import sys, time
+from launch.hosts import HostError, Nodes
+from launch.slurm import Srun
+with Nodes(Srun([[sys.executable, "-m", "launch.node", "--silence-s=3"]], 3), 3) as nodes:
+    nodes.gather(["n1"], 20)
+    print("gathered", flush=True)
+    try:
+        while True:
+            nodes.refresh()
+            time.sleep(0.05)
+    except HostError as e:
+        print(e, flush=True)
+"""
+
+
+def test_a_launcher_that_was_stopped_waits_before_it_takes_nodes_for_lost(monkeypatch):
+    """As when a machine moves: all of it stands still, and the launcher goes on a moment before the others."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout.readline() == "gathered\n"
+            (supervisor,) = psutil.Process(launcher.pid).children()
+            for process in (supervisor, launcher):
+                process.send_signal(signal.SIGSTOP)
+            time.sleep(4)
+            for process in (launcher, supervisor):
+                process.send_signal(signal.SIGCONT)
+                time.sleep(1)
+            supervisor.send_signal(signal.SIGSTOP)
+            begin = time.monotonic()
+            assert launcher.stdout.readline() == "node n1 has said nothing for 3 s\n"
+            assert time.monotonic() > begin + 1, "only one that is silent while the launcher listens is lost"
+            supervisor.send_signal(signal.SIGCONT)
+            assert launcher.wait(20) == 0
+        finally:
+            launcher.kill()
+
+
 def test_a_supervisor_knows_whether_it_is_dismissed_or_left_alone():
     with Supervisor("n1") as supervisor:
         for last, dismissed in ((Leave(), True), (None, False)):
@@ -130,6 +193,16 @@ class Fixed:
     def receive(self):
         taken, self.events = self.events, []
         return taken
+
+
+def test_nodes_that_are_missing_are_named_while_they_are_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "_PROGRESS_S", 0.5)
+    channel = Fixed(NodeHello("n1", [], 0, 1, "m"))
+    nodes = Nodes(channel, 180)
+    threading.Timer(1.2, lambda: channel.events.append(NodeHello("n2", [], 0, 1, "m"))).start()
+    assert [hello.supervisor for hello in nodes.gather(["n1", "n2"], 20)] == ["n1", "n2"]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"waiting for 1 of 2 nodes, {n} s so far: n2" for n in (1, 1)]
 
 
 def test_nodes_that_do_not_answer_are_named():
