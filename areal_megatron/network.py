@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import resource
 import socket
 from collections.abc import Collection
 
 import psutil
 
 from areal_megatron.config import ConfigError
-
-_DESCRIPTORS = 2**20
-"""More are never asked for: some programs make a table of all that they may open."""
 
 
 def address(host: str) -> str:
@@ -81,16 +77,3 @@ def socket_settings(host: str) -> dict[str, str]:
         if any(a.address.partition("%")[0] == own for a in addresses):
             settings |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return settings
-
-
-def raise_descriptor_limit() -> int:
-    """Raises this process's soft limit of open files, which those it starts inherit, to the hard one. Returns it.
-
-    The usual 1,024 are less than the connections of a controller to a large rollout pool.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return soft

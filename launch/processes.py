@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 
-from areal_megatron.network import raise_descriptor_limit
 from launch.shared_memory import SharedMemory
 
 LOG_BYTES = 64 * 2**20
@@ -96,7 +95,6 @@ class Children:
         self._shared = SharedMemory()
         base = tempfile.gettempdir()  # paths of sockets in it have 107 characters at most
         self._ended: set[psutil.Process] = set()
-        raise_descriptor_limit()
         self._temporary = tempfile.mkdtemp(prefix="areal-", dir=base if len(base) < _LONGEST_BASE else "/tmp")
         command = [sys.executable, "-m", "launch.guardian", self._temporary]
         self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
