@@ -1,8 +1,8 @@
 """Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all]`.
 
 Prints how far the run is, its processes with node, version and throughput, the last checkpoint, the restarts, and where
-the logs are. If the last record of the launcher is old, waits some seconds for another. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
-run. Imports neither torch nor vllm.
+the logs are. If the launcher's last record is old, waits some seconds for another. Exit code 0: it is running or done,
+1: it has failed, was interrupted, or its launcher is gone, 2: no such run. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

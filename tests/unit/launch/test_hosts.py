@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -128,9 +129,9 @@ def test_a_launcher_that_was_stopped_waits_before_it_takes_nodes_for_lost(monkey
     """As when a machine moves: all of it stands still, and the launcher goes on a moment before the others."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "gathered\n"
+        (supervisor,) = psutil.Process(launcher.pid).children()
         try:
-            assert launcher.stdout.readline() == "gathered\n"
-            (supervisor,) = psutil.Process(launcher.pid).children()
             for process in (supervisor, launcher):
                 process.send_signal(signal.SIGSTOP)
             time.sleep(4)
@@ -145,6 +146,8 @@ def test_a_launcher_that_was_stopped_waits_before_it_takes_nodes_for_lost(monkey
             assert launcher.wait(20) == 0
         finally:
             launcher.kill()
+            with suppress(psutil.NoSuchProcess):
+                supervisor.send_signal(signal.SIGCONT)
 
 
 def test_a_supervisor_knows_whether_it_is_dismissed_or_left_alone():
