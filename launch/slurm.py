@@ -269,8 +269,8 @@ def queue_again(run: Run) -> int:
 
 def count_fault(run: Run) -> int:
     """Notes that this job ends without having been preempted. Returns how often it has since the last checkpoint."""
-    saved = checkpoint_folder.resumable(run)[0]
-    faults = Faults(os.environ["SLURM_JOB_ID"], saved.folder.name if saved else "", 1)
+    saved = checkpoint_folder.complete(run)  # unread: the time limit may be near
+    faults = Faults(os.environ["SLURM_JOB_ID"], saved[-1].name if saved else "", 1)
     before = read_replaced(run.faults, lambda content: msgspec.json.decode(content, type=Faults))
     if before and (before.job, before.saved) == (faults.job, faults.saved):
         faults.count += before.count
