@@ -99,9 +99,8 @@ def test_a_job_whose_nodes_do_not_come_together_is_queued_again_three_times(
 ):
     programs(
         scontrol="case $1 in show) [ $2 = hostnames ] && echo node0; exit 0;; esac",
-        srun="exec sleep 60",
+        srun="exec cat >/dev/null",
     )
-    monkeypatch.setattr(slurm, "_CLIENT_TIMEOUT_S", 2)  # the wait for srun's end
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node0")
     overrides = small(world, **{"machine.gather_s": 0.3, "machine.device": "cpu", "name": "run", "runs_dir": tmp_path})
     for code in (Outcome.STOPPED, Outcome.STOPPED, Outcome.FAILED):
