@@ -68,6 +68,11 @@ class MachineConfig:
     peer_timeout_s: float = key(600.0, above=0)
     """Longest wait for another process of the run to answer, join or make progress; then the run ends with an error
     that names it."""
+    silence_s: float = key(180.0, at_least=30)
+    """A node (or MPI slot) that says nothing for so long is lost. Shorter than this may be a file server or a network
+    that changes over to its spare."""
+    gather_s: float = key(600.0, above=0)
+    """Longest wait for all nodes (or MPI slots) of a job to answer at its start; then a Slurm job is queued again."""
 
     @property
     def is_cpu(self) -> bool:

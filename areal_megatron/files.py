@@ -7,9 +7,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Content = TypeVar("Content")
+_AGAIN_S = 0.05
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
@@ -61,6 +65,25 @@ def numbers(folder: Path) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdigit())
     return []
+
+
+def read_replaced(path: Path, decode: Callable[[bytes], Content], patience_s: float = 1.0) -> Content | None:
+    """Returns what `decode` makes of a file that its writer replaces again and again; None if there is none, or nothing
+    that can be read within patience_s.
+
+    On a shared file system the file that was just replaced may be stale when it is read, and after the crash of its
+    writer's machine it may be empty. `decode` raises ValueError for what it cannot read.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return decode(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            if time.monotonic() >= deadline:
+                return None
+        time.sleep(_AGAIN_S)
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
 runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · processes.json · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
            tensorboard/ · hf/ · report.html · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
-           exports/version-000012/ · stop
+           exports/version-000012/ · faults.json · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`: CONTROLLER, `engine_name`, `trainer_name`.
 """
@@ -21,6 +21,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from areal_megatron import descriptors
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
@@ -98,6 +99,7 @@ class Run:
         self.trajectories = self.folder / "trajectories"
         self.incarnations = self.folder / "incarnations"
         self.processes = self.folder / "processes.json"
+        self.faults = self.folder / "faults.json"
         self.stop = self.folder / "stop"
         """While this file exists, the run is to save a checkpoint and end."""
 
@@ -243,7 +245,11 @@ def is_trainer(name: str) -> bool:
 
 def from_command_line(program: str) -> tuple[Run, int]:
     """Returns the run and the index in its pool that a launcher gave this process as
-    `--run FOLDER --incarnation I --index N`. Ends the process if it has been replaced already."""
+    `--run FOLDER --incarnation I --index N`. Ends the process if it has been replaced already.
+
+    Also lets this process have as many files open as its node allows.
+    """
+    descriptors.raise_limit()
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Started by a launcher, see launch/.")
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")

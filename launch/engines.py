@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from areal_megatron import config_file
@@ -26,8 +27,7 @@ from launch.health import Health
 from launch.hosts import Here
 from launch.orders import start_order
 from launch.pools import Process, Slot
-from launch.records import read_record
-from launch.status import state_of
+from launch.records import Pulse, read_record, state_of
 from launch.supervise import Outcome, describe, interrupt
 
 _POLL_S = 0.5
@@ -51,7 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     run = Run(options.run)
     try:
         check_running(run)
-        return add(run, options) if options.action == "add" else drain(run, options.engines, options.timeout_s)
+        config = config_file.load(run.config)
+        if options.action == "add":
+            return add(run, config, options)
+        return drain(run, options.engines, options.timeout_s, config.machine.silence_s)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -62,13 +65,12 @@ def check_running(run: Run) -> None:
     record = read_record(run)
     if record is None:
         raise ConfigError(f"{run.folder} is no run folder; give one such as runs/tiny")
-    if (state := state_of(record, time.time())) != "running":
+    if (state := state_of(run, record)) != "running":
         raise ConfigError(f"{run.folder} is not running: it is {state}")
 
 
-def add(run: Run, options: argparse.Namespace) -> int:
+def add(run: Run, config: Config, options: argparse.Namespace) -> int:
     """Starts engines, looks after them and returns the exit code. Raises ConfigError if they do not fit."""
-    config = config_file.load(run.config)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with Here() as here:
@@ -93,14 +95,15 @@ class _Added:
         for name in self._processes:
             self._start(name)
         print(f"started {', '.join(self._processes)} for {self._run.folder}", flush=True)
+        pulse = Pulse(self._run, self._config.machine.silence_s)
         while len(self._ended) < len(self._processes):
-            record = read_record(self._run)
-            if record is None or state_of(record, time.time()) != "running":
-                print("the run is over")
+            if (state := pulse.state()) != "running":
+                print(f"the run is over: it is {state}")
                 return Outcome.DONE
-            if (incarnation := self._run.incarnation) != self._incarnation:
-                self._incarnation = incarnation
-                self._health.begin(self._processes.keys() - self._ended)
+            with suppress(OSError, ValueError):  # it is read again soon
+                if (incarnation := self._run.incarnation) != self._incarnation:
+                    self._incarnation = incarnation
+                    self._health.begin(self._processes.keys() - self._ended)
             for name, why in self._health.to_end().items():
                 self._end(name, why)
             for name in self._processes.keys() - self._ended:
@@ -160,10 +163,10 @@ def claim(run: Run, first: int) -> str:
             index += 1
 
 
-def drain(run: Run, names: list[str], timeout_s: float) -> int:
+def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int:
     """Asks engines to leave the run, waits until they have, and returns the exit code.
 
-    Raises ConfigError for engines that cannot leave.
+    Raises ConfigError for engines that cannot leave, if the run ends, or if its launcher writes nothing for silence_s.
     """
     states = _states(run)
     if unknown := [name for name in names if name not in states]:
@@ -174,7 +177,7 @@ def drain(run: Run, names: list[str], timeout_s: float) -> int:
         path = run.drain(name)
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    deadline = time.monotonic() + timeout_s
+    pulse, deadline = Pulse(run, silence_s), time.monotonic() + timeout_s
     waiting = set(names)
     while waiting:
         for name in sorted(name for name in waiting if _states(run).get(name) == EngineState.DRAINED):
@@ -183,7 +186,8 @@ def drain(run: Run, names: list[str], timeout_s: float) -> int:
         if waiting and time.monotonic() > deadline:
             print(f"error: {', '.join(sorted(waiting))} still answer after {timeout_s:.0f} s", file=sys.stderr)
             return Outcome.FAILED
-        check_running(run)
+        if (state := pulse.state()) != "running":
+            raise ConfigError(f"{run.folder} is not running: it is {state}")
         time.sleep(_POLL_S)
     return Outcome.DONE
 

@@ -12,11 +12,13 @@ from areal_megatron.run import is_engine
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, NodeHello, Order, StartOrder, carry_out
 from launch.pools import Process, whole
 from launch.processes import Child, Children, Log
+from launch.silence import AwakeClock
 
 _POLL_S = 0.05
-_SILENCE_S = 60.0
-"""Silence after which a supervisor is taken for lost; it says every five seconds that it is alive."""
 _END_S = 60.0
+_PROGRESS_S = 10.0
+"""Interval between two lines about supervisors that are waited for."""
+_NAMED = 8
 
 
 class HostError(RuntimeError):
@@ -106,32 +108,42 @@ class Channel(Protocol):
 
 
 class Nodes:
-    """Hosts on the nodes whose supervisors a channel reaches."""
+    """Hosts on the nodes whose supervisors a channel reaches. One that is silent for silence_s is lost."""
 
-    def __init__(self, channel: Channel, place: Callable[[Process], str] = lambda process: process.node):
+    def __init__(
+        self, channel: Channel, silence_s: float, place: Callable[[Process], str] = lambda process: process.node
+    ):
         """`place` returns the name of the supervisor that is to start a process."""
         self._channel, self.supervisor = channel, place
+        self._silence_s, self._clock = silence_s, AwakeClock(silence_s)
         self.by_name: dict[str, Remote] = {}
         self.lost: set[str] = set()
         self._heard: dict[str, float] = {}
         self._uncleared: set[str] = set()
 
     def gather(self, expected: list[str], timeout_s: float) -> list[NodeHello]:
-        """Waits for all supervisors and returns what they have, in the order of `expected`.
+        """Waits for all supervisors and returns what they have, in the order of `expected`. Says now and then which are
+        missing.
 
         Raises HostError with the names of those that did not answer within timeout_s.
         """
         found: dict[str, NodeHello] = {}
-        deadline = time.monotonic() + timeout_s
+        begun = said = self._clock.now()
         while missing := [name for name in expected if name not in found]:
-            if time.monotonic() > deadline:
+            now = self._clock.now()
+            which = f"{len(missing)} of {len(expected)} nodes"
+            names = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
+            if now - begun > timeout_s:
                 raise HostError(
-                    f"{len(missing)} of {len(expected)} nodes did not answer within {timeout_s:.0f} s: "
-                    f"{', '.join(missing[:8])}; is the folder of this installation there?"
+                    f"{which} did not answer within {timeout_s:.0f} s: {names}; is the folder of this installation "
+                    "there, and machine.gather_s long enough?"
                 )
+            if now - said > _PROGRESS_S:
+                said = now
+                print(f"waiting for {which}, {now - begun:.0f} s so far: {names}", file=sys.stderr, flush=True)
             found |= {event.supervisor: event for event in self._channel.receive() if isinstance(event, NodeHello)}
             time.sleep(_POLL_S)
-        self._heard = dict.fromkeys(expected, time.monotonic())
+        self._heard = dict.fromkeys(expected, self._clock.now())
         return [found[name] for name in expected]
 
     def start(self, order: StartOrder) -> None:
@@ -142,7 +154,7 @@ class Nodes:
         self._channel.send(End(self.supervisor(process), process.name))
 
     def refresh(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         for event in self._channel.receive():
             self._heard[event.supervisor] = now
             match event:
@@ -152,17 +164,18 @@ class Nodes:
                     self._uncleared.discard(event.supervisor)
                 case Alive() | _:
                     pass
-        for name in [name for name, heard in self._heard.items() if now - heard > _SILENCE_S]:
+        for name in [name for name, heard in self._heard.items() if now - heard > self._silence_s]:
             self._lose(name)
 
     def end(self, keep: Collection[str] = ()) -> None:
         self._uncleared = set(self._heard)
         self._channel.send(EndAll(list(keep)))
-        deadline = time.monotonic() + _END_S
+        longest_s = self._silence_s + _END_S
+        deadline = self._clock.now() + longest_s
         while self._uncleared:
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise HostError(
-                    f"{', '.join(sorted(self._uncleared))} did not end their processes within {_END_S:.0f} s"
+                    f"{', '.join(sorted(self._uncleared))} did not end their processes within {longest_s:.0f} s"
                 )
             self.refresh()
             time.sleep(_POLL_S)
@@ -171,7 +184,7 @@ class Nodes:
 
     def _lose(self, node: str) -> None:
         """Gives up a node that has fallen silent. Raises HostError if the run cannot do without it."""
-        silent = f"node {node} has said nothing for {_SILENCE_S:.0f} s"
+        silent = f"node {node} has said nothing for {self._silence_s:.0f} s"
         broken = {whole(name) for name, process in self.by_name.items() if process.supervisor == node}
         gone = {name for name in self.by_name if whole(name) in broken}
         left = {name for name, process in self.by_name.items() if process.exit_code is None} - gone - self.lost

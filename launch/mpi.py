@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,11 +25,11 @@ from areal_megatron.network import check_network
 from launch import start
 from launch.hosts import HostError, Nodes
 from launch.node import POLL_S, Supervisor, hello
-from launch.orders import EndAll, Event, NodeHello, Order
+from launch.orders import Alive, EndAll, Event, NodeHello, Order
 from launch.pools import Node, Process
-from launch.supervise import supervise
+from launch.silence import SIGN_S, Repeater
+from launch.supervise import Outcome, supervise
 
-_GATHER_S = 60.0
 _encode = msgspec.json.encode
 _decode_order = msgspec.json.Decoder(Order | None).decode
 _decode_event = msgspec.json.Decoder(Event).decode
@@ -42,17 +43,21 @@ def main(arguments: list[str] | None = None) -> int:
     except (ImportError, RuntimeError) as e:  # RuntimeError: there is no MPI library
         print(f"error: launch.mpi needs mpi4py and an MPI library: {e}", file=sys.stderr)
         return 2
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        print("error: launch.mpi needs an MPI library that several threads may call in turn", file=sys.stderr)
+        return 2
     world = Messages(MPI.COMM_WORLD)
     own = hello(str(world.rank))
     own.node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     if world.rank:
         follow(world, own)
         return 0
-    nodes = Nodes(channel := MpiChannel(world, own), lambda process: places[_slot(process)])
+    channel = MpiChannel(world, own)
     try:
         config = config_file.load(options.config, options.overrides)
         start.check_input(config)
-        found = nodes.gather([str(rank) for rank in range(world.size)], _GATHER_S)
+        nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
+        found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)
         if config.machine.device == "auto":
             config.machine.device = "cuda" if found[0].gpus else "cpu"
         check_network(config.machine.host, {hello.machine for hello in found})
@@ -65,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, HostError) as e:
         channel.close()
         print(f"error: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ConfigError) else 1
+        return 2 if isinstance(e, ConfigError) else Outcome.LOST
     print(beginning.plan.table(), flush=True)
     beginning.begin()
     return supervise(beginning, nodes, options)
@@ -101,24 +106,28 @@ def _slot(process: Process) -> tuple[str, int | None]:
 
 
 class Messages:
-    """Messages of bytes between the processes of a communicator. Receiving never waits; sending takes a moment."""
+    """Messages of bytes between the processes of a communicator. Receiving never waits; sending takes a moment. Threads
+    take turns."""
 
     def __init__(self, communicator):
         from mpi4py import MPI
 
         self._mpi, self._communicator = MPI, communicator
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+        self._lock = threading.Lock()
 
     def send(self, data: bytes, rank: int) -> None:
-        self._communicator.Send([data, self._mpi.BYTE], dest=rank)
+        with self._lock:
+            self._communicator.Send([data, self._mpi.BYTE], dest=rank)
 
     def receive(self) -> list[bytes]:
         """Returns the messages that have arrived."""
         status, received = self._mpi.Status(), []
-        while self._communicator.Iprobe(status=status):
-            data = bytearray(status.Get_count(self._mpi.BYTE))
-            self._communicator.Recv([data, self._mpi.BYTE], source=status.Get_source())
-            received.append(bytes(data))
+        with self._lock:
+            while self._communicator.Iprobe(status=status):
+                data = bytearray(status.Get_count(self._mpi.BYTE))
+                self._communicator.Recv([data, self._mpi.BYTE], source=status.Get_source())
+                received.append(bytes(data))
         return received
 
 
@@ -140,7 +149,8 @@ class MpiChannel:
     def receive(self) -> list[Event]:
         orders, self._orders = self._orders, []
         events, self._events = self._events, []
-        return [*events, *self._supervisor.step(orders), *map(_decode_event, self._world.receive())]
+        own = [*self._supervisor.step(orders), Alive("0")]
+        return [*events, *own, *map(_decode_event, self._world.receive())]
 
     def close(self) -> None:
         for rank in range(1, self._world.size):
@@ -149,12 +159,14 @@ class MpiChannel:
 
 
 def follow(world: Messages, own: NodeHello) -> None:
-    """Supervises the slot of any process but the first, until the first says that the run is over."""
+    """Supervises the slot of any process but the first, until the first says that the run is over. Signs of life come
+    from a thread of their own, since this one waits for the shared folder of the logs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun passes it on to all; only the first process acts on it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     world.send(_encode(own), 0)
-    with Supervisor(own.supervisor) as supervisor:
+    alive = Repeater(lambda: world.send(_encode(Alive(own.supervisor)), 0), SIGN_S)
+    with alive, Supervisor(own.supervisor) as supervisor:
         while None not in (orders := [_decode_order(data) for data in world.receive()]):
             for event in supervisor.step(orders):
                 world.send(_encode(event), 0)

@@ -1,8 +1,9 @@
 """Supervises the processes of one node: `python -m launch.node [--pool POOL]`, started by launch.slurm over srun.
 
 Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). The supervisor ends all its
-processes when it is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a minute of
-silence. When the launcher is gone it also makes sure that the Slurm job is requeued.
+processes when it is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a long silence.
+When the launcher is gone it also makes sure that the Slurm job is requeued. Signs of life come from a thread of their
+own: the others open logs, on a shared folder that may not answer for a while.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ import msgspec
 
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
 from launch.processes import Children
+from launch.silence import AwakeClock, Repeater, sign_interval
 
 POLL_S = 0.1
-ALIVE_S = 5.0
-"""Interval between two signs of life."""
-_SILENCE_S = 60.0
-"""Silence after which the launcher is taken for lost; it says every ten seconds that it is alive (slurm.py)."""
+_LAUNCHER_SILENCE = 2
+"""A launcher may be silent for so many times as long as a supervisor: it is the one that decides who is lost."""
 _STRANDED_LOOK_S = 5.0
 _STRANDED_LONGEST_S = 1800.0
 """Slurm finds a lost node after its SlurmdTimeout, usually 300 s."""
@@ -43,10 +43,10 @@ class Supervisor:
         self._name = name
         self._children = Children()
         self._reported: set[str] = set()
-        self._said = 0.0
 
     def step(self, orders: Iterable[Order]) -> Iterator[Event]:
-        """Carries out orders and yields the events since the last call. Waits only for processes that it ends."""
+        """Carries out orders and yields the events since the last call. Waits for processes that it ends, and for the
+        folder of the logs."""
         for order in orders:
             match order:
                 case StartOrder() if order.supervisor == self._name:
@@ -65,9 +65,6 @@ class Supervisor:
                     yield Cleared(self._name)
         yield from self._ended()
         self._children.look_after()
-        if time.monotonic() - self._said > ALIVE_S:
-            self._said = time.monotonic()
-            yield Alive(self._name)
 
     def _ended(self) -> Iterator[Ended]:
         for child in self._children.by_name.values():
@@ -112,28 +109,32 @@ def gpu_gib() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.node", description=__doc__.split("\n")[0])
     parser.add_argument("--pool", default="", choices=["", "trainer", "rollout"])
-    pool = parser.parse_args().pool
+    parser.add_argument("--silence-s", type=float, default=180.0, help="machine.silence_s of the run")
+    options = parser.parse_args()
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    _say(hello(name, pool))
-    with Supervisor(name) as supervisor:
-        dismissed = follow(supervisor, _orders())
+    _say(hello(name, options.pool))
+    alive = Repeater(lambda: _say(Alive(name)), sign_interval(options.silence_s))
+    with alive, Supervisor(name) as supervisor:
+        dismissed = follow(supervisor, _orders(), _LAUNCHER_SILENCE * options.silence_s)
     if not dismissed and "SLURM_JOB_ID" in os.environ:
         requeue_stranded_job()
     return 0
 
 
-def follow(supervisor: Supervisor, orders: queue.Queue[Order | None], silence_s: float = _SILENCE_S) -> bool:
-    """Carries out orders. Returns True when it is told to leave, False when the launcher is gone."""
-    heard = time.monotonic()
-    while time.monotonic() < heard + silence_s:
+def follow(supervisor: Supervisor, orders: queue.Queue[Order | None], silence_s: float) -> bool:
+    """Carries out orders. Returns True when it is told to leave, False when the launcher is gone: at the end of the
+    orders, or after silence_s without one."""
+    clock = AwakeClock(silence_s)
+    heard = clock.now()
+    while clock.now() < heard + silence_s:
         taken = _take(orders)
         if any(isinstance(order, Leave) for order in taken):
             return True
         if None in taken:
             return False
         if taken:
-            heard = time.monotonic()
+            heard = clock.now()
         for event in supervisor.step(taken):
             _say(event)
     return False
@@ -167,9 +168,9 @@ def _take(orders: queue.Queue[Order | None]) -> list[Order | None]:
 
 
 def _say(event: Event) -> None:
+    # Not sys.stdout: several threads write, and a short line reaches a pipe as a whole.
     with suppress(BrokenPipeError):  # the launcher is gone, which the orders tell
-        sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
-        sys.stdout.buffer.flush()
+        os.write(1, msgspec.json.encode(event) + b"\n")
 
 
 def requeue_stranded_job(longest_s: float = _STRANDED_LONGEST_S, look_s: float = _STRANDED_LOOK_S) -> None:
@@ -181,22 +182,22 @@ def requeue_stranded_job(longest_s: float = _STRANDED_LONGEST_S, look_s: float =
     """
     job, deadline = os.environ["SLURM_JOB_ID"], time.monotonic() + longest_s
     while time.monotonic() < deadline:
-        state, _, rest = _slurm_client("squeue", "--noheader", f"--jobs={job}", "--format=%T %B %N").partition(" ")
+        state, _, rest = slurm_client("squeue", "--noheader", f"--jobs={job}", "--format=%T %B %N").partition(" ")
         host, _, nodes = rest.partition(" ")
         if state and state != "RUNNING":
             return
-        if nodes and host not in _slurm_client("scontrol", "show", "hostnames", nodes).split():
+        if nodes and host not in slurm_client("scontrol", "show", "hostnames", nodes).split():
             with suppress(OSError):  # srun, which passes stderr on, was on that node
                 print(
                     f"node {host}, which the launcher was on, is lost: the job is queued again",
                     file=sys.stderr,
                     flush=True,
                 )
-            _slurm_client("scontrol", "requeue", job)  # again and again until the job stops: a busy slurmctld refuses
+            slurm_client("scontrol", "requeue", job)  # again and again until the job stops: a busy slurmctld refuses
         time.sleep(look_s)
 
 
-def _slurm_client(*command: str) -> str:
+def slurm_client(*command: str) -> str:
     """Returns what the program prints; "" if it fails, as it does while Slurm records the end of the job."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,11 @@ LOG_BYTES = 64 * 2**20
 _ROTATE_S = 60.0
 _NOTE_S = 5.0
 _OTHERS_END_S = 1.0
+_KILLED_S = 5.0
+_GONE_S = 60.0
+"""Longest wait for what was ended before something else is started: to free the memory of GPUs takes seconds."""
+_GONE_LOOK_S = 0.5
+_NVIDIA_SMI_S = 10.0
 _LONGEST_BASE = 48
 
 
@@ -34,15 +39,20 @@ class Log:
 
     @property
     def last_write(self) -> float:
-        """Seconds since the epoch of the last write; 0 if there is no log yet."""
-        return self.log.stat().st_mtime if self.log.exists() else 0.0
+        """Seconds since the epoch of the last write; 0 if there is no log yet, or none that can be read."""
+        try:
+            return self.log.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def last_lines(self, count: int = 15) -> str:
-        if not self.log.exists():
+        """Returns the end of the log; "" if there is none yet, or none that can be read."""
+        try:
+            with self.log.open("rb") as f:
+                f.seek(max(0, os.path.getsize(self.log) - 20000))
+                return "\n".join(f.read().decode(errors="replace").splitlines()[-count:])
+        except OSError:
             return ""
-        with self.log.open("rb") as f:
-            f.seek(max(0, os.path.getsize(self.log) - 20000))
-            return "\n".join(f.read().decode(errors="replace").splitlines()[-count:])
 
 
 class Child(Log):
@@ -84,6 +94,7 @@ class Children:
         self._rotated = self._noted = time.monotonic()
         self._shared = SharedMemory()
         base = tempfile.gettempdir()  # paths of sockets in it have 107 characters at most
+        self._ended: set[psutil.Process] = set()
         self._temporary = tempfile.mkdtemp(prefix="areal-", dir=base if len(base) < _LONGEST_BASE else "/tmp")
         command = [sys.executable, "-m", "launch.guardian", self._temporary]
         self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -91,6 +102,7 @@ class Children:
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):
             self.kill(earlier.name)  # it may have left descendants
+        self._await_ended(name)
         environment = environment | {"TMPDIR": self._temporary}
         child = self.by_name[name] = Child(name, command, environment, log, cores)
         self._guardian.stdin.write(f"{child.pid}\n".encode())
@@ -99,14 +111,33 @@ class Children:
 
     def kill(self, name: str) -> None:
         """Ends a child, which gets one second to end by itself, and its descendants."""
-        end_sessions({self.by_name[name].pid}, self._shared, grace_s=1.0)
+        self._ended |= end_sessions({self.by_name[name].pid}, self._shared, grace_s=1.0)
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Ends all children but those to `keep`, with all their descendants."""
         ended = [child for name, child in self.by_name.items() if name not in keep]
-        end_sessions({child.pid for child in ended}, self._shared)
+        self._ended |= end_sessions({child.pid for child in ended}, self._shared)
         for child in ended:
             _ = child.exit_code  # reaps it
+
+    def _await_ended(self, name: str) -> None:
+        """Waits until the processes that were ended are gone, and the memory of GPUs that they had: `name`, which is
+        about to start, needs it. Says what it waits for, and gives up after _GONE_S."""
+        deadline, said = time.monotonic() + _GONE_S, False
+        while left := [process.pid for process in self._ended if _is_alive(process)] or self._on_gpus():
+            what = f"earlier processes that are ending or have memory of a GPU: {', '.join(map(str, left))}"
+            if time.monotonic() > deadline:
+                print(f"{name} is started after {_GONE_S:.0f} s beside {what}", file=sys.stderr, flush=True)
+                break
+            if not said:
+                print(f"{name} waits for {what}", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(_GONE_LOOK_S)
+        self._ended.clear()
+
+    def _on_gpus(self) -> list[int]:
+        """Returns the ids of ended processes that GPUs still know."""
+        return sorted({process.pid for process in self._ended} & gpu_processes()) if self._ended else []
 
     def look_after(self) -> None:
         """Moves long logs aside, and notes shared memory, since children may end by themselves. To be called often."""
@@ -121,9 +152,10 @@ class Children:
     def _rotate_logs(self) -> None:
         """Moves the contents of long logs aside, in place of what was there."""
         for child in self.by_name.values():
-            if child.log.exists() and child.log.stat().st_size > LOG_BYTES:
-                shutil.copyfile(child.log, child.log.with_name(f"{child.log.name}.1"))
-                os.truncate(child.log, 0)  # the process appends, and so continues at the new end
+            with suppress(OSError):  # a full disk, or a shared one that is not there: a minute later again
+                if child.log.stat().st_size > LOG_BYTES:
+                    shutil.copyfile(child.log, child.log.with_name(f"{child.log.name}.1"))
+                    os.truncate(child.log, 0)  # the process appends, and so continues at the new end
 
     def forget(self, keep: Collection[str] = ()) -> None:
         """Forgets children that have ended: all but those to `keep`."""
@@ -156,21 +188,43 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> None:
-    """Ends every process of the sessions: SIGTERM to their leaders, then SIGKILL to all that are left.
+def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> set[psutil.Process]:
+    """Ends every process of the sessions: SIGTERM to their leaders, then SIGKILL to all that are left. Returns them;
+    some may not be gone yet, as the kernel first frees their memory, and that of GPUs.
 
     A leader has grace_s to end by itself, its descendants a second more. Their shared memory is removed.
     """
-    shared.note(_members(sessions))
-    for process in _members(sessions):
+    members = set(_members(sessions))
+    shared.note(members)
+    for process in members:
         if process.pid in sessions:
             _signal(process, signal.SIGTERM)
     _wait(lambda: not any(process.pid in sessions for process in _members(sessions)), grace_s)
     _wait(lambda: not _members(sessions), 1.0)
-    for process in _members(sessions):
+    left = set(_members(sessions))
+    for process in left:
         _signal(process, signal.SIGKILL)
-    _wait(lambda: not _members(sessions), 5.0)
+    _wait(lambda: not _members(sessions), _KILLED_S)
     shared.remove()
+    return members | left
+
+
+def gpu_processes() -> set[int]:
+    """Returns the ids of the processes that have memory of this machine's GPUs; none if nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return {int(pid) for pid in found if pid.isdigit()}
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether any thread of the process is left: its first one is a zombie while the others still end."""
+    try:
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
@@ -191,7 +245,7 @@ def _members(sessions: set[int]) -> list[psutil.Process]:
     members = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) in sessions and _is_alive(process):
                 members.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess, PermissionError):
             continue

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import socket
+import sys
+import threading
 import time
 from collections.abc import Mapping
 
 import msgspec
 
-from areal_megatron.files import write_atomically
+from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.run import Run
 from launch.pools import Placement
 from launch.processes import Log
+from launch.silence import AwakeClock
 
 RECORD_S = 5.0
 """Time between two records of a run in which nothing happens."""
 GONE_S = 30.0
-"""Age of a record from which the launcher is taken for dead: clocks of nodes differ, and shared folders lag."""
+"""Age of a record from which the launcher may be dead, if its node's clock shows the same time as this one's."""
+_WATCH_S = 3 * RECORD_S
+_LOOK_S = 0.2
 
 
 class ProcessRecord(msgspec.Struct):
@@ -39,33 +44,82 @@ class LaunchRecord(msgspec.Struct):
 
 
 class Recorder:
-    """Keeps processes.json up to date."""
+    """Keeps processes.json up to date, as well as the disk allows. Several threads may write."""
 
     def __init__(self, run: Run, placement: Placement):
         self._run, self._placement = run, placement
         self._written, self._codes = 0.0, {}
+        self._lock, self._over, self._failed = threading.Lock(), False, False
 
     def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
-        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended. Call it often.
+        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended; nothing after its
+        end. Call it often.
 
         Raises Replaced."""
-        codes = {name: process.exit_code for name, process in processes.items()}
-        if not outcome and codes == self._codes and time.monotonic() - self._written < RECORD_S:
-            return
-        self._run.check_current()
-        self._codes, self._written = codes, time.monotonic()
-        records = [
-            ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
-            for process in self._placement.processes
-            for p in process.parts
-        ]
-        record = LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records)
-        write_atomically(self._run.processes, msgspec.json.encode(record).decode())
+        with self._lock:
+            codes = {name: process.exit_code for name, process in processes.items()}
+            is_new = outcome or codes != self._codes or time.monotonic() - self._written >= RECORD_S
+            if self._over or not is_new:
+                return
+            self._codes, self._written, self._over = codes, time.monotonic(), bool(outcome)
+            records = [
+                ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
+                for process in self._placement.processes
+                for p in process.parts
+            ]
+            self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records))
+
+    def _put(self, record: LaunchRecord) -> None:
+        try:
+            self._run.check_current()
+            write_atomically(self._run.processes, msgspec.json.encode(record))
+            self._failed = False
+        except OSError as e:
+            if not self._failed:
+                print(f"warning: {self._run.processes} cannot be written: {e.strerror}", file=sys.stderr, flush=True)
+            self._failed = True
+
+
+class Pulse:
+    """Whether a run lasts and its launcher lives, which is the case as long as its records change: by this machine's
+    clock alone, as those of others may differ."""
+
+    def __init__(self, run: Run, silence_s: float):
+        self._run, self._silence_s = run, silence_s
+        self._clock, self._record = AwakeClock(silence_s), None
+        self._changed = self._clock.now()
+
+    def state(self) -> str:
+        """Returns how the run ended, or `lost` if there has been no new record for silence_s, or else `running`.
+
+        Call it often.
+        """
+        record, now = read_record(self._run), self._clock.now()
+        if record is not None and record != self._record:
+            self._record, self._changed = record, now
+        if self._record is not None and self._record.outcome:
+            return self._record.outcome
+        return "running" if now - self._changed < self._silence_s else "lost"
 
 
 def read_record(run: Run) -> LaunchRecord | None:
-    """Returns the last record; None before the first."""
-    try:
-        return msgspec.json.decode(run.processes.read_bytes(), type=LaunchRecord)
-    except FileNotFoundError:
-        return None
+    """Returns the last record; None before the first, and if none can be read."""
+    return read_replaced(run.processes, lambda content: msgspec.json.decode(content, type=LaunchRecord))
+
+
+def state_of(run: Run, record: LaunchRecord) -> str:
+    """Returns how the run ended, or else `running`, or `lost` if its launcher has fallen silent.
+
+    `record`: the last one. If it is not of this minute by this machine's clock, waits _WATCH_S for another.
+    """
+    age = time.time() - record.time
+    if record.outcome or abs(age) < GONE_S:
+        return record.outcome or "running"
+    print(f"the last record is {age:.0f} s old: waiting {_WATCH_S:.0f} s for another", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + _WATCH_S
+    while time.monotonic() < deadline:
+        later = read_record(run)
+        if later is not None and later != record:
+            return later.outcome or "running"
+        time.sleep(_LOOK_S)
+    return "lost"

@@ -4,9 +4,10 @@ The scripts in slurm/ call it on the first node of the job. It starts a supervis
 nodes into pools, and watches the run. In a heterogeneous job group 0 has the trainers' nodes and group 1 the engines'.
 
 SIGUSR1, which `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, makes the run save a
-checkpoint and requeues the job. A job that has lost a node is requeued without a checkpoint; if the launcher's node is
-lost, by the supervisors of the others (node.py). With resume=auto the run then continues where it was. Exit code 0:
-done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither torch nor vllm.
+checkpoint and requeues the job. A job that has lost a node, or whose nodes do not all answer at its start, is requeued
+without a checkpoint; if the launcher's node is lost, by the supervisors of the others (node.py). With resume=auto the
+run then continues where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither
+torch nor vllm.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ import msgspec
 from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.network import check_network
 from areal_megatron.run import Run
-from launch import start
+from launch import node, start
 from launch.hosts import HostError, Nodes
 from launch.orders import Event, Leave, NodeHello, Order, Present
 from launch.pools import Node
+from launch.silence import Repeater, sign_interval
 from launch.supervise import Outcome, supervise
 
 _POOLS = ("trainer", "rollout")
 _CLIENT_TIMEOUT_S = 60.0
 _FRUITLESS = 3
-_HERE_S = 10.0
-"""Interval between two signs of life to the supervisors."""
 _REQUEUE_S = 120.0
 _AGAIN_S = 5.0
 _KILLED_S = 120.0
@@ -47,7 +48,6 @@ _KILLED_S = 120.0
 
 def main(arguments: list[str] | None = None) -> int:
     parser = start.parser("launch.slurm", __doc__.split("\n")[0])
-    parser.add_argument("--gather-s", type=float, default=120.0, help="longest wait for the nodes' supervisors")
     parser.add_argument(
         "--grace-s",
         type=float,
@@ -65,32 +65,25 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    nodes = Nodes(srun(job))
+    run = Run(config.run_dir)
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(queue_again(run)))
+    nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:
-        found = nodes.gather(job.names, options.gather_s)
+        found = nodes.gather(job.names, config.machine.gather_s)
         check_network(config.machine.host, {hello.machine for hello in found})
         everyone = [describe(hello, config) for hello in found]
-        trainers = [node for node, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
-        engines = [node for node, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
+        trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
+        engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
         beginning = start.check(config, trainers, engines, gpu_gib=min(hello.gpu_gib for hello in found))
     except (ConfigError, HostError) as e:
         nodes.__exit__()
-        print(f"error: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ConfigError) else 1
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        return 2 if isinstance(e, ConfigError) else queue_again(run)
     print(beginning.plan.table(), flush=True)
     beginning.begin()
     deadline = TimeLimit(beginning.run.stop, options.grace_s)
     outcome = supervise(beginning, nodes, options, deadline.check)
-    if outcome not in (Outcome.STOPPED, Outcome.LOST):
-        return outcome
-    if is_stuck(beginning.run):
-        print(
-            f"error: the job was queued again {_FRUITLESS} times in a row before it had saved anything; after a "
-            "stop, give it more time than the first number of its --signal",
-            file=sys.stderr,
-        )
-        return Outcome.FAILED
-    return requeue()
+    return queue_again(run) if outcome in (Outcome.STOPPED, Outcome.LOST) else outcome
 
 
 class Job(msgspec.Struct):
@@ -154,15 +147,15 @@ def describe(hello: NodeHello, config: Config) -> Node:
 class Srun:
     """The connection to the supervisors: stdin and stdout of an srun for each group of nodes, which passes both on."""
 
-    def __init__(self, commands: list[list[str]]):
+    def __init__(self, commands: list[list[str]], silence_s: float):
         pipe = subprocess.PIPE
         self._processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for command in commands]
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._decode = msgspec.json.Decoder(Event).decode
-        self._sending, self._closed = threading.Lock(), threading.Event()
+        self._sending = threading.Lock()
         for process in self._processes:
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
-        threading.Thread(target=self._live, daemon=True).start()
+        self._alive = Repeater(self._say_alive, sign_interval(silence_s)).__enter__()
 
     def send(self, order: Order) -> None:
         for process in self._processes:
@@ -184,7 +177,7 @@ class Srun:
             raise HostError(f"srun passed on a line that is no event: {e}") from None
 
     def close(self) -> None:
-        self._closed.set()
+        self._alive.__exit__()
         with suppress(HostError):
             self.send(Leave())
         for process in self._processes:
@@ -196,11 +189,10 @@ class Srun:
             except subprocess.TimeoutExpired:
                 process.terminate()  # srun ends its step
 
-    def _live(self) -> None:
+    def _say_alive(self) -> None:
         """Tells the supervisors that this process is alive, since they may not notice its end."""
-        while not self._closed.wait(_HERE_S):
-            with suppress(HostError, ValueError):  # stdin has just been closed
-                self.send(Present())
+        with suppress(HostError, ValueError):  # stdin has just been closed
+            self.send(Present())
 
     def _read(self, process: subprocess.Popen) -> None:
         for line in process.stdout:
@@ -211,7 +203,7 @@ def _ended(process: subprocess.Popen) -> str:
     return f"srun, which holds the nodes' supervisors, ended with exit code {process.poll()}; see its messages above"
 
 
-def srun(job: Job) -> Srun:
+def srun(job: Job, silence_s: float) -> Srun:
     """Starts a supervisor on each node. One srun for both groups would pass its stdin on to the last one only."""
     commands = []
     for number, names in enumerate(job.groups):
@@ -227,10 +219,9 @@ def srun(job: Job) -> Srun:
             "--no-kill",
             "--unbuffered",
         ]
-        commands.append(
-            [*command, sys.executable, "-m", "launch.node", *(["--pool", _POOLS[number]] if several else [])]
-        )
-    return Srun(commands)
+        command += [sys.executable, "-m", "launch.node", f"--silence-s={silence_s}"]
+        commands.append([*command, *(["--pool", _POOLS[number]] if several else [])])
+    return Srun(commands, silence_s)
 
 
 class TimeLimit:
@@ -242,17 +233,59 @@ class TimeLimit:
 
     def check(self) -> None:
         """Raises HostError if the run was asked to stop more than grace_s ago."""
-        if self._since is None and self._asked.exists():
+        if self._since is None and os.path.exists(self._asked):  # Path.exists raises for a stale handle
             self._since = time.monotonic()
         if self._since is not None and time.monotonic() - self._since > self._grace_s:
             raise HostError(f"the run did not stop within {self._grace_s:.0f} s; the job is queued again without it")
 
 
-def is_stuck(run: Run) -> bool:
-    """Returns whether none of the last _FRUITLESS incarnations, this one included, has saved anything."""
-    begun = {begin.version for begin in run.starts()[-_FRUITLESS:]}
-    saved, _ = checkpoint_folder.resumable(run)
-    return len(run.starts()) >= _FRUITLESS and begun == {saved.version if saved else 0}
+class Faults(msgspec.Struct):
+    """faults.json in the run folder: how often a job was queued again without having been stopped for another job."""
+
+    job: str
+    saved: str
+    """The last checkpoint of the run; empty before the first."""
+    count: int
+    """The times since it was saved."""
+
+
+def queue_again(run: Run) -> int:
+    """Requeues this job and returns the exit code. A job that fails again and again before it saves anything ends here;
+    one that only makes room for others does not."""
+    try:
+        stuck = not is_preempted() and count_fault(run) >= _FRUITLESS
+    except OSError as e:
+        print(f"warning: this end of the job cannot be counted: {e}", file=sys.stderr)
+        stuck = False
+    if stuck:
+        print(
+            f"error: the job has ended {_FRUITLESS} times in a row before it had saved anything, and is not queued "
+            "again; after a stop, give it more time than the first number of its --signal",
+            file=sys.stderr,
+        )
+        return Outcome.FAILED
+    return requeue()
+
+
+def count_fault(run: Run) -> int:
+    """Notes that this job ends without having been preempted. Returns how often it has since the last checkpoint."""
+    saved = checkpoint_folder.complete(run)  # unread: the time limit may be near
+    faults = Faults(os.environ["SLURM_JOB_ID"], saved[-1].name if saved else "", 1)
+    before = read_replaced(run.faults, lambda content: msgspec.json.decode(content, type=Faults))
+    if before and (before.job, before.saved) == (faults.job, faults.saved):
+        faults.count += before.count
+    if not run.folder.exists():  # the nodes of a new run have not come together
+        run.create()
+    write_atomically(run.faults, msgspec.json.encode(faults))
+    return faults.count
+
+
+def is_preempted() -> bool:
+    """Returns whether Slurm is stopping this job for another one; False if Slurm does not say."""
+    shown = node.slurm_client("scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"])
+    times = dict(field.partition("=")[::2] for field in shown.split())
+    preempted = times.get("PreemptTime", "None")
+    return preempted[:1].isdigit() and preempted >= times.get("StartTime", "")  # not one of an earlier start
 
 
 def requeue(longest_s: float = _REQUEUE_S, again_s: float = _AGAIN_S) -> int:

@@ -1,8 +1,8 @@
 """Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all]`.
 
 Prints how far the run is, its processes with node, version and throughput, the last checkpoint, the restarts, and where
-the logs are. Exit code 0: it is running or done, 1: it has failed, was interrupted, or its launcher is gone, 2: no such
-run. Imports neither torch nor vllm.
+the logs are. If the launcher's last record is old, waits some seconds for another. Exit code 0: it is running or done,
+1: it has failed, was interrupted, or its launcher is gone, 2: no such run. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import engines_of
 from areal_megatron.run import Run
-from launch.records import GONE_S, LaunchRecord, ProcessRecord, read_record
+from launch.records import LaunchRecord, ProcessRecord, read_record, state_of
 
 _LISTED = 32
 """The most processes that have a line each; if there are more, neighbours of one pool and state share a line."""
@@ -38,17 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
         what = "has not been started by a launcher" if run.config.exists() else "is no run folder"
         print(f"error: {options.run} {what}; give a folder such as runs/tiny", file=sys.stderr)
         return 2
-    state = state_of(record, time.time())
+    state = state_of(run, record)
     console = Console(highlight=False, soft_wrap=True)
     for line in headlines(run, record, state, time.time()):
         console.print(line)
     console.print(table(run, record, options.all))
     return int(state not in ("running", "done", "stopped"))
-
-
-def state_of(record: LaunchRecord, now: float) -> str:
-    """Returns how the run ended, or else `running`, or `lost` if the launcher has fallen silent."""
-    return record.outcome or ("running" if now - record.time < GONE_S else "lost")
 
 
 def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterator[str]:

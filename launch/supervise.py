@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
+import os
 import secrets
 import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
@@ -22,10 +22,14 @@ from launch.orders import start_order
 from launch.pools import Process, whole
 from launch.processes import Child, Log
 from launch.records import Recorder
+from launch.silence import AwakeClock, Repeater
 from launch.start import Beginning
 
 _POLL_S = 0.1
+_RECORD_S = 0.5
 _END_S = 30.0
+_LAST_LOOK_S = 60.0
+"""Patience with the last status: it says whether the run is done or was stopped."""
 
 
 class Outcome(enum.IntEnum):
@@ -73,7 +77,7 @@ def supervise(
         outcome = {HostError: Outcome.LOST, ConfigError: Outcome.FAILED, Replaced: Outcome.REPLACED}[type(e)]
     else:
         if not failure:
-            outcome = Outcome.STOPPED if _phase(beginning) == "stopped" else Outcome.DONE
+            outcome = Outcome.STOPPED if _phase(beginning, _LAST_LOOK_S) == "stopped" else Outcome.DONE
     finally:
         watch.close(outcome)
     print(failure or watch.console.summary(), file=sys.stderr if failure else sys.stdout)
@@ -89,6 +93,9 @@ class _Watch:
         self._restarts, self._python = options.restarts, options.python
         self._processes = {process.name: process for process in beginning.plan.placement.processes}
         self._recorder = Recorder(beginning.run, beginning.plan.placement)
+        self._replaced: Replaced | None = None
+        # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
+        self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)
 
     def incarnation(self) -> str:
@@ -98,6 +105,8 @@ class _Watch:
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
             self._start(name)
         while True:
+            if self._replaced:
+                raise self._replaced
             self._hosts.refresh()
             processes = self._hosts.by_name
             if failed := _failure(processes, self._hosts, self.parts(self._health.drained) | self._hosts.lost):
@@ -109,7 +118,6 @@ class _Watch:
             if all(c.exit_code == 0 for c in processes.values() if not is_engine(c.name)):
                 return ""
             self.console.refresh()
-            self._recorder.write(processes, self._restarts)
             self._on_poll()
             for name, why in self._health.to_end().items():
                 self._end(name, why)
@@ -134,7 +142,7 @@ class _Watch:
 
     def may_restart(self, failure: str) -> bool:
         """Uses up a restart and says so. Returns False if there is none left, or the run is to stop."""
-        if not self._restarts or self._beginning.run.stop.exists():
+        if not self._restarts or os.path.exists(self._beginning.run.stop):  # Path.exists raises for a stale handle
             return False
         self._restarts -= 1
         print(f"{failure}\nstarting again, {self._restarts} restarts are left", file=sys.stderr, flush=True)
@@ -142,8 +150,14 @@ class _Watch:
 
     def close(self, outcome: Outcome) -> None:
         self.console.close()
-        with suppress(Replaced):
-            self._recorder.write(self._hosts.by_name, self._restarts, outcome.name.lower())
+        self._recording.__exit__()
+        self._record(outcome.name.lower())
+
+    def _record(self, outcome: str = "") -> None:
+        try:
+            self._recorder.write(dict(self._hosts.by_name), self._restarts, outcome)
+        except Replaced as e:
+            self._replaced = e
 
     def _start(self, name: str) -> None:
         self._health.started(name)
@@ -163,12 +177,13 @@ class _Watch:
 
     def _end_parts(self, name: str) -> None:
         """Ends what is left of an engine that has lost a part. Raises HostError if it does not end."""
-        deadline = time.monotonic() + _END_S
+        silence_s = self._beginning.config.machine.silence_s
+        clock, longest_s = AwakeClock(silence_s), silence_s + _END_S
         for part in self._living(name):
             self._hosts.kill(part)
         while living := self._living(name):
-            if time.monotonic() > deadline:
-                raise HostError(f"{', '.join(part.name for part in living)} did not end within {_END_S:.0f} s")
+            if clock.now() > longest_s:
+                raise HostError(f"{', '.join(part.name for part in living)} did not end within {longest_s:.0f} s")
             time.sleep(_POLL_S)
             self._hosts.refresh()
 
@@ -187,9 +202,9 @@ class _Watch:
         return is_engine(name) and _phase(self._beginning) == "training"
 
 
-def _phase(beginning: Beginning) -> str | None:
-    """Returns the phase of the run, as the controller reports it."""
-    return read_status(beginning.run).get("phase")
+def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:
+    """Returns the phase of the run, as the controller reports it; None if that cannot be read within patience_s."""
+    return read_status(beginning.run, patience_s).get("phase")
 
 
 def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collection[str]) -> Child | None:

@@ -1,8 +1,6 @@
 # Sourced by the scripts of this folder with CONFIG set, in the repository's folder; "$@": key=value overrides.
 # shellcheck shell=bash
 
-# The usual soft limit of 1,024 open files is less than the controller's connections to a large rollout pool.
-ulimit -S -n "$(ulimit -H -n)"
 # Unbuffered, so that slurm-JOB.out has the launcher's lines at once, and even if the job is killed.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 # NCCL says why it fails; by default it says nothing. If it chooses the wrong interface on your cluster, set

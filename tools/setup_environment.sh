@@ -18,6 +18,6 @@ if ! pip install --quiet --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDE
     echo "error: pip finds no CPU build $torch: point it at one with 'make setup TORCH_INDEX=<address of PyTorch's CPU wheel index>'" >&2
     exit 2
 fi
-echo "installing $(grep -c . "$lock") pinned packages (about 2 GB, some minutes) ..."
+echo "installing $(grep -c "==" "$lock") pinned packages (about 2 GB, some minutes) ..."
 pip install --quiet --no-deps -r "$lock" 2>.venv/pip.log || { tail -n 5 .venv/pip.log >&2; exit 1; }
 pip install --quiet --no-deps --no-build-isolation -e . 2>>.venv/pip.log || { tail -n 5 .venv/pip.log >&2; exit 1; }

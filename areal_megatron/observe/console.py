@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
@@ -86,9 +87,10 @@ class Console:
         if phase != self._phase:
             self._phase = phase
             self._note(time.time(), phase)
-        for record in self._reader.new():
-            self._take(record)
-            self._tell(record)
+        with suppress(OSError):  # of a shared file system: the next look has what this one could not read
+            for record in self._reader.new():
+                self._take(record)
+                self._tell(record)
         if self._live:
             self._live.update(self._panel(status), refresh=True)
 

@@ -16,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from areal_megatron.files import drop_torn_line, write_atomically
+from areal_megatron.files import drop_torn_line, read_replaced, write_atomically
 from areal_megatron.run import Run
 
 
@@ -114,12 +114,9 @@ def write_status(run: Run, status: dict[str, Any]) -> None:
     write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
 
 
-def read_status(run: Run) -> dict[str, Any]:
-    """Returns the last status; {} before the first."""
-    try:
-        return json.loads(run.status.read_text())
-    except FileNotFoundError:
-        return {}
+def read_status(run: Run, patience_s: float = 1.0) -> dict[str, Any]:
+    """Returns the last status; {} before the first, and if none can be read within patience_s."""
+    return read_replaced(run.status, json.loads, patience_s) or {}
 
 
 def _plain(value: Any) -> Any:

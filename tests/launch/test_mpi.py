@@ -110,6 +110,42 @@ def test_too_few_slots_and_wrong_input_are_one_line(mpi_run, world):
         assert len(errors) == 1 and words in errors[0], started.output
 
 
+WAITS_FOR_ITS_LOG = """
+import os, sys, time
+from mpi4py import MPI
+from launch.hosts import Nodes
+from launch.mpi import Messages, MpiChannel, follow
+from launch.node import hello
+from launch.orders import StartOrder
+world, log = Messages(MPI.COMM_WORLD), sys.argv[1]
+if world.rank:
+    follow(world, hello("1"))
+    sys.exit()
+silence_s, begin = 6, time.monotonic()
+with Nodes(MpiChannel(world, hello("0")), silence_s) as nodes:
+    nodes.gather(["0", "1"], 60)
+    nodes.start(StartOrder("1", "child", [sys.executable, "-c", "print('started')"], {}, log, []))
+    while time.monotonic() < begin + 1.5 * silence_s:
+        nodes.refresh()
+        time.sleep(0.05)
+    assert nodes.by_name["child"].exit_code is None
+    with open(log) as file:
+        while nodes.by_name["child"].exit_code is None:
+            nodes.refresh()
+            time.sleep(0.05)
+        print("read", file.read())
+"""
+
+
+def test_a_slot_that_waits_for_its_folder_is_not_lost_and_goes_on(tmp_path):
+    """To open a pipe that nobody reads takes as long as to open a file of a server that does not answer."""
+    os.mkfifo(tmp_path / "log")
+    command = [debian.openmpi().program("mpirun"), "-n", "2", sys.executable, "-c", WAITS_FOR_ITS_LOG, tmp_path / "log"]
+    environment = debian.mpi_environment(os.environ | {"TMPDIR": "/tmp"})
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "read started" in done.stdout, done.stderr
+
+
 def test_slots_of_nodes():
     config = Config()
     config.machine.device = "cuda"

@@ -67,6 +67,7 @@ def tiny(world: Path, runs: Path, **changes) -> list[str]:
         "machine.device": "cpu",
         "machine.slots": 1,
         "machine.host": "127.0.0.1",
+        "machine.silence_s": 60,
         "model.dtype": "float32",
         "trainer.tp": 1,
         "trainer.pp": 2,
@@ -136,6 +137,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     output = cluster.output(job)
     assert "trainer-0 was killed by SIGKILL" in output or "trainer-1 was killed by SIGKILL" in output
     assert "queueing the job again" in output and output.count("resuming from") == 2
+    assert not run.faults.exists(), "to make room for another job is no fault"
     lines = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert [line["version"] for line in lines] == list(range(1, updates + 1))
     held_out = [line["accuracy"] for line in read_metrics(run) if line["kind"] == "eval"]
@@ -161,6 +163,7 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
         cluster.restore(lost)
     assert cluster.wait(job, timeout_s=300) == "COMPLETED", cluster.output(job)
     assert "resuming from" in cluster.output(job) and run.start.version >= 1
+    assert run.faults.exists()
     lines = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert [line["version"] for line in lines] == list(range(1, updates + 1)) and audit(run) == []
 

@@ -71,14 +71,14 @@ def test_draining_asks_waits_and_gives_up(run, monkeypatch, capsys):
 
     say(e0="ready", e1="ready", e2="lost")
     with pytest.raises(ConfigError, match="engine-5: no such engine; the run has engine-0, engine-1, engine-2"):
-        drain(run, ["engine-0", "engine-5"], 1)
+        drain(run, ["engine-0", "engine-5"], 1, 180)
     with pytest.raises(ConfigError, match="no engine would be left"):
-        drain(run, ["engine-0", "engine-1"], 1)
+        drain(run, ["engine-0", "engine-1"], 1, 180)
     assert not run.drain("engine-0").exists()
-    assert drain(run, ["engine-1"], 0.1) == 1 and "engine-1 still answer after 0 s" in capsys.readouterr().err
+    assert drain(run, ["engine-1"], 0.1, 180) == 1 and "engine-1 still answer after 0 s" in capsys.readouterr().err
     assert run.drain("engine-1").exists()
     with ThreadPoolExecutor(1) as pool:
-        drained = pool.submit(drain, run, ["engine-1"], 20)
+        drained = pool.submit(drain, run, ["engine-1"], 20, 180)
         time.sleep(0.2)
         say(e0="ready", e1="drained", e2="lost")
         assert drained.result(20) == 0

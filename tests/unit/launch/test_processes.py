@@ -1,8 +1,10 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -129,6 +131,103 @@ def test_what_ignores_sigterm_is_killed(tmp_path, children):
     assert eventually(child.last_lines) == "ready"
     end_sessions({child.pid}, SharedMemory(), grace_s=0.2)
     assert child.exit_code == -signal.SIGKILL
+
+
+LINGERS = """
+import ctypes, os, signal, sys, time
+PTRACE_SEIZE, PTRACE_O_TRACEEXIT, WALL = 0x4206, ctypes.c_void_p(0x40), 0x40000000
+pid = int(sys.argv[1])
+assert ctypes.CDLL(None).ptrace(PTRACE_SEIZE, pid, None, PTRACE_O_TRACEEXIT) == 0
+print("seized", flush=True)
+os.waitpid(pid, WALL)  # it is about to end, and does not before this process has ended
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def lingers(monkeypatch):
+    """Makes a process take so many seconds to end once it has been killed, as those do that free a GPU's memory."""
+    monkeypatch.setattr(processes, "_KILLED_S", 0.1)
+    tracers = []
+
+    def linger(pid, seconds):
+        tracer = subprocess.Popen([sys.executable, "-c", LINGERS, str(pid), str(seconds)], stdout=subprocess.PIPE)
+        tracers.append(tracer)
+        if tracer.stdout.readline() != b"seized\n":
+            pytest.skip("processes may not be traced here")
+
+    yield linger
+    for tracer in tracers:
+        tracer.kill()
+        tracer.wait()
+        tracer.stdout.close()
+
+
+def test_a_process_is_started_once_the_one_before_is_gone(tmp_path, children, lingers, capsys):
+    first = start(children, tmp_path, FAMILY)
+    grandchild = int(eventually(first.last_lines))
+    lingers(grandchild, 3)
+    children.end()
+    children.forget()
+    assert is_alive(grandchild)
+    start(children, tmp_path, FAMILY)
+    assert not is_alive(grandchild)
+    said = capsys.readouterr().err
+    assert said == f"child waits for earlier processes that are ending or have memory of a GPU: {grandchild}\n"
+
+
+def test_one_that_does_not_go_is_not_waited_for_without_end(tmp_path, children, lingers, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "_GONE_S", 1.0)
+    first = start(children, tmp_path, FAMILY)
+    grandchild = int(eventually(first.last_lines))
+    lingers(grandchild, 30)
+    second = start(children, tmp_path, "print('here')")
+    assert eventually(lambda: second.exit_code == 0) and is_alive(grandchild)
+    assert "child is started after 1 s beside earlier processes that are ending" in capsys.readouterr().err
+
+
+def test_a_process_is_started_once_gpus_have_forgotten_the_one_before(tmp_path, children, capsys, monkeypatch):
+    """nvidia-smi is a script here that lists what a file says."""
+    known, program = tmp_path / "known", tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat {known}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first = start(children, tmp_path, "import time; time.sleep(60)")
+    known.write_text(f"{first.pid}\n1\n[Not Found]\n")
+    threading.Timer(2, known.write_text, ["1\n"]).start()
+    begin = time.monotonic()
+    start(children, tmp_path, "")
+    assert 1.5 < time.monotonic() - begin < 20
+    said = capsys.readouterr().err
+    assert said == f"child waits for earlier processes that are ending or have memory of a GPU: {first.pid}\n"
+
+
+LITTLE = """
+import os, pathlib, resource, sys
+from launch.processes import Children
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+code = '''
+import resource
+from areal_megatron.run import from_command_line
+from_command_line("anything")
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+'''
+with Children() as children:
+    command = [sys.executable, "-c", code, "--run", "run"]
+    children.start("child", command, dict(os.environ), pathlib.Path(sys.argv[1]), set())._process.wait()
+"""
+
+
+def test_a_process_of_a_run_may_open_as_many_files_as_the_machine_allows(tmp_path):
+    subprocess.run([sys.executable, "-c", LITTLE, tmp_path / "log"], check=True, timeout=60)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert (tmp_path / "log").read_text() == f"{hard} {hard}\n"
+
+
+def test_a_log_that_cannot_be_read_says_nothing(tmp_path):
+    log = processes.Log("child", tmp_path)  # a folder: reading it fails as a stale file does
+    assert log.last_lines() == "" and processes.Log("child", tmp_path / "none" / "log").last_write == 0.0
 
 
 OWNER = """

@@ -1,8 +1,12 @@
-"""Requeueing a job while slurmctld is too busy to answer; Slurm's client programs are scripts here."""
+"""Whether a job is queued again, and how, also while slurmctld is too busy to answer; Slurm's client programs are
+scripts here."""
 
 import pytest
 
+from areal_megatron.run import Run
 from launch import node, slurm
+from launch.slurm import Outcome, queue_again
+from tests.e2e.test_run import small
 
 BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 
@@ -58,3 +62,48 @@ def test_supervisors_of_a_job_that_is_over_leave(programs):
     programs(squeue='echo "COMPLETING node0 node[0-1]"', scontrol="exit 1")
     node.requeue_stranded_job(longest_s=30, look_s=0.01)
     assert programs.requeued() == 0
+
+
+PREEMPTED = 'echo "JobId=7 StartTime=2026-11-23T10:00:00 PreemptTime=2026-11-23T10:05:00"'
+NOT_PREEMPTED = 'echo "JobId=7 StartTime=2026-11-23T10:06:00 PreemptTime={}"'
+
+
+def test_a_job_that_makes_room_before_its_first_batch_is_queued_again_every_time(programs, tmp_path):
+    programs(scontrol=PREEMPTED)
+    run = Run(tmp_path / "run")
+    run.create()
+    for times in range(1, 6):
+        run.begin()
+        assert queue_again(run) == Outcome.STOPPED and programs.requeued() == times
+
+
+@pytest.mark.parametrize("preempted", ["None", "2026-11-23T10:05:00"], ids=["never", "an earlier time"])
+def test_a_job_that_fails_again_and_again_is_given_up(programs, tmp_path, monkeypatch, capsys, preempted):
+    programs(scontrol=NOT_PREEMPTED.format(preempted))
+    run = Run(tmp_path / "run")
+    assert [queue_again(run) for _ in range(2)] == [Outcome.STOPPED] * 2
+    programs(scontrol=PREEMPTED)
+    assert queue_again(run) == Outcome.STOPPED, "that one does not count"
+    programs(scontrol=NOT_PREEMPTED.format(preempted))
+    capsys.readouterr()
+    assert queue_again(run) == Outcome.FAILED and programs.requeued() == 3
+    said = capsys.readouterr()
+    assert "error: the job has ended 3 times in a row before it had saved anything" in said.err and not said.out
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert queue_again(run) == Outcome.STOPPED, "another job begins anew"
+
+
+@pytest.mark.timeout(120)
+def test_a_job_whose_nodes_do_not_come_together_is_queued_again_three_times(
+    programs, world, tmp_path, monkeypatch, capsys
+):
+    programs(
+        scontrol="case $1 in show) [ $2 = hostnames ] && echo node0; exit 0;; esac",
+        srun="exec cat >/dev/null",
+    )
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node0")
+    overrides = small(world, **{"machine.gather_s": 0.3, "machine.device": "cpu", "name": "run", "runs_dir": tmp_path})
+    for code in (Outcome.STOPPED, Outcome.STOPPED, Outcome.FAILED):
+        assert slurm.main(["configs/tiny_cpu.yaml", *overrides]) == code
+        assert "1 of 1 nodes did not answer within 0 s: node0" in capsys.readouterr().err
+    assert programs.requeued() == 2

@@ -1,14 +1,17 @@
 import json
+import threading
 import time
 
 import pytest
 
-from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.console import Console
+from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
 from areal_megatron.run import Run
-from launch import status
+from launch import records, status
 from launch.pools import Node, Placement, Process, Slot
 from launch.processes import Log
-from launch.records import GONE_S, Recorder, read_record
+from launch.records import GONE_S, Pulse, Recorder, read_record, state_of
+from launch.silence import Repeater
 
 UPDATE = {"effective_tokens_per_s": 1234.0, "accuracy": 0.5, "staleness_max": 3}
 
@@ -73,7 +76,8 @@ def test_a_run_that_has_ended(tmp_path, capsys, outcome, code):
     assert "killed by signal 9" in shown and "failed, exit code 1" in shown and "ended with the run" in shown
 
 
-def test_a_launcher_that_has_fallen_silent(tmp_path, capsys):
+def test_a_launcher_that_has_fallen_silent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(records, "_WATCH_S", 1.0)
     run, recorder, processes = make(tmp_path)
     recorder.write(processes, 0)
     old = json.loads(run.processes.read_text())
@@ -107,3 +111,88 @@ def test_it_writes_when_something_happens_and_now_and_then(tmp_path):
 def test_what_is_no_run(tmp_path, capsys):
     assert status.main([str(tmp_path)]) == 2
     assert "is no run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("skew_s", [-3600, 3600])
+def test_a_launcher_whose_clock_differs_lives_as_long_as_it_writes(tmp_path, skew_s):
+    run, recorder, processes = make(tmp_path)
+    recorder.write(processes, 0)
+    record = read_record(run)
+
+    def write():
+        record.time = time.time() + skew_s
+        run.processes.write_bytes(records.msgspec.json.encode(record))
+
+    write()
+    pulse = Pulse(run, silence_s=1.2)
+    with Repeater(write, 0.4):
+        assert state_of(run, read_record(run)) == "running"
+        watch(pulse, 2.0, {"running"})
+    assert "lost" in watch(pulse, 2.0, {"running", "lost"})
+    record.outcome = "done"
+    write()
+    assert pulse.state() == "done" == state_of(run, read_record(run))
+
+
+def watch(pulse, seconds, expected):
+    """Returns the states of so many seconds, which are all expected."""
+    deadline, states = time.monotonic() + seconds, set()
+    while time.monotonic() < deadline:
+        states.add(pulse.state())
+        time.sleep(0.05)
+    assert states <= expected
+    return states
+
+
+def test_a_watcher_that_was_stopped_looks_again_before_it_judges(tmp_path):
+    run, recorder, processes = make(tmp_path)
+    recorder.write(processes, 0)
+    pulse = Pulse(run, silence_s=1.2)
+    assert pulse.state() == "running"
+    time.sleep(1.5)
+    assert pulse.state() == "running"
+
+
+UNREADABLE = {
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: path.write_bytes(path.read_bytes()[:40]),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe"),
+    "no file": lambda path: (path.unlink(), path.mkdir()),  # an error of the file system, as for a stale handle
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("spoil", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_is_unknown(tmp_path, capsys, spoil):
+    run, recorder, processes = make(tmp_path)
+    recorder.write(processes, 1)
+    pulse, console = Pulse(run, silence_s=180), Console(run, None)
+    assert pulse.state() == "running"
+    for path in (run.status, run.processes):
+        spoil(path)
+    assert read_status(run) == {} and read_record(run) is None
+    assert pulse.state() == "running"
+    console.refresh()
+
+
+def test_what_cannot_be_read_for_a_moment_is_read_again(tmp_path):
+    run, recorder, processes = make(tmp_path)
+    recorder.write(processes, 1)
+    whole = {path: path.read_bytes() for path in (run.status, run.processes)}
+    for path, content in whole.items():
+        path.write_bytes(b"")
+        threading.Timer(0.3, path.write_bytes, [content]).start()
+    assert read_status(run)["phase"] == "training" and read_record(run).restarts_left == 1
+
+
+def test_a_disk_that_takes_no_record_costs_a_line(tmp_path, capsys):
+    run, recorder, processes = make(tmp_path)
+    run.processes.mkdir()
+    for code in (None, 0, 1):
+        processes["engine-0"].exit_code = code
+        recorder.write(processes, 1)
+    assert capsys.readouterr().err.count("processes.json cannot be written") == 1
+    run.processes.rmdir()
+    recorder.write(processes, 1, "failed")
+    recorder.write(processes, 1)
+    assert read_record(run).outcome == "failed", "nothing is written after the end"
