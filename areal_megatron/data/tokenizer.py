@@ -65,14 +65,17 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
+    def longest_token(self) -> int:
+        """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab())
+
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids of a conversation, up to where the model starts its answer.
 
         Without a chat template the contents of the messages are concatenated. Raises ConfigError if the template
         refuses the messages.
         """
-        text, plain = self._rendered(messages, tools), self._template is None
-        return self._tokenizer.encode(text, add_special_tokens=plain).ids
+        return self._ids(self._rendered(messages, tools), special=self._template is None)
 
     def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids between the content of messages[answer], an answer of the model, and its next answer.
@@ -87,7 +90,12 @@ class Tokenizer:
                 f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
                 "follows it, expected once"
             )
-        return self._tokenizer.encode(after[0], add_special_tokens=False).ids
+        return self._ids(after[0], special=False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        # A batch, unlike a single text, is encoded without the interpreter's lock: other threads go on.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        return encoding.ids
 
     def _rendered(self, messages: Chat, tools: Sequence[Any] | None) -> str:
         if self._template is None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 
 import aiohttp
 import numpy as np
@@ -320,6 +321,52 @@ def test_a_first_call_longer_than_the_prompt_leaves_fewer_tokens_for_answers(tmp
     ended, _ = run(tmp_path, agent, lambda *_: "x…", max_new_tokens=400, truncated="scored")
     assert len(ended.context.prompt) > 400 and len(ended.context.prompt) + len(ended.tokens) == 800
     assert ended.score.truncated
+
+
+@pytest.mark.parametrize("characters", [600_000, 6_000_000])
+def test_a_long_text_is_refused_and_holds_up_nobody(tmp_path, characters):
+    """The longest text that 100,000 tokens could be has 1.2 million characters; a shorter one has to be tokenized."""
+    late = []
+
+    async def tick():
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            late.append(time.monotonic() - began - 0.01)
+
+    async def agent(api, episode):
+        body = json.dumps({"messages": [user("x " * (characters // 2))]})
+        ticking = asyncio.create_task(tick())
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {api.key}"}) as session,
+            session.post(f"{api.url}/chat/completions", data=body) as response,
+        ):
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+        ticking.cancel()
+        await ask(api, [user("one")])
+
+    ended, _ = run(tmp_path, agent, lambda *_: "right", max_new_tokens=100_000, timeout_s=100)
+    assert ended.score.correct and max(late) < 0.25, max(late)
+
+
+def test_an_agent_gets_few_variables_of_the_controller_and_those_that_the_config_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "private")
+    monkeypatch.setenv("SEARCH_URL", "http://search")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    seen = []
+
+    async def agent(api, episode):
+        command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+        seen.append(json.loads(await asyncio.to_thread(subprocess.check_output, command, env=api.environment)))
+        await ask(api, [user("one")])
+
+    run(tmp_path, agent, lambda *_: "right")
+    run(tmp_path, agent, lambda *_: "right", environment="SEARCH_URL, NOT_SET")
+    without, named = seen
+    assert "HF_TOKEN" not in without and "SLURM_JOB_ID" not in without and "SEARCH_URL" not in without
+    assert {"PATH", "HOME", "OPENAI_BASE_URL", "OPENAI_API_KEY"} <= without.keys()
+    assert named.keys() - without.keys() == {"SEARCH_URL"} and named["SEARCH_URL"] == "http://search"
 
 
 def test_an_agent_in_a_process_of_its_own_finds_the_model_in_its_environment(tmp_path):
