@@ -16,6 +16,7 @@ from numpy import ndarray
 from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, appending, raw, read_box
 from areal_megatron.errors import printable
 from areal_megatron.files import write_json
+from areal_megatron.json_input import parse_json
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.boxes import Box, Shape, expand, numbers, whole
@@ -207,7 +208,7 @@ def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], 
             (length,) = struct.unpack("<Q", file.read(8))
             if length > HEADER_LIMIT:
                 raise ValueError("its header is too long")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
         extents = {}
         for name in header.keys() & wanted:
@@ -252,6 +253,6 @@ def _file_of(folder: Path) -> dict[str, str]:
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors are read")
         return {}
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        return dict(parse_json(index.read_bytes())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{index} cannot be read: {e}") from None

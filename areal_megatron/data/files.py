@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from areal_megatron.config import ConfigError
 from areal_megatron.errors import first_line
+from areal_megatron.json_input import parse_json
 
 _HUB = "hf://datasets/"
 _SHARD = re.compile(r"-\d+-of-\d+$")
@@ -164,7 +164,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
+            yield number, parse_json(line)
         except ValueError as e:
             raise ConfigError(f"{path}:{number + 1}: not JSON: {e}") from None
 
@@ -175,7 +175,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches()
             yield from enumerate(row for batch in batches for row in batch.to_pylist())
-        except pyarrow.ArrowInvalid as e:
+        except (pyarrow.ArrowInvalid, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: no Parquet file: {first_line(e)}") from None
 
 
@@ -184,7 +184,7 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
         try:
             yield from enumerate(row for batch in pyarrow.ipc.open_stream(file) for row in batch.to_pylist())
-        except pyarrow.ArrowInvalid as e:
+        except (pyarrow.ArrowInvalid, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: no Arrow stream: {first_line(e)}") from None
 
 

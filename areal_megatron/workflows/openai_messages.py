@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from areal_megatron.json_input import parse_json
 from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]
@@ -78,7 +78,7 @@ def normalized(message: dict[str, Any]) -> Message:
 
 def _normalized_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
-    arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
     return {"type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
 
 
@@ -93,7 +93,7 @@ def parsed_answer(text: str, with_tools: bool) -> Message:
 
 def _tool_call(text: str) -> dict[str, Any] | None:
     try:
-        call = json.loads(text)
+        call = parse_json(text)
     except ValueError:
         return None
     name, arguments = call.get("name"), call.get("arguments", {})

@@ -1,12 +1,14 @@
-"""What is copied out of a model folder beside its weights."""
+"""Model folders: what is copied out of one beside its weights, and files in it that have no sense."""
 
 import json
 import os
 import stat
+import struct
 
 import pytest
 
-from areal_megatron.checkpoint.hf_folder import copy_description
+from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.hf_folder import INDEX, HfFolder, copy_description, safetensors_extents
 
 OWN = {
     "tokenizer.json": "1",
@@ -77,3 +79,23 @@ def test_links_within_the_folder_and_the_cache_are_copied_as_files(tmp_path, cap
     for file in (tmp_path / "out").iterdir():
         assert not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
     assert len(caplog.messages) == 1 and "vocab.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "header", ["[" * 100_000, '{"a":' * 100_000, '{"\\ud800": 1}', "[]", "5", '{"a": 1}', '{"a": {}}']
+)
+def test_a_header_without_sense_is_named(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    with pytest.raises(
+        CheckpointError, match=r"^.*model\.safetensors is truncated or no safetensors file: .*$"
+    ) as error:
+        safetensors_extents(file, ["a"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("index", ["[" * 100_000, "[]", '{"weight_map": 5}', "\udcff"])
+def test_an_index_without_sense_is_named(tmp_path, index):
+    (tmp_path / INDEX).write_text(index, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=r"^.*index\.json cannot be read: [^\n]*$"):
+        HfFolder(tmp_path, {"a": (1,)})

@@ -175,3 +175,43 @@ def test_without_weights_there_are_no_shares():
 def test_a_weight_that_leaves_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"with a weight of 0.001 not one row of b.jsonl fits into an epoch of 10"):
         shares("a.jsonl:1,b.jsonl:0.001", [0] * 10 + [1] * 10)
+
+
+def deep(levels):
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (f'{{"prompt": "x", "answer": {deep(100)}}}', "more than 100 lists and objects within each other"),
+        (f'{{"prompt": "x", "answer": {deep(100_000)}}}', "more than 100 lists and objects within each other"),
+        ('{"a":' * 100_000, "more than 100 lists and objects within each other"),
+        ('{"prompt": "a \\ud800 b", "answer": "1"}', "\\ud800 is half of a character"),
+        ('{"prompt": [{"role": "user", "content": "\\uDFFF"}], "answer": "1"}', "\\udfff is half of a character"),
+        ('{"prompt": "x", "answer": "1", "\\udcff": 2}', "\\udcff is half of a character"),
+        ('{"prompt": "x", "answer": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_row_that_nothing_could_take_is_named(tmp_path, row, problem):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' + row + "\n")
+    with pytest.raises(ConfigError) as error:
+        list(records(tmp_path / "data.jsonl"))
+    assert str(error.value).startswith(f"{tmp_path / 'data.jsonl'}:2: not JSON: ") and problem in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_what_only_looks_deep_or_broken_is_read(tmp_path):
+    texts = ["[" * 1000, "\U0001f600", "\\ud800 as it is written"]
+    rows = [{"prompt": text, "answer": [[]] * 1000} for text in texts]
+    nested = json.loads('{"prompt": "x", "answer": ' + deep(99) + "}")
+    jsonl(tmp_path / "data.jsonl", *rows, nested)
+    assert [record.row for record in records(tmp_path / "data.jsonl")] == [*rows, nested]
+
+
+def test_a_parquet_file_with_text_that_is_none_is_refused(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    broken = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    parquet.write_table(pyarrow.table({"prompt": broken}), tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match=r"data\.parquet: no Parquet file: 'utf-8' codec can't decode"):
+        list(records(tmp_path / "data.parquet"))

@@ -217,6 +217,24 @@ MALFORMED = [
     ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format: not served"),
     ({"messages": [user("raise")]}, "the chat template of"),
     ({"messages": "x"}, "Expected `array`, got `str`"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": '{"a":' * 10_000}}]},
+                user("x"),
+            ]
+        },
+        "tool_calls",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": '{"a": "\\ud800"}'}}]},
+                user("x"),
+            ]
+        },
+        "tool_calls",
+    ),
 ]
 
 
@@ -226,7 +244,8 @@ def test_malformed_calls_are_refused_and_counted(tmp_path):
             status, reply = await post(api, **body)
             assert status == 400 and problem in reply["error"]["message"], reply
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api.key}"}) as session:
-            for body in (b"{", b"\xff\xfe", b'{"messages": "\xff"}'):
+            deep = b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 10_000)
+            for body in (b"{", b"\xff\xfe", b'{"messages": "\xff"}', deep):
                 async with session.post(f"{api.url}/chat/completions", data=body) as response:
                     assert response.status == 400
             async with session.get(f"{api.url}/models") as response:
@@ -235,7 +254,7 @@ def test_malformed_calls_are_refused_and_counted(tmp_path):
 
     template = "{% if messages[0].content == 'raise' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     ended, world = run(tmp_path, agent, lambda *_: "right", template=template)
-    assert ended.score.correct and world.episodes.account()["refused_calls"] == len(MALFORMED) + 3
+    assert ended.score.correct and world.episodes.account()["refused_calls"] == len(MALFORMED) + 4
 
 
 def test_only_the_key_of_a_running_episode_opens_it(tmp_path):
@@ -395,6 +414,7 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
         "<tool_call>\n{nonsense}\n</tool_call>",
         '<tool_call>{"name": 5}</tool_call>',
         "<tool_call>",
+        "<tool_call>" + '{"a":' * 10_000 + "}" * 10_000 + "</tool_call>",
     ],
 )
 def test_what_is_no_tool_call_stays_text(text):
