@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from areal_megatron.errors import printable
 from areal_megatron.network import KEEP_ALIVE_S
 from areal_megatron.reshard import session
 
@@ -298,7 +299,7 @@ class EngineClient:
         except aiohttp.ClientError as e:
             raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: {e or type(e).__name__}") from None
         if response.status != 200:
-            problem = " ".join(content[:500].decode(errors="replace").split())
+            problem = printable(" ".join(content[:500].decode(errors="replace").split()), 500)
             raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: status {response.status}: {problem}")
         return content
 
