@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -243,6 +244,14 @@ class RolloutConfig:
     """Most answers of the model in one trajectory."""
     workflow_timeout_s: float = key(600.0, above=0)
     """Longest time that a workflow may neither ask the model nor end."""
+    workflow_environment: str = ""
+    """Environment variables of the controller that agents in processes of their own get, beside the few that programs
+    need: `NAME,NAME` (docs/workflows.md)."""
+
+    @property
+    def agent_variables(self) -> list[str]:
+        """The names in workflow_environment."""
+        return [name.strip() for name in self.workflow_environment.split(",") if name.strip()]
 
 
 @dataclass
@@ -483,6 +492,12 @@ def _check_batch(config: Config, require: Require) -> None:
             rollout.filter_groups or getattr(rollout, name) == unbounded,
             f"rollout.{name}",
             "filters nothing without rollout.filter_groups=true",
+        )
+    for name in rollout.agent_variables:
+        require(
+            re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) is not None,
+            "rollout.workflow_environment",
+            f"{name!r} is no name of an environment variable; expected NAME,NAME",
         )
     require(
         rollout.workflow != "single_turn" or rollout.turns == 1,

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.models.architecture import Dimensions, architecture, read_config
+from areal_megatron.models.architecture import Dimensions, architecture, read_config, shown
 from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The types of rotary embeddings whose frequencies do not depend on the sequence."""
+_MOST = 1e15
 
 
 def check_model(config: Config, weights: bool = True) -> None:
@@ -52,19 +53,21 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
     rope_type, _ = _rope(hf)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"model.path: {path}/config.json asks for rotary embeddings of type {rope_type!r}; "
+            f"model.path: {path}/config.json asks for rotary embeddings of type {shown(rope_type)}; "
             f"known are {', '.join(ROPE_TYPES)}"
         )
     if hf.get("use_sliding_window"):
         raise ConfigError(f"model.path: {path}/config.json sets use_sliding_window, which the trainer does not have")
     if hf.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"model.path: {path}/config.json has hidden_act {hf['hidden_act']!r}; known is silu")
+        raise ConfigError(f"model.path: {path}/config.json has hidden_act {shown(hf['hidden_act'])}; known is silu")
 
 
 def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> None:
     path, chosen = config.model.path, hf.get("num_experts_per_tok")
-    if not isinstance(chosen, int) or not 0 < chosen <= model.experts:
-        raise ConfigError(f"model.path: {path}/config.json has num_experts_per_tok={chosen} of {model.experts} experts")
+    if type(chosen) is not int or not 0 < chosen <= model.experts:
+        raise ConfigError(
+            f"model.path: {path}/config.json has num_experts_per_tok={shown(chosen)} of {model.experts} experts"
+        )
     if chosen == 1 and hf.get("norm_topk_prob"):
         raise ConfigError(
             f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
@@ -74,9 +77,10 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
 
 def _check_length(config: Config, hf: dict[str, Any]) -> None:
     longest = config.longest_sequence
-    limit, (rope_type, rope) = hf.get("max_position_embeddings", longest), _rope(hf)
+    limit, (rope_type, rope) = _number(hf, "max_position_embeddings", longest), _rope(hf)
     if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
-        limit = max(limit, int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", limit)))
+        scaled = _number(rope, "factor", 1) * _number(rope, "original_max_position_embeddings", limit)
+        limit = max(limit, int(scaled))
     if longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
@@ -84,7 +88,19 @@ def _check_length(config: Config, hf: dict[str, Any]) -> None:
         )
 
 
+def _number(described: dict[str, Any], key: str, default: float) -> float:
+    """Returns a number that config.json need not have. Raises ConfigError for what is none."""
+    value = described.get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not 0 < value < _MOST:
+        raise ConfigError(f"model.path: config.json needs a positive number {key}, has {shown(value)}")
+    return value
+
+
 def _rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the type and parameters of the rotary embeddings, under the names of transformers 5 or older."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"model.path: the rotary embeddings of config.json must be an object, are {shown(rope)}")
     return rope.get("rope_type", rope.get("type", "default")), rope

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import itertools
+import resource
+import select
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 import psutil
 
 from areal_megatron.config import ConfigError
+
+KEEP_ALIVE_S = 60
+"""Seconds after which an HTTP server of a run closes an idle connection. Clients give theirs up much earlier: a request
+must not meet a server that is just closing."""
+STRANGER_S = 10.0
+"""Seconds that a connection to such a server has for its first request with the right secret or key."""
+MOST_STRANGERS = 1024
+"""Most connections that may be waiting for that at the same time."""
+_LOOKED_AT = 64
 
 
 def address(host: str) -> str:
@@ -77,3 +90,66 @@ def socket_settings(host: str) -> dict[str, str]:
         if any(a.address.partition("%")[0] == own for a in addresses):
             settings |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return settings
+
+
+def backlog() -> int:
+    """Returns how many connections may wait to be accepted: an event loop accepts them all before it looks at one."""
+    return _share_of_descriptors(4096)
+
+
+def _share_of_descriptors(most: int) -> int:
+    """A quarter of the descriptors that this process may open, but not more than `most`."""
+    return min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process, and those that it starts, open as many files and connections as its hard limit allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Strangers:
+    """The connections of a server over which nobody has shown yet that he may use it.
+
+    One that is not discarded within STRANGER_S is closed. So is the oldest that has said all it had to say, when there
+    are more than MOST_STRANGERS, or than a quarter of the descriptors that this process may open: strangers cannot use
+    them up.
+    """
+
+    def __init__(self):
+        self._waiting: dict[Hashable, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, connection: Hashable, transport: asyncio.Transport) -> None:
+        """Begins to wait for the connection's first good request."""
+        clock = asyncio.get_running_loop().call_later(STRANGER_S, self._read_once_more, connection)
+        self._waiting[connection] = transport, clock
+        if len(self._waiting) > _share_of_descriptors(MOST_STRANGERS):
+            self._make_room()
+
+    def discard(self, connection: Hashable) -> None:
+        """Stops waiting: the good request has come, or the connection is gone."""
+        if found := self._waiting.pop(connection, None):
+            found[1].cancel()
+
+    def _read_once_more(self, connection: Hashable) -> None:
+        # An event loop that was held up for so long has not read yet what came meanwhile.
+        transport, _ = self._waiting[connection]
+        clock = asyncio.get_running_loop().call_later(0.1, self._close, connection)
+        self._waiting[connection] = transport, clock
+
+    def _make_room(self) -> None:
+        # An event loop accepts many connections before it reads from one: what is to be read may hold the secret.
+        for connection, (transport, _) in itertools.islice(self._waiting.items(), _LOOKED_AT):
+            incoming = select.poll()
+            incoming.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+            if not incoming.poll(0):
+                self._close(connection)
+                return
+
+    def _close(self, connection: Hashable) -> None:
+        transport, _ = self._waiting[connection]
+        self.discard(connection)
+        transport.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,14 +14,32 @@ from typing import Any, NamedTuple
 from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, appending, raw, read_box
+from areal_megatron.errors import printable
 from areal_megatron.files import write_json
+from areal_megatron.json_input import parse_json
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.boxes import Box, Shape, expand, numbers, whole
 
+log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "chat_template*",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "USE_POLICY*",
+    "README*",
+)
+"""Names of the files that describe a model. No code: models run without any of their own."""
 SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 HEADER_LIMIT = 100 * 2**20
 """Bytes of a safetensors header; the safetensors library refuses more."""
@@ -144,14 +163,38 @@ def write_weights(
 
 
 def copy_description(source: Path, folder: Path, dtype: str) -> None:
-    """Copies everything of a model folder that is no weight; config.json gets the dtype of the new weights."""
-    for file in source.iterdir():
-        weights = file.name.endswith(WEIGHT_SUFFIXES) or file.name.endswith(".index.json")
-        if file.is_file() and not weights:
+    """Copies what describes a model, by name (DESCRIPTION), out of its folder; config.json gets the dtype of the new
+    weights.
+
+    Everything else is named in one line of the log, also a link that leads out of the model's folder (and out of its
+    folder in the Hugging Face cache): what it leads to may be private. Raises OSError, and ConfigError for config.json.
+    """
+    skipped = []
+    for file in sorted(source.iterdir()):
+        described = any(file.match(pattern) for pattern in DESCRIPTION)
+        if file.name.startswith(".") or file.name.endswith((*WEIGHT_SUFFIXES, ".index.json")) or file.is_dir():
+            continue
+        if described and file.is_file() and _is_own(file.resolve(), source.resolve()):
             shutil.copyfile(file, folder / file.name)
+        else:
+            skipped.append(printable(file.name))
+    if skipped:
+        log.warning(
+            "not copied from %s to %s: %s; only files of a model that have a usual name, and links within its "
+            "folder, are",
+            source,
+            folder,
+            ", ".join(skipped),
+        )
     config = read_config(source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     write_json(folder / "config.json", config)
+
+
+def _is_own(target: Path, source: Path) -> bool:
+    """Whether a file is the model's: in its folder, or where the Hugging Face cache keeps the model's files."""
+    blobs = source.parent.parent / "blobs"
+    return target.is_relative_to(source) or (source.parent.name == "snapshots" and target.parent == blobs)
 
 
 def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], dict[str, Extent]]:
@@ -165,7 +208,7 @@ def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], 
             (length,) = struct.unpack("<Q", file.read(8))
             if length > HEADER_LIMIT:
                 raise ValueError("its header is too long")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         header.pop("__metadata__", None)
         extents = {}
         for name in header.keys() & wanted:
@@ -210,6 +253,6 @@ def _file_of(folder: Path) -> dict[str, str]:
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors are read")
         return {}
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        return dict(parse_json(index.read_bytes())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(f"{index} cannot be read: {e}") from None

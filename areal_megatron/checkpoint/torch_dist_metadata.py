@@ -7,7 +7,6 @@ shapes and dtypes becomes an inert object, whatever class the pickle names.
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import struct
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent
 from areal_megatron.errors import first_line
+from areal_megatron.json_input import parse_json
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.boxes import Box, Shape
 
@@ -105,7 +105,7 @@ def stored_tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, StoredT
 
 def _check_backend(folder: Path) -> None:
     try:
-        backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
+        backend = parse_json((folder / "metadata.json").read_bytes())["sharded_backend"]
     except OSError as e:
         raise CheckpointError(
             f"{folder} is no whole torch_dist checkpoint: cannot read metadata.json ({e.strerror}), "

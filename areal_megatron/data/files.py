@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from areal_megatron.config import ConfigError
 from areal_megatron.errors import first_line
+from areal_megatron.json_input import parse_json
 
 _HUB = "hf://datasets/"
 _SHARD = re.compile(r"-\d+-of-\d+$")
@@ -106,18 +106,6 @@ def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(sizes, drawn, strict=True))
 
 
-def check_characters(value: Any, where: str) -> None:
-    """Raises ConfigError, which begins with `where`, if a text anywhere in a JSON value is none that UTF-8 can encode,
-    and RecursionError if the value is nested too deeply."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as e:
-        raise ConfigError(
-            f"{where}: holds half of a character (the lone surrogate \\u{ord(e.object[e.start]):04x}); "
-            "replace or remove it"
-        ) from None
-
-
 def _source(part: str) -> Source:
     path, colon, weight = part.rpartition(":")
     try:
@@ -176,16 +164,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if r"\u" in line:  # else the text of the file, which is UTF-8, is that of the row
-                check_characters(row, f"{path}:{number + 1}")
-        except ConfigError:
-            raise
+            yield number, parse_json(line)
         except ValueError as e:
             raise ConfigError(f"{path}:{number + 1}: not JSON: {e}") from None
-        except RecursionError:
-            raise ConfigError(f"{path}:{number + 1}: lists or objects are nested too deeply") from None
-        yield number, row
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:

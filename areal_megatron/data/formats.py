@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.files import check_characters
+from areal_megatron.json_input import parse_json
 
 Row = dict[str, Any]
 Chat = list[dict[str, str]]
@@ -166,9 +166,9 @@ def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
         return Item(question + PROGRAM, json.dumps(tests), "code")
     try:
         tests = {
-            "inputs": [[json.loads(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
-            "outputs": [json.loads(case["output"]) for case in cases],
-            "fn_name": json.loads(field(row, "metadata", (str,), where))["func_name"],
+            "inputs": [[parse_json(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
+            "outputs": [parse_json(case["output"]) for case in cases],
+            "fn_name": parse_json(field(row, "metadata", (str,), where))["func_name"],
         }
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
@@ -182,7 +182,7 @@ def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
     cases = row[name]
     try:
         if isinstance(cases, str):
-            cases = json.loads(cases if cases.lstrip().startswith("[") else _unpacked(cases))
+            cases = parse_json(cases if cases.lstrip().startswith("[") else _unpacked(cases))
         if not all(
             type(case["input"]) is type(case["output"]) is type(case.get("testtype", "")) is str for case in cases
         ):
@@ -192,7 +192,6 @@ def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
             f"{where}: field {name!r} is no list of tests with a text `input` and a text `output`, neither "
             "as JSON nor packed as LiveCodeBench does it"
         ) from None
-    check_characters(cases, f"{where}: field {name!r}")
     return cases
 
 

@@ -6,7 +6,6 @@ templates are rendered by transformers' module for them, which needs no torch ei
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import tokenizers
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.formats import Chat
+from areal_megatron.errors import first_line, printable
+from areal_megatron.json_input import parse_json
 
 _ANSWER = "[answer 5f1d80ce]"
 """Placeholder for an answer whose tokens are known, rendered to find what the template puts after it."""
@@ -65,6 +66,10 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
+    def longest_token(self) -> int:
+        """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab())
+
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids of a conversation, up to where the model starts its answer.
 
@@ -104,7 +109,7 @@ class Tokenizer:
         return text
 
     def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
-        special = {key: self._text(self._settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        special = {key: self._special(key) for key in ("bos_token", "eos_token", "pad_token")}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             [text] = _render([messages], self._template, add_generation_prompt=True, tools=tools, **special)
@@ -115,22 +120,29 @@ class Tokenizer:
 
     def _chat_template(self) -> str | None:
         file = self._folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else self._settings.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-        if not source:
-            return None
         try:
+            source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
+            if isinstance(source, list):  # several named templates
+                source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+            if not source:
+                return None
             _render([], source)
-        except jinja2.TemplateError as e:
-            raise ConfigError(f"model.path: {self._folder}: the chat template cannot be read: {e}") from None
+        except (jinja2.TemplateError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as e:
+            raise ConfigError(
+                f"model.path: {self._folder}: the chat template cannot be read: {first_line(e)}"
+            ) from None
         return source
 
     def _stop_tokens(self) -> list[int]:
-        stops = [self._tokenizer.token_to_id(self._text(self._settings.get("eos_token")))]
+        stops = [self._tokenizer.token_to_id(self._special("eos_token"))]
         for file in ("generation_config.json", "config.json"):
             named = self._json(file).get("eos_token_id")
             stops += named if isinstance(named, list) else [named]
+            if wrong := [
+                stop for stop in stops if stop is not None and (type(stop) is not int or not 0 <= stop < 2**31)
+            ]:
+                problem = f"eos_token_id must be token ids, has {printable(repr(wrong[0]), 60)}"
+                raise ConfigError(f"model.path: {self._folder / file}: {problem}")
         known = list(dict.fromkeys(stop for stop in stops if stop is not None))
         if not known:
             raise ConfigError(f"model.path: {self._folder} names no end token (eos_token or eos_token_id)")
@@ -139,13 +151,21 @@ class Tokenizer:
     def _json(self, name: str) -> dict[str, Any]:
         file = self._folder / name
         try:
-            return json.loads(file.read_text()) if file.is_file() else {}
+            found = parse_json(file.read_bytes()) if file.is_file() else {}
         except ValueError as e:
             raise ConfigError(f"model.path: {file} is not JSON: {e}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"model.path: {file} holds no JSON object")
+        return found
 
-    @staticmethod
-    def _text(token: Any) -> str:
-        return token["content"] if isinstance(token, dict) else token or ""
+    def _special(self, key: str) -> str:
+        """Returns the text of a special token, empty if the model has none."""
+        token = self._settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text is not None and not isinstance(text, str):
+            problem = f"{key} must be a text, is {printable(repr(text), 60)}"
+            raise ConfigError(f"model.path: {self._folder / 'tokenizer_config.json'}: {problem}")
+        return text or ""
 
 
 def _plain(prompt: str | Chat, place: str) -> str:

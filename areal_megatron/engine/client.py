@@ -17,6 +17,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from areal_megatron.errors import printable
+from areal_megatron.network import KEEP_ALIVE_S
 from areal_megatron.reshard import session
 
 _JSON = {"Content-Type": "application/json"}
@@ -128,14 +130,19 @@ class EngineClient:
 
     def __init__(self, name: str, endpoint: str, token: str, timeout_s: float):
         self.name, self.endpoint, self.timeout_s = name, endpoint, timeout_s
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"},
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        )
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S / 4)
+        self._session = self._session_over(kept, token)
+        """For frequent calls; keeps connections, but never as long as the engine does."""
+        self._fresh = self._session_over(aiohttp.TCPConnector(limit=0, force_close=True), token)
+        """For all others: a new connection for each. What comes over one that the engine is closing fails, and a commit
+        cannot simply be sent again."""
         self._generating: set[str] = set()
         """Requests of `generate` without an answer yet."""
         self._decoding = self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+    def _session_over(self, connector: aiohttp.TCPConnector, token: str) -> aiohttp.ClientSession:
+        headers, timeout = {"Authorization": f"Bearer {token}"}, aiohttp.ClientTimeout(total=self.timeout_s)
+        return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
 
     async def generate(
         self,
@@ -261,6 +268,7 @@ class EngineClient:
 
     async def close(self) -> None:
         await self._session.close()
+        await self._fresh.close()
 
     async def _call(
         self,
@@ -271,18 +279,19 @@ class EngineClient:
         timeout: aiohttp.ClientTimeout | None = None,
         keep_alive: bool = False,
     ) -> bytes:
-        """Returns the body of the answer. Only frequent calls keep their connection: vLLM drops one on which it
-        failed."""
-        headers = {} if body is None else dict(_JSON)
-        if not keep_alive:
-            headers["Connection"] = "close"
+        """Returns the body of the answer.
+
+        If a kept connection turns out to be closed, aiohttp repeats a GET over a new one; `generate` is the only other
+        call over such a connection, and its callers repeat it.
+        """
+        connections = self._session if keep_alive else self._fresh
         try:
-            async with self._session.request(
+            async with connections.request(
                 method,
                 self.endpoint + path,
                 data=None if body is None else _encode(body),
-                headers=headers,
-                timeout=timeout or self._session.timeout,
+                headers=None if body is None else _JSON,
+                timeout=timeout or connections.timeout,
             ) as response:
                 content = await response.read()
         except TimeoutError:
@@ -290,7 +299,7 @@ class EngineClient:
         except aiohttp.ClientError as e:
             raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: {e or type(e).__name__}") from None
         if response.status != 200:
-            problem = " ".join(content[:500].decode(errors="replace").split())
+            problem = printable(" ".join(content[:500].decode(errors="replace").split()), 500)
             raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: status {response.status}: {problem}")
         return content
 

@@ -3,7 +3,7 @@
     python -m areal_megatron.engine.server --run RUN_DIR --index E
 
 The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES. It announces `engine-E` before
-vLLM has loaded: clients wait for /health. Every route asks for the run's secret (engine/middleware.py), so any OpenAI
+vLLM has loaded: clients wait for /health. Every route asks for the run's secret (engine/guard.py), so any OpenAI
 client works that sends it as its API key; the policy is served as the model `policy`.
 
 If an engine spans several nodes, each node runs one part of it, by vLLM's own multi-node executor. The first part
@@ -25,7 +25,7 @@ from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import read_config
-from areal_megatron.network import address, socket_settings
+from areal_megatron.network import KEEP_ALIVE_S, address, raise_descriptor_limit, socket_settings
 from areal_megatron.run import Run, engine_name, from_command_line
 
 SERVED_MODEL = "policy"
@@ -52,11 +52,11 @@ class NodePart:
 
 def server_command(config: Config, host: str, port: int, part: NodePart = NodePart()) -> list[str]:
     """Returns vLLM's command line for an engine, or its first part, that listens on host and port."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-m", "areal_megatron.engine.serving"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
-    command += ["--middleware", "areal_megatron.engine.middleware.TokenGuard"]  # the last is outermost
+    command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
     return command + _engine_arguments(config) + part.arguments
 
@@ -103,8 +103,7 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
         "VLLM_SERVER_DEV_MODE": "1",  # adds the routes of pause, resume and weight transfer
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # The client keeps its connections; a server that closes idle ones would race with its next request.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
     }
     if config.rollout.replay_routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
@@ -154,6 +153,7 @@ def main() -> None:
             run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
         run.announce(engine_name(index), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    raise_descriptor_limit()
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import ConfigError
+from areal_megatron.errors import printable
+from areal_megatron.json_input import parse_json
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
@@ -29,6 +30,13 @@ _CLASS_OF_MODEL_TYPE = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+
+_MOST_ROWS = 1 << 24
+"""Most rows or columns of a tensor. Larger sizes are errors, and would use up the memory of whoever plans for them."""
+_MOST = {"num_hidden_layers": 4096, "num_experts": 65536, "num_attention_heads": 65536, "num_key_value_heads": 65536}
+_MOST_TENSORS = 1 << 18
+"""Most experts of all layers together."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object."""
     file = Path(path) / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_bytes())
     except OSError as e:
         raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
     except ValueError as e:
@@ -67,12 +75,12 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
 
     Raises ConfigError for a model without a table, a flag that adds unknown parameters, or a missing size.
     """
-    named = (hf_config.get("architectures") or [None])[0]
-    name = named or _CLASS_OF_MODEL_TYPE.get(hf_config.get("model_type"))
+    classes = hf_config.get("architectures")
+    named = (classes[0] if isinstance(classes, list) and classes else classes) or hf_config.get("model_type")
+    name = _CLASS_OF_MODEL_TYPE.get(named, named) if isinstance(named, str) else None
     if name not in FAMILIES:
         raise ConfigError(
-            f"model.path: config.json names {named or hf_config.get('model_type')!r}, which has no table; "
-            f"known are {', '.join(FAMILIES)}"
+            f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
     for flag in family.refused:
@@ -82,8 +90,10 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     def size(key: str, default: int | None = None) -> int:
         value = hf_config.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"model.path: config.json needs a positive integer {key}, has {value!r}")
+        if type(value) is not int or value <= 0:
+            raise ConfigError(f"model.path: config.json needs a positive integer {key}, has {shown(value)}")
+        if value > (most := _MOST.get(key, _MOST_ROWS)):
+            raise ConfigError(f"model.path: config.json has {key}={shown(value)}, no model has more than {most}")
         return value
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -109,4 +119,16 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             "model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
             f"which the table of {name} lacks"
         )
+    if (tensors := dimensions.layers * max(dimensions.experts, 1)) > _MOST_TENSORS:
+        raise ConfigError(
+            f"model.path: config.json has {dimensions.layers} layers of {dimensions.experts} experts; {tensors} are "
+            f"more than the {_MOST_TENSORS} that any model has"
+        )
     return Architecture(name, family, dimensions, bool(hf_config.get("tie_word_embeddings", False)))
+
+
+def shown(value: Any) -> str:
+    """Returns what config.json says, as a part of a message of one line."""
+    return printable(
+        repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of many digits", 60
+    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from areal_megatron.json_input import parse_json
 from areal_megatron.reward.sandbox import Limits, run
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)([^\n`]*+)$", re.MULTILINE)
@@ -66,7 +67,7 @@ def last_program(response: str) -> str | None:
 def parse_tests(answer: str) -> Tests:
     """Returns the tests in a row's answer. Raises ValueError that says what is wrong with them."""
     try:
-        tests = json.loads(answer)
+        tests = parse_json(answer)
     except ValueError as e:
         raise ValueError(f"the answer holds no tests: not JSON: {e}") from None
     if not isinstance(tests, dict):
@@ -114,7 +115,7 @@ def _call(arguments: Any, result: Any) -> tuple[list[Any], Any]:
     """Returns arguments and result as values; LiveCodeBench has both as text, one JSON value on each line."""
     if isinstance(arguments, str) and isinstance(result, str):
         try:
-            return [json.loads(line) for line in arguments.splitlines() if line.strip()], json.loads(result)
+            return [parse_json(line) for line in arguments.splitlines() if line.strip()], parse_json(result)
         except ValueError:
             raise ValueError(f"a test of a function is no JSON: {arguments!r}, {result!r}") from None
     if not isinstance(arguments, list):

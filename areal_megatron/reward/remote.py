@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from areal_megatron.config import ConfigError
+from areal_megatron.json_input import parse_json
 
 _REPLY_BYTES = 1 << 20
 
@@ -63,7 +63,7 @@ async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[obje
     except aiohttp.ClientError as e:
         raise OSError(f"{url}: {e}") from None
     try:
-        reply = json.loads(body)
+        reply = parse_json(bytes(body))
         return reply["score"], reply.get("feedback")
     except (ValueError, KeyError, TypeError):
         raise ValueError(f'{url} answered {bytes(body[:100])!r}, expected {{"score": number}}') from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,6 +19,9 @@ from areal_megatron.reward.worker import Scored
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.transcript import Transcript
+
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR")
+"""The variables of this process that agents get whatever rollout.workflow_environment names."""
 
 
 class EpisodeOver(Exception):
@@ -40,13 +43,19 @@ class Api:
 
     url: str
     key: str
+    variables: Collection[str] = ()
+    """Names of environment variables of this process that agents may have beside ENVIRONMENT."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for a process that runs an agent: this process's own, with OPENAI_BASE_URL and
-        OPENAI_API_KEY, and without a proxy for 127.0.0.1."""
-        direct = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
-        return os.environ | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+        """Environment variables for a process that runs an agent: those of this process's own that it may have, and
+        OPENAI_BASE_URL and OPENAI_API_KEY, without a proxy for 127.0.0.1.
+
+        The others stay behind: they may hold tokens of the user, and agents run what a model says.
+        """
+        own = {name: os.environ[name] for name in (*ENVIRONMENT, *self.variables) if name in os.environ}
+        direct = {name: f"{own.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        return own | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,16 @@ class Episode:
         """Serves the model to an agent: within `async with episode.openai() as api:` it is found at api.url, with
         api.key (workflows/openai_endpoint.py)."""
         return self._resources.serve(self)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that a prompt and all that follows it may have."""
+        return self._resources.config.longest_sequence
+
+    @property
+    def agent_variables(self) -> list[str]:
+        """The names in rollout.workflow_environment."""
+        return self._resources.config.rollout.agent_variables
 
     def tokens_left(self, context: Transcript) -> int:
         """Returns the number of tokens that may follow `context`; 0 or less if it is full."""

@@ -23,6 +23,8 @@ from aiohttp import web
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.errors import Rarely, printable, worth_a_line
+from areal_megatron.network import KEEP_ALIVE_S, Strangers, backlog
 from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
 from areal_megatron.workflows.openai_messages import (
     AnsweredCall,
@@ -36,8 +38,14 @@ from areal_megatron.workflows.openai_messages import (
 from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
+_http_log = logging.getLogger(f"{__name__}.http")
+_http_log.addFilter(Rarely(logging.ERROR))  # each malformed request is an error with a traceback to aiohttp
 MODEL = "policy"
+_TOO_LONG = "context_length_exceeded"
 _BODY_BYTES = 16 << 20
+_OTHER_BYTES = 1 << 16
+"""Bytes that a body may have beside its messages, e.g. for tools. Those may take four times their own length, for
+escaped characters."""
 _decode = msgspec.json.Decoder(Call).decode
 
 
@@ -45,8 +53,26 @@ _decode = msgspec.json.Decoder(Call).decode
 class _Session:
     episode: Episode
     tokenizer: Tokenizer
+    longest_text: int
+    """No longer text fits into the context, whatever it says. UTF-8 bytes, and characters too."""
     answered: CallTree = field(default_factory=CallTree)
     running: set[asyncio.Task] = field(default_factory=set)
+
+
+class _Server(web.Server):
+    """aiohttp's server, which closes the connections of strangers."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.strangers = Strangers()
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.strangers.add(handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self.strangers.discard(handler)
+        super().connection_lost(handler, exc)
 
 
 class OpenAIEndpoint:
@@ -55,7 +81,7 @@ class OpenAIEndpoint:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._sessions: dict[str, _Session] = {}
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
         self._starting = asyncio.Lock()
         self.refused = 0
         """The number of calls without a valid key or with a malformed body."""
@@ -64,9 +90,10 @@ class OpenAIEndpoint:
     async def serve(self, episode: Episode) -> AsyncIterator[Api]:
         """Serves the model to the episode's agent. At the end, calls that are still running are cancelled."""
         url, key = await self._url(), secrets.token_urlsafe(24)
-        session = self._sessions[key] = _Session(episode, self._tokenizer)
+        longest_text = episode.longest_sequence * self._longest_token
+        session = self._sessions[key] = _Session(episode, self._tokenizer, longest_text)
         try:
-            yield Api(url, key)
+            yield Api(url, key, episode.agent_variables)
         finally:
             del self._sessions[key]
             for task in session.running:
@@ -79,35 +106,38 @@ class OpenAIEndpoint:
     async def _url(self) -> str:
         async with self._starting:
             if self._runner is None:
-                application = web.Application(client_max_size=_BODY_BYTES)
-                application.router.add_post("/v1/chat/completions", self._complete)
-                application.router.add_get("/v1/models", self._models)
-                runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+                settings = {"access_log": None, "logger": _http_log, "keepalive_timeout": KEEP_ALIVE_S}
+                server = _Server(self._serve_request, **settings)
+                runner = web.ServerRunner(server, shutdown_timeout=1.0)
                 await runner.setup()
-                await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+                self._longest_token = await asyncio.to_thread(self._tokenizer.longest_token)
+                await web.TCPSite(runner, "127.0.0.1", 0, backlog=backlog()).start()
                 self._runner = runner
         host, port = self._runner.addresses[0][:2]
         return f"http://{host}:{port}/v1"
 
-    def _session(self, request: web.Request) -> _Session | None:
+    async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self._sessions.get(key) if scheme == "Bearer" else None
-
-    async def _models(self, request: web.Request) -> web.Response:
-        if self._session(request) is None:
-            return self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "areal"}]})
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session = self._sessions.get(key) if scheme == "Bearer" else None
         if session is None:
-            return self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
+            refusal = self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
+            refusal.force_close()
+            return refusal
+        self._runner.server.strangers.discard(request.protocol)
+        if (request.method, request.path) == ("POST", "/v1/chat/completions"):
+            return await self._complete(session, request)
+        if (request.method, request.path) == ("GET", "/v1/models"):
+            model = {"id": MODEL, "object": "model", "owned_by": "areal"}
+            return web.json_response({"object": "list", "data": [model]})
+        return _error(404, "served are POST /v1/chat/completions and GET /v1/models", "not_found")
+
+    async def _complete(self, session: _Session, request: web.BaseRequest) -> web.StreamResponse:
         session.running.add(task := asyncio.current_task())
         try:
-            call = _decode(await request.read())
-            call.check()
-            message, context = await _answer(session, call)
-        except (msgspec.MsgspecError, UnicodeDecodeError, BadCall, ConfigError) as e:
+            body = await _body(request, min(_BODY_BYTES, _OTHER_BYTES + 4 * session.longest_text))
+            call, messages = await asyncio.to_thread(_read, body, session.longest_text)
+            message, context = await _answer(session, call, messages)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BadCall, ConfigError) as e:
             return self._refuse(400, str(e), "invalid_request")
         except EpisodeOver as e:
             return _error(400, str(e), e.code)
@@ -120,19 +150,45 @@ class OpenAIEndpoint:
 
     def _refuse(self, status: int, message: str, code: str) -> web.Response:
         self.refused += 1
-        if self.refused <= 10 or self.refused % 1000 == 0:
-            log.warning("refused call %d of an agent: %s", self.refused, message)
+        if worth_a_line(self.refused):
+            log.warning("refused call %d of an agent: %s", self.refused, printable(message))
         return _error(status, message, code)
 
 
-async def _answer(session: _Session, call: Call) -> tuple[Message, Transcript]:
+async def _body(request: web.BaseRequest, most: int) -> bytes:
+    """Returns the body of a request. Raises EpisodeOver if it has more bytes than `most`."""
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > most:
+            raise EpisodeOver(f"a body of more than {most} bytes does not fit into the context", _TOO_LONG)
+    return bytes(body)
+
+
+def _read(body: bytes, longest_text: int) -> tuple[Call, list[Message]]:
+    """Returns the call and its messages.
+
+    Raises EpisodeOver if they are longer than `longest_text`; BadCall, MsgspecError, UnicodeDecodeError or
+    RecursionError if they cannot be read.
+    """
+    call = _decode(body)
+    call.check()
+    if len(call.messages) > longest_text:
+        raise EpisodeOver(f"{len(call.messages)} messages do not fit into the context", _TOO_LONG)
+    messages = [normalized(message) for message in call.messages]
+    if (length := sum(len(message["content"]) for message in messages)) > longest_text:
+        raise EpisodeOver(f"{length} characters do not fit into the context", _TOO_LONG)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise BadCall("the last message must be one that the model is to answer")
+    return call, messages
+
+
+async def _answer(session: _Session, call: Call, messages: list[Message]) -> tuple[Message, Transcript]:
     """Returns the model's message, and the transcript that ends with it.
 
     Raises BadCall, ConfigError, EpisodeOver, EngineError or Interrupted.
     """
-    messages, tools = [normalized(message) for message in call.messages], call.tools
-    if not messages or messages[-1]["role"] == "assistant":
-        raise BadCall("the last message must be one that the model is to answer")
+    tools = call.tools
     earlier = session.answered.longest_prefix(messages, tools)
     context = await session.episode.answer(await _context(session, earlier, messages, tools), call.limit)
     message = await asyncio.to_thread(_message, session.tokenizer, context.answer, bool(tools))
@@ -190,7 +246,7 @@ def _reply(message: Message, context: Transcript) -> dict[str, Any]:
     }
 
 
-async def _stream(request: web.Request, reply: dict[str, Any]) -> web.StreamResponse:
+async def _stream(request: web.BaseRequest, reply: dict[str, Any]) -> web.StreamResponse:
     """Sends the whole answer as one piece of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)

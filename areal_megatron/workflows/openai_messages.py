@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from areal_megatron.json_input import parse_json
 from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]
@@ -80,7 +80,7 @@ def normalized(message: dict[str, Any]) -> Message:
 
 def _normalized_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
-    arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
     return {"type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
 
 
@@ -103,8 +103,8 @@ def _tool_calls(text: str) -> Iterator[str]:
 
 def _tool_call(text: str) -> dict[str, Any] | None:
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+        call = parse_json(text)
+    except ValueError:
         return None
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -13,6 +13,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.errors import printable, worth_a_line
 from areal_megatron.reward.function import checked, is_score
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
@@ -137,7 +138,8 @@ class EpisodeRunner:
 
     def _count_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
         self.failures += 1
-        if self.failures <= 10 or self.failures % 1000 == 0:
+        problem = printable(problem, 1000)
+        if worth_a_line(self.failures):
             log.warning("workflow failure %d, prompt %d: %s", self.failures, prompt.id, problem)
         self._failures_without_answer += not answered
         if self._failures_without_answer >= self._config.batch_size and not self._answered:

@@ -86,6 +86,6 @@ def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
     """Bytes of the residual stream, of a module's input and output, of the widest inner activations, and of three rows
     of float32 for each running request: vLLM's sampler keeps logits, log-probabilities and probabilities."""
     d, tp, element = architecture(hf_config).dimensions, config.rollout.tp, ITEMSIZE[config.model.dtype]
-    chosen = hf_config.get("num_experts_per_tok") or 0
+    chosen = hf_config["num_experts_per_tok"] if d.experts else 0
     inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, chosen * (d.hidden + 3 * d.expert_ffn / tp))
     return round(BATCHED_TOKENS * element * (3 * d.hidden + inner) + 12 * config.rollout.max_running * d.vocabulary)

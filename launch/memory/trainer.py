@@ -68,7 +68,8 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
     gradients = MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank")
     optimizer = _optimizer(config, sizes, own)
     has_reference = config.mode != "sft" and config.ppo.has_reference
-    layer = layer_of(config, model, hf_config.get("num_experts_per_tok") or 0, on_cuda)
+    chosen = hf_config["num_experts_per_tok"] if model.dimensions.experts else 0
+    layer = layer_of(config, model, chosen, on_cuda)
     kept = MemoryPart("activations", activations(config, layer, stage), describe(config, stage))
     logprobs = _logprobs(config, hf_config, sizes, stage)
     backward = kept.bytes + logprobs.bytes

@@ -71,6 +71,8 @@ def test_too_little_room_for_checkpoints_is_said_at_the_start(world, tmp_path, c
         ("", ["data.jsonl", "empty"]),
         ('{"prompt": "1+1=", "answer": "2"}\nnot json\n', ["data.jsonl:2", "not JSON"]),
         ('{"prompt": "1+1="}\n', ["data.jsonl:1", "'answer'"]),
+        ('{"prompt": "\\ud800", "answer": "2"}\n', ["data.jsonl:1", "half of a character"]),
+        ('{"prompt": "1+1=", "answer": ' + "[" * 100_000, ["data.jsonl:1", "more than 100 lists and objects"]),
     ],
 )
 def test_wrong_data(world, tmp_path, capsys, text, words):
@@ -88,12 +90,26 @@ def test_code_rewards_where_nothing_isolates_programs(world, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_unknown_architecture(world, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"num_hidden_layers": 10**9}, ["config.json", "num_hidden_layers=1000000000"]),
+    ],
+)
+def test_a_model_that_cannot_be(world, tmp_path, capsys, changes, words):
     model = shutil.copytree(world / "model", tmp_path / "model")
     described = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(described | {"architectures": ["GPT2LMHeadModel"]}))
+    (model / "config.json").write_text(json.dumps(described | changes))
     assert launch(world, tmp_path, f"model.path={model}") == 2
-    _expect_one_line(capsys.readouterr().err, ["GPT2LMHeadModel", "Qwen3ForCausalLM"])
+    _expect_one_line(capsys.readouterr().err, words)
+
+
+def test_a_config_json_that_is_too_deep(world, tmp_path, capsys):
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    (model / "config.json").write_text("[" * 100_000)
+    assert launch(world, tmp_path, f"model.path={model}") == 2
+    _expect_one_line(capsys.readouterr().err, ["config.json", "more than 100 lists and objects"])
 
 
 def test_a_run_that_exists_is_not_overwritten(world, tmp_path, capsys):

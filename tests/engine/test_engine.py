@@ -3,7 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import signal
+import socket
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -18,6 +21,7 @@ from areal_megatron.config_file import load
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.network import STRANGER_S
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
@@ -348,7 +352,13 @@ def test_refusals_are_counted_and_logged(run):
     with pytest.raises(EngineError, match=r"engine-0 at http://127.0.0.1:\d+: POST /resume: status 401"):
         ask(run, lambda client: client.resume(), token="guess")
     assert ask(run, refused) == before + 1
-    assert "refused /resume from 127.0.0.1" in run.log("engine-0").read_text()
+    assert re.search(r"refused request 1, /\S+ from 127\.0\.0\.1", run.log("engine-0").read_text())
+
+
+def test_a_silent_connection_is_closed(run):
+    address = urlsplit(run.endpoint("engine-0", 30))
+    with socket.create_connection((address.hostname, address.port), timeout=STRANGER_S + 10) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_the_secret_is_on_no_command_line(run):

@@ -123,6 +123,7 @@ class World:
         template=TEMPLATE,
         timeout_s=5.0,
         batch_size=8,
+        environment="",
     ):
         self.config = Config(
             name="x",
@@ -134,6 +135,7 @@ class World:
             reward=RewardConfig(truncated=truncated),
         )
         self.config.rollout.workflow_timeout_s = timeout_s
+        self.config.rollout.workflow_environment = environment
         self.config.data.max_prompt_tokens = 400
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)

@@ -1,6 +1,7 @@
 """Models that a config cannot train are refused from config.json alone."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -121,6 +122,65 @@ def test_missing_folder_file_and_weights(tmp_path):
     subject.model.path = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"model.path: there is no folder .*nowhere"):
         check_model(subject)
+
+
+HOSTILE = [
+    *(None, True, 0, -1, 3, 10**9, 10**5000, 0.5, 1e308, float("inf"), float("nan"), "", "x", "\x1b[2Jx", "8"),
+    *([], [1], [[]], {}, {"type": 5}, {"rope_type": []}, {"rope_type": "yarn", "factor": "x"}),
+    {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 10**300},
+]
+PROGRAM = """
+import resource, sys, traceback
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+sys.set_int_max_str_digits(0)
+from pathlib import Path
+from areal_megatron.config import ConfigError
+from areal_megatron.models.architecture import read_config
+from launch.memory import plan_memory
+from tests.unit.test_model_check import EXPERTS, GOOD, HOSTILE, config
+from areal_megatron.model_check import check_model
+
+folder, wrong, count = Path(sys.argv[1]), 0, 0
+keys = sorted({*GOOD, *EXPERTS, "architectures", "rope_scaling", "rope_parameters", "rope_theta", "eos_token_id",
+               "tie_word_embeddings", "decoder_sparse_step", "num_local_experts", "use_sliding_window"})
+for base in (GOOD, GOOD | EXPERTS):
+    for key in keys:
+        for value in HOSTILE:
+            count += 1
+            try:
+                subject = config(folder, base | {key: value})
+                check_model(subject)
+                plan_memory(subject, read_config(folder), 80)
+            except ConfigError as e:
+                wrong += "\\n" in str(e) or "\x1b" in str(e) or len(str(e)) > 400
+            except BaseException as e:
+                wrong += 1
+                print(key, repr(value)[:60], "".join(traceback.format_exception(e)[-3:]))
+peak = next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(count, "tried", wrong, "wrong", peak, "MiB")
+raise SystemExit(wrong > 0)
+"""
+
+
+def test_whatever_config_json_says_is_refused_in_one_line_or_planned_in_little_memory(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-3000:]
+    assert int(process.stdout.split()[-2]) < 600, process.stdout
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "config.json has num_hidden_layers=1000000000, no model has more than 4096"),
+        ({"vocab_size": 10**12}, "config.json has vocab_size=1000000000000, no model has more than 16777216"),
+        (EXPERTS | {"num_experts": 10**9}, "num_experts=1000000000, no model has more than 65536"),
+        (EXPERTS | {"num_experts": 65000, "num_hidden_layers": 4000}, "4000 layers of 65000 experts"),
+    ],
+)
+def test_absurd_sizes_are_named(tmp_path, hf, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_model(config(tmp_path, GOOD | hf))
 
 
 def test_needs_neither_torch_nor_megatron():

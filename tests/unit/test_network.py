@@ -1,10 +1,14 @@
+import asyncio
+import resource
 import socket
+import time
 
 import psutil
 import pytest
 
 from areal_megatron import network
 from areal_megatron.config import ConfigError
+from areal_megatron.network import Strangers
 
 
 def test_an_address_a_name_and_an_interface():
@@ -34,3 +38,85 @@ def test_gloo_nccl_and_vllm_use_the_interface_of_the_address(monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [found]})
     expected = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "10.1.2.3"}
     assert network.socket_settings("ib0") == network.socket_settings("10.1.2.3") == expected
+
+
+class Talk(asyncio.Protocol):
+    """A server's connection, which the first byte lets in."""
+
+    def __init__(self, strangers):
+        self._strangers, self.lost = strangers, asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self._strangers.add(self, transport)
+
+    def data_received(self, data):
+        self._strangers.discard(self)
+
+    def connection_lost(self, exc):
+        self._strangers.discard(self)
+        self.lost.set_result(None)
+
+
+async def connections(strangers, count):
+    """Returns the servers' ends of that many new connections, and the clients'."""
+    accepted = []
+
+    def accept():
+        accepted.append(Talk(strangers))
+        return accepted[-1]
+
+    server = await asyncio.get_running_loop().create_server(accept, "127.0.0.1", 0)
+    clients = []
+    for number in range(count):
+        clients.append(socket.create_connection(server.sockets[0].getsockname()))
+        while len(accepted) <= number:
+            await asyncio.sleep(0.001)
+    server.close()
+    return accepted, clients
+
+
+def test_a_server_that_was_held_up_reads_before_it_takes_somebody_for_silent(monkeypatch):
+    monkeypatch.setattr(network, "STRANGER_S", 0.2)
+
+    async def held_up():
+        strangers = Strangers()
+        (spoke, silent), clients = await connections(strangers, 2)
+        clients[0].send(b"x")
+        time.sleep(0.5)  # the clocks of both have run out when the loop sees that byte
+        async with asyncio.timeout(5):
+            await silent.lost
+        assert not spoke.lost.done() and len(strangers) == 0
+        for client in clients:
+            client.close()
+
+    asyncio.run(held_up())
+
+
+def test_of_too_many_strangers_the_oldest_that_has_no_more_to_say_leaves(monkeypatch):
+    monkeypatch.setattr(network, "MOST_STRANGERS", 3)
+
+    async def crowd():
+        strangers = Strangers()
+        (speaking, silent, newest), clients = await connections(strangers, 3)
+        clients[0].send(b"x")
+        strangers.add("one more", newest.transport)  # in the same turn: the loop has not read that byte
+        async with asyncio.timeout(5):
+            await silent.lost
+        assert not speaking.lost.done() and not newest.lost.done() and len(strangers) == 2
+        strangers.discard("one more")
+        for client in clients:
+            client.close()
+
+    asyncio.run(crowd())
+
+
+def test_descriptors_are_raised_and_shared_with_strangers():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+    try:
+        assert network.backlog() == 50
+        network.raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

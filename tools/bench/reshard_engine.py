@@ -14,4 +14,4 @@ from vllm.distributed.device_communicators import shm_broadcast
 if __name__ == "__main__":
     shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 5
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    runpy.run_module("areal_megatron.engine.serving", run_name="__main__", alter_sys=True)

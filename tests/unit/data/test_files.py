@@ -197,20 +197,12 @@ def test_half_a_character_anywhere_in_a_row_is_named(tmp_path, row):
     with pytest.raises(ConfigError) as error:
         list(records(str(path)))
     half = r"\ud83d"
-    assert str(error.value) == f"{path}:2: holds half of a character (the lone surrogate {half}); replace or remove it"
+    assert str(error.value) == f"{path}:2: not JSON: {half} is half of a character"
 
 
 def test_whole_characters_and_a_zero_character_are_read(tmp_path):
     row = {"prompt": "\U0001f600 é \x00", "answer": "\\ud83d"}
     assert [record.row for record in records(str(jsonl(tmp_path / "a.jsonl", row)))] == [row]
-
-
-def test_a_row_that_is_nested_too_deeply_is_named(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ROWS[0])
-    with path.open("a") as file:
-        file.write('{"prompt": "x", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    with pytest.raises(ConfigError, match=r"a.jsonl:2: lists or objects are nested too deeply$"):
-        list(records(str(path)))
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -229,3 +221,35 @@ def test_a_text_of_a_table_that_is_not_utf_8_is_named(tmp_path, suffix):
             stream.write_table(table)
     with pytest.raises(ConfigError, match=rf"a{suffix}:3: a text is not UTF-8"):
         list(records(str(path)))
+
+
+def deep(levels):
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (f'{{"prompt": "x", "answer": {deep(100)}}}', "more than 100 lists and objects within each other"),
+        (f'{{"prompt": "x", "answer": {deep(100_000)}}}', "more than 100 lists and objects within each other"),
+        ('{"a":' * 100_000, "more than 100 lists and objects within each other"),
+        ('{"prompt": "a \\ud800 b", "answer": "1"}', "\\ud800 is half of a character"),
+        ('{"prompt": [{"role": "user", "content": "\\uDFFF"}], "answer": "1"}', "\\udfff is half of a character"),
+        ('{"prompt": "x", "answer": "1", "\\udcff": 2}', "\\udcff is half of a character"),
+        ('{"prompt": "x", "answer": ' + "9" * 5000 + "}", "not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_row_that_nothing_could_take_is_named(tmp_path, row, problem):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "x", "answer": "1"}\n' + row + "\n")
+    with pytest.raises(ConfigError) as error:
+        list(records(tmp_path / "data.jsonl"))
+    assert str(error.value).startswith(f"{tmp_path / 'data.jsonl'}:2: not JSON: ") and problem in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_what_only_looks_deep_or_broken_is_read(tmp_path):
+    texts = ["[" * 1000, "\U0001f600", "\\ud800 as it is written"]
+    rows = [{"prompt": text, "answer": [[]] * 1000} for text in texts]
+    nested = json.loads('{"prompt": "x", "answer": ' + deep(99) + "}")
+    jsonl(tmp_path / "data.jsonl", *rows, nested)
+    assert [record.row for record in records(tmp_path / "data.jsonl")] == [*rows, nested]

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 
@@ -243,6 +244,35 @@ def test_a_folder_without_an_end_token_is_refused(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="names no end token"):
         Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "{" * 5,
+        "[]",
+        '{"eos_token": 5}',
+        '{"eos_token": {"content": ["</s>"]}}',
+        '{"eos_token": "</s>", "eos_token_id": "x", "chat_template": 5}',
+        '{"eos_token": "</s>", "chat_template": [{"name": "default"}]}',
+        '{"eos_token": "</s>", "chat_template": {"a": 1}}',
+        '{"eos_token_id": ["x"]}',
+        '{"eos_token_id": [[1]]}',
+        '{"eos_token_id": -1}',
+        '{"eos_token": "\\ud800"}',
+        b"\xff",
+    ],
+)
+def test_a_tokenizer_whose_settings_have_no_sense_is_refused(folder, tmp_path, text):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    for name in ("chat_template.jinja", "config.json", "generation_config.json"):
+        (broken / name).unlink(missing_ok=True)
+    text = text if isinstance(text, bytes) else text.encode()
+    name = "generation_config.json" if text.startswith(b'{"eos_token_id') else "tokenizer_config.json"
+    (broken / name).write_bytes(text)
+    with pytest.raises(ConfigError, match=r"^model\.path: .*broken[^\n]*$"):
+        Tokenizer(broken)
 
 
 def test_the_cursor_visits_every_prompt_once_an_epoch_in_a_new_order():

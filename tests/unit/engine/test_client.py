@@ -1,4 +1,5 @@
 import asyncio
+import re
 
 import pytest
 
@@ -96,3 +97,33 @@ def test_waiting_for_an_engine_ends(tmp_path):
 
     with pytest.raises(EngineError, match=r"engine-7 does not serve after"):
         asyncio.run(wait())
+
+
+def test_a_connection_that_the_engine_just_closed_costs_no_request():
+    """The engine stands still after each answer, and closes the connection when another request comes over it."""
+    asked = []
+
+    async def serve(reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        asked.append(head.split(" HTTP")[0])
+        if length := re.search("Content-Length: (.*)\r", head):
+            await reader.readexactly(int(length[1]))
+        body = b'{"seconds": 0.5}' if "/commit" in head else b"vllm:num_requests_running{} 3.0"
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await reader.read(1)
+        writer.close()
+
+    async def calls():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        client = EngineClient("engine-0", f"http://{host}:{port}", "secret", timeout_s=5)
+        try:
+            first = await client.load()
+            assert await client.commit(3, clear_cache=True) == 0.5
+            assert first == await client.load() and first.running == 3
+        finally:
+            await client.close()
+            server.close()
+
+    asyncio.run(calls())
+    assert asked == ["GET /metrics", "POST /commit", "GET /metrics"]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 
 import aiohttp
 import numpy as np
@@ -216,6 +217,24 @@ MALFORMED = [
     ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format: not served"),
     ({"messages": [user("raise")]}, "the chat template of"),
     ({"messages": "x"}, "Expected `array`, got `str`"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": '{"a":' * 10_000}}]},
+                user("x"),
+            ]
+        },
+        "tool_calls",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": '{"a": "\\ud800"}'}}]},
+                user("x"),
+            ]
+        },
+        "tool_calls",
+    ),
 ]
 
 
@@ -225,7 +244,8 @@ def test_malformed_calls_are_refused_and_counted(tmp_path):
             status, reply = await post(api, **body)
             assert status == 400 and problem in reply["error"]["message"], reply
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api.key}"}) as session:
-            for body in (b"{", b"\xff\xfe", b'{"messages": "\xff"}'):
+            deep = b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 10_000)
+            for body in (b"{", b"\xff\xfe", b'{"messages": "\xff"}', deep):
                 async with session.post(f"{api.url}/chat/completions", data=body) as response:
                     assert response.status == 400
             async with session.get(f"{api.url}/models") as response:
@@ -234,7 +254,7 @@ def test_malformed_calls_are_refused_and_counted(tmp_path):
 
     template = "{% if messages[0].content == 'raise' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     ended, world = run(tmp_path, agent, lambda *_: "right", template=template)
-    assert ended.score.correct and world.episodes.account()["refused_calls"] == len(MALFORMED) + 3
+    assert ended.score.correct and world.episodes.account()["refused_calls"] == len(MALFORMED) + 4
 
 
 def test_only_the_key_of_a_running_episode_opens_it(tmp_path):
@@ -322,6 +342,52 @@ def test_a_first_call_longer_than_the_prompt_leaves_fewer_tokens_for_answers(tmp
     assert ended.score.truncated
 
 
+@pytest.mark.parametrize("characters", [600_000, 6_000_000])
+def test_a_long_text_is_refused_and_holds_up_nobody(tmp_path, characters):
+    """The longest text that 100,000 tokens could be has 1.2 million characters; a shorter one has to be tokenized."""
+    late = []
+
+    async def tick():
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            late.append(time.monotonic() - began - 0.01)
+
+    async def agent(api, episode):
+        body = json.dumps({"messages": [user("x " * (characters // 2))]})
+        ticking = asyncio.create_task(tick())
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {api.key}"}) as session,
+            session.post(f"{api.url}/chat/completions", data=body) as response,
+        ):
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+        ticking.cancel()
+        await ask(api, [user("one")])
+
+    ended, _ = run(tmp_path, agent, lambda *_: "right", max_new_tokens=100_000, timeout_s=100)
+    assert ended.score.correct and max(late) < 0.5, max(late)
+
+
+def test_an_agent_gets_few_variables_of_the_controller_and_those_that_the_config_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "private")
+    monkeypatch.setenv("SEARCH_URL", "http://search")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    seen = []
+
+    async def agent(api, episode):
+        command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+        seen.append(json.loads(await asyncio.to_thread(subprocess.check_output, command, env=api.environment)))
+        await ask(api, [user("one")])
+
+    run(tmp_path, agent, lambda *_: "right")
+    run(tmp_path, agent, lambda *_: "right", environment="SEARCH_URL, NOT_SET")
+    without, named = seen
+    assert "HF_TOKEN" not in without and "SLURM_JOB_ID" not in without and "SEARCH_URL" not in without
+    assert {"PATH", "HOME", "OPENAI_BASE_URL", "OPENAI_API_KEY"} <= without.keys()
+    assert named.keys() - without.keys() == {"SEARCH_URL"} and named["SEARCH_URL"] == "http://search"
+
+
 def test_an_agent_in_a_process_of_its_own_finds_the_model_in_its_environment(tmp_path):
     program = """
 import json, os, urllib.request
@@ -348,6 +414,7 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
         "<tool_call>\n{nonsense}\n</tool_call>",
         '<tool_call>{"name": 5}</tool_call>',
         "<tool_call>",
+        "<tool_call>" + '{"a":' * 10_000 + "}" * 10_000 + "</tool_call>",
     ],
 )
 def test_what_is_no_tool_call_stays_text(text):

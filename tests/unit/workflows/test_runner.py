@@ -149,6 +149,11 @@ async def raises(episode):
     raise KeyError("mine")
 
 
+async def quotes(episode):
+    await episode.sample()
+    raise ValueError("no number: 1\n2026-01-01 ERROR forged\x1b[2J")
+
+
 async def leaves(episode):
     await episode.sample()
     sys.exit("mine")
@@ -198,6 +203,7 @@ async def multiplies(episode):
     ("workflow", "problem"),
     [
         (raises, "KeyError: 'mine'"),
+        (quotes, r"ValueError: no number: 1\\n2026-01-01 ERROR forged\\x1b\[2J"),
         (leaves, r"it called exit\(mine\)"),
         (not_a_number, "returned nan, expected a finite number"),
         (enormous, r"returned 1e\+308, expected a finite number of at most 1,000,000"),

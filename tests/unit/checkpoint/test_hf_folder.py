@@ -1,0 +1,101 @@
+"""Model folders: what is copied out of one beside its weights, and files in it that have no sense."""
+
+import json
+import os
+import stat
+import struct
+
+import pytest
+
+from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.hf_folder import INDEX, HfFolder, copy_description, safetensors_extents
+
+OWN = {
+    "tokenizer.json": "1",
+    "tokenizer_config.json": "2",
+    "vocab.json": "3",
+    "merges.txt": "4",
+    "chat_template.jinja": "5",
+    "generation_config.json": "6",
+    "LICENSE": "7",
+    "README.md": "8",
+}
+
+
+def written(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "dtype": "float32"}))
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def copied(source, folder):
+    """Copies a description and returns the files by name."""
+    folder.mkdir()
+    copy_description(source, folder, "bfloat16")
+    assert json.loads((folder / "config.json").read_text()) == {"hidden_size": 8, "dtype": "bfloat16"}
+    return {file.name: file.read_text() for file in folder.iterdir() if file.name != "config.json"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "notes.txt"])
+def test_a_link_to_a_private_file_is_not_followed(tmp_path, caplog, name):
+    (tmp_path / "private").write_text("key")
+    model = written(tmp_path / "model", OWN)
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(tmp_path / "private")
+    assert copied(model, tmp_path / "out") == {known: text for known, text in OWN.items() if known != name}
+    assert len(caplog.messages) == 1 and name in caplog.text
+
+
+def test_only_files_that_describe_a_model_are_copied(tmp_path, caplog):
+    others = {"modeling.py": "import os", "id_rsa": "key", "model.safetensors": "w", "pytorch_model.bin": "w"}
+    model = written(tmp_path / "model", OWN | others | {".gitattributes": "x", "model.safetensors.index.json": "{}"})
+    (model / "original").mkdir()
+    os.mkfifo(model / "vocab.fifo")
+    assert copied(model, tmp_path / "out") == OWN
+    (line,) = caplog.messages
+    assert "id_rsa, modeling.py, vocab.fifo;" in line and "safetensors" not in line
+
+
+def test_links_within_the_folder_and_the_cache_are_copied_as_files(tmp_path, caplog):
+    cache = tmp_path / "models--qwen--tiny"
+    snapshot = written(cache / "snapshots" / "abc", {"LICENSE": "free"})
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "0123").write_text("tokens")
+    (cache / "blobs" / "0123").chmod(0o600)
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/0123")
+    (snapshot / "LICENSE.md").symlink_to("LICENSE")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    (snapshot / "vocab.json").symlink_to("../../refs/main")
+    (tmp_path / "model").symlink_to(snapshot)
+    before = os.umask(0o027)
+    try:
+        found = copied(tmp_path / "model", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert found == {"tokenizer.json": "tokens", "LICENSE": "free", "LICENSE.md": "free"}
+    for file in (tmp_path / "out").iterdir():
+        assert not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert len(caplog.messages) == 1 and "vocab.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "header", ["[" * 100_000, '{"a":' * 100_000, '{"\\ud800": 1}', "[]", "5", '{"a": 1}', '{"a": {}}']
+)
+def test_a_header_without_sense_is_named(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    with pytest.raises(
+        CheckpointError, match=r"^.*model\.safetensors is truncated or no safetensors file: .*$"
+    ) as error:
+        safetensors_extents(file, ["a"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("index", ["[" * 100_000, "[]", '{"weight_map": 5}', "\udcff"])
+def test_an_index_without_sense_is_named(tmp_path, index):
+    (tmp_path / INDEX).write_text(index, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=r"^.*index\.json cannot be read: [^\n]*$"):
+        HfFolder(tmp_path, {"a": (1,)})
