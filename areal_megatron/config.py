@@ -68,6 +68,9 @@ class MachineConfig:
     peer_timeout_s: float = key(600.0, above=0)
     """Longest wait for another process of the run to answer, join or make progress; then the run ends with an error
     that names it."""
+    lease_s: float = key(90.0, at_least=5)
+    """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
+    heartbeat in the run folder has stood still for so many seconds; longer than a file server's failover."""
 
     @property
     def is_cpu(self) -> bool:
