@@ -74,6 +74,9 @@ class MachineConfig:
     that changes over to its spare."""
     gather_s: float = key(600.0, above=0)
     """Longest wait for all nodes (or MPI slots) of a job to answer at its start; then a Slurm job is queued again."""
+    lease_s: float = key(90.0, at_least=5)
+    """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
+    heartbeat in the run folder has stood still for so many seconds; longer than a file server's failover."""
 
     @property
     def is_cpu(self) -> bool:

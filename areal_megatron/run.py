@@ -1,10 +1,11 @@
 """A run's folder and how its processes find each other in it.
 
 ```
-runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
-           metrics.jsonl · status.json · processes.json · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
-           tensorboard/ · hf/ · report.html · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
-           exports/version-000012/ · faults.json · stop
+runs/NAME/ (0700) config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
+           leases/00002.json (launch/lease.py) · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
+           metrics.jsonl · status.json · processes.json · tensorboard/ · hf/ · report.html
+           trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py) · exports/version-000012/
+           faults.json · stop
 ```
 Processes are named `controller`, `engine-E` and `trainer-RANK`: CONTROLLER, `engine_name`, `trainer_name`.
 """
@@ -16,12 +17,14 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from areal_megatron import descriptors
+from areal_megatron.config import ConfigError
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
@@ -54,7 +57,9 @@ class IncarnationStart:
     time: float = field(default=0.0, compare=False)
     """When the launcher began it, in seconds since the epoch."""
     launcher: str = field(default="", compare=False)
-    """Node and process id of the launcher that began it."""
+    """The launcher that began it, see `this_process`."""
+    lease: int = field(default=0, compare=False)
+    """Number of the lease that the launcher held."""
 
 
 def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int | None]]:
@@ -75,8 +80,8 @@ def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int 
 class Run:
     """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
 
-    A process of the run is bound to the incarnation that it was started for, and a launcher to the one that it began:
-    when it has been replaced by a newer one it writes nothing more (`check_current`).
+    A process of the run is bound to the incarnation that it was started for, and a launcher to its lease and to the
+    incarnation that it began: when those are no longer the newest it writes nothing more (`check_current`).
 
     Example:
         run = Run("runs/tiny")
@@ -86,9 +91,10 @@ class Run:
         run.endpoint("controller", timeout_s=60)  # "tcp://127.0.0.1:4711", also in other processes
     """
 
-    def __init__(self, folder: str | Path, incarnation: int | None = None):
-        """`incarnation`: the one that this process belongs to; None: it only reads, whatever the newest is."""
-        self._bound = incarnation
+    def __init__(self, folder: str | Path, incarnation: int | None = None, lease: int | None = None):
+        """`incarnation`, `lease`: those that this process was started for. An engine lives on in later incarnations of
+        a lease, and has no incarnation; a process that only reads, whatever the newest is, has neither."""
+        self._bound, self._lease = incarnation, lease
         self.folder = Path(folder).absolute()
         self.config = self.folder / "config.yaml"
         self.metrics = self.folder / "metrics.jsonl"
@@ -98,18 +104,40 @@ class Run:
         self.exports = self.folder / "exports"
         self.trajectories = self.folder / "trajectories"
         self.incarnations = self.folder / "incarnations"
+        self.leases = self.folder / "leases"
         self.processes = self.folder / "processes.json"
         self.faults = self.folder / "faults.json"
+        self._secret = self.folder / "secret"
         self.stop = self.folder / "stop"
         """While this file exists, the run is to save a checkpoint and end."""
 
-    def create(self) -> None:
-        """Makes the folders and the secret. Raises FileExistsError if the run exists."""
-        self.folder.mkdir(parents=True)
-        for name in ("endpoints", "logs", "timeline", "ledger", "incarnations"):
-            (self.folder / name).mkdir()
-        with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
-            f.write(secrets.token_hex(32))
+    def create(self, exist_ok: bool = False) -> None:
+        """Makes the folders and the secret, for this user alone. Raises FileExistsError if the run exists, and is not
+        to be completed."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=exist_ok)
+        for name in ("endpoints", "logs", "timeline", "ledger", "incarnations", "leases"):
+            (self.folder / name).mkdir(mode=0o700, exist_ok=exist_ok)
+        if not self._secret.exists():
+            self.renew_secret()
+
+    def renew_secret(self) -> None:
+        """Makes another secret. Not while a process of the run lives that is still needed: it holds the one before."""
+        temporary = self._secret.with_name(f".secret.{os.getpid()}")
+        with open(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        os.replace(temporary, self._secret)
+
+    def check_private(self) -> None:
+        """Raises ConfigError if others might write what the processes of the run trust, or read its secret."""
+        trusted = [self.folder, self.config, *(self.folder / name for name in ("endpoints", "incarnations", "leases"))]
+        for path in (path for path in trusted if path.exists()):
+            status = path.stat()
+            if status.st_uid != os.geteuid():
+                raise ConfigError(f"{path} belongs to another user: choose another name=…")
+            if status.st_mode & 0o022:
+                raise ConfigError(f"others may write {path}: forbid it with 'chmod -R go-w {self.folder}'")
+        _ = self.token
 
     def begin(
         self,
@@ -123,16 +151,20 @@ class Run:
         """Begins the next incarnation, to which this object is bound from then on, and forgets what processes have
         announced in the one before, except those to `keep`.
 
-        Raises Replaced if another launcher has begun that incarnation.
+        Raises Replaced if another launcher has begun that incarnation or has taken a newer lease.
         """
-        before = self._newest() if self._bound is None else self._bound
-        number = 0 if before is None else before + 1
-        launcher = f"{socket.gethostname()}, process {os.getpid()}"
-        start = IncarnationStart(number, version, batches, checkpoint, after, time.time(), launcher)
-        try:
-            write_once(numbered(self.incarnations, number), json.dumps(asdict(start)) + "\n")
-        except FileExistsError:
-            raise self._replaced(number) from None
+        self.check_lease()
+        number, lease = (self._newest() if self._bound is None else self._bound) + 1, self._lease or 0
+        while True:
+            start = IncarnationStart(number, version, batches, checkpoint, after, time.time(), this_process(), lease)
+            try:
+                write_once(numbered(self.incarnations, number), json.dumps(asdict(start)) + "\n")
+                break
+            except FileExistsError:
+                other = self._read_start(number)
+                if other.lease >= lease:
+                    raise self._replaced(other.launcher) from None
+                number += 1  # begun by a launcher at the moment at which it was replaced by this one
         self._bound = number
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
@@ -141,19 +173,36 @@ class Run:
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
 
+    def hold(self, lease: int) -> None:
+        """Binds this object to the lease that this launcher has taken: the next incarnation is its own."""
+        self._lease, self._bound = lease, self._newest()
+
     def check_current(self) -> None:
-        """To be called before anything is written that outlives the process. Costs one look into a small folder.
+        """To be called before anything is written that outlives the process. Costs two looks into small folders.
 
-        Raises Replaced if a newer incarnation has begun than the one to which this object is bound.
+        Raises Replaced if a newer incarnation has begun than the one to which this object is bound, or if another
+        launcher has taken the next lease and is about to begin one.
         """
+        self.check_lease()
         if self._bound is not None and (newest := self._newest()) > self._bound:
-            raise self._replaced(newest)
+            raise self._replaced(self._read_start(newest).launcher)
 
-    def _replaced(self, newest: int) -> Replaced:
-        launcher = self._read_start(newest).launcher
+    def check_lease(self) -> None:
+        """Raises Replaced if there is a newer lease than the one to which this object, or its incarnation, is bound."""
+        if self._lease is None and self._bound is not None:
+            self._lease = self.start.lease
+        if self._lease is not None and (newest := max(numbers(self.leases), default=0)) > self._lease:
+            raise self._replaced(json.loads(numbered(self.leases, newest).read_text())["launcher"])
+
+    @property
+    def lease(self) -> int:
+        """Number of the lease to which this object is bound; else that of the newest incarnation."""
+        return self.start.lease if self._lease is None else self._lease
+
+    def _replaced(self, launcher: str) -> Replaced:
         return Replaced(
-            f"{self.folder} was started again by {launcher} (incarnation {newest}) while this process was stopped or "
-            "cut off: it ends and writes nothing more"
+            f"{self.folder} was started again by {launcher} while this process was stopped or cut off: it ends and "
+            "writes nothing more"
         )
 
     def starts(self) -> list[IncarnationStart]:
@@ -167,19 +216,33 @@ class Run:
     def start(self) -> IncarnationStart:
         """Where this incarnation begins; IncarnationStart(0) if no launcher has begun one yet."""
         number = self._newest() if self._bound is None else self._bound
-        return IncarnationStart(0) if number is None else self._read_start(number)
+        return IncarnationStart(0) if number < 0 else self._read_start(number)
 
     @property
     def incarnation(self) -> int:
         """The incarnation to which this object is bound; else the newest, 0 before the first."""
-        return (self._newest() or 0) if self._bound is None else self._bound
+        return max(0, self._newest() if self._bound is None else self._bound)
 
-    def _newest(self) -> int | None:
-        return max(numbers(self.incarnations), default=None)
+    def _newest(self) -> int:
+        """Returns the newest incarnation, -1 before the first."""
+        return max(numbers(self.incarnations), default=-1)
 
     @property
     def token(self) -> str:
-        return (self.folder / "secret").read_text()
+        """The run's secret. Raises ConfigError if others may read or have written it."""
+        try:
+            descriptor = os.open(self._secret, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as e:
+            raise ConfigError(f"{self._secret} is not a file of this user: {e.strerror}; remove it") from None
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise ConfigError(f"{self._secret} is not a file of this user: remove it")
+            if status.st_mode & 0o077:
+                raise ConfigError(f"others may use {self._secret}: forbid it with 'chmod 600 {self._secret}'")
+            return os.read(descriptor, 1000).decode()
+        finally:
+            os.close(descriptor)
 
     def log(self, process: str) -> Path:
         return self.folder / "logs" / f"{process}.log"
@@ -222,6 +285,12 @@ class Run:
             time.sleep(0.05)
 
 
+def this_process() -> str:
+    """Returns how people find this process: its node, its id and its Slurm job."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"process {os.getpid()} on {socket.gethostname()}" + (f" (Slurm job {job})" if job else "")
+
+
 def engine_name(index: int) -> str:
     return f"{_ENGINE}{index}"
 
@@ -244,8 +313,8 @@ def is_trainer(name: str) -> bool:
 
 
 def from_command_line(program: str) -> tuple[Run, int]:
-    """Returns the run and the index in its pool that a launcher gave this process as
-    `--run FOLDER --incarnation I --index N`. Ends the process if it has been replaced already.
+    """Returns the run and the index in its pool that a launcher gave this process as `--run FOLDER --incarnation I
+    --index N`, or `--lease L` in place of the incarnation. Ends the process if it has been replaced already.
 
     Also lets this process have as many files open as its node allows.
     """
@@ -254,8 +323,9 @@ def from_command_line(program: str) -> tuple[Run, int]:
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")
     parser.add_argument("--incarnation", type=int, help="the incarnation of the run that this process belongs to")
+    parser.add_argument("--lease", type=int, help="the lease under which an engine was started")
     options = parser.parse_args()
-    run = Run(options.run, options.incarnation)
+    run = Run(options.run, options.incarnation, options.lease)
     try:
         run.check_current()
     except Replaced as e:

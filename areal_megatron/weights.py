@@ -78,7 +78,11 @@ class Weights:
 
 
 def save_hf(config: Config, run: Run, trainer: Trainer) -> None:
-    """Exports the trainer's weights to run.hf, with the tokenizer of model.path; every rank calls it."""
+    """Exports the trainer's weights to run.hf, with the tokenizer of model.path; every rank calls it.
+
+    Raises Replaced.
+    """
+    run.check_current()
     hf.export(
         parameters=trainer.parameters(),
         hf_config=trainer.hf_config,

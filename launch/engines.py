@@ -61,10 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_running(run: Run) -> None:
-    """Raises ConfigError if there is no such run, or if it is over."""
+    """Raises ConfigError if there is no such run, if others may write its folder, or if it is over."""
     record = read_record(run)
     if record is None:
         raise ConfigError(f"{run.folder} is no run folder; give one such as runs/tiny")
+    run.check_private()
     if (state := state_of(run, record)) != "running":
         raise ConfigError(f"{run.folder} is not running: it is {state}")
 
@@ -86,7 +87,7 @@ class _Added:
     def __init__(self, run: Run, config: Config, here: Here, options: argparse.Namespace):
         self._run, self._config, self._here = run, config, here
         self._python, self._restarts = options.python.get("rollout", ()), options.restarts
-        self._health, self._incarnation = Health(run), run.incarnation
+        self._health, self._incarnation, self._lease = Health(run), run.incarnation, run.lease
         groups = slots(config, options.count)
         self._processes = {p.name: p for p in (self._process(own) for own in groups)}
         self._ended: set[str] = set()
@@ -104,6 +105,10 @@ class _Added:
                 if (incarnation := self._run.incarnation) != self._incarnation:
                     self._incarnation = incarnation
                     self._health.begin(self._processes.keys() - self._ended)
+                    if (lease := self._run.lease) != self._lease:  # another launcher: its controller has another secret
+                        self._lease = lease
+                        for name in self._processes.keys() - self._ended:
+                            self._start(name)
             for name, why in self._health.to_end().items():
                 self._end(name, why)
             for name in self._processes.keys() - self._ended:

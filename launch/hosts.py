@@ -39,6 +39,8 @@ class Hosts(Protocol):
     by_name: Mapping[str, Child | Remote]
     lost: set[str]
     """Processes of engines that are gone with their nodes; the run continues without them."""
+    guardian: int | None
+    """The process of this machine, if there is one, that ends all others if this one is killed (guardian.py)."""
 
     def supervisor(self, process: Process) -> str:
         """Returns the name of the supervisor that is to start the process."""
@@ -61,6 +63,7 @@ class Here:
     def __init__(self):
         self._children = Children()
         self.by_name = self._children.by_name
+        self.guardian = self._children.guardian
         self.lost: set[str] = set()
 
     def supervisor(self, process: Process) -> str:
@@ -118,6 +121,7 @@ class Nodes:
         self._silence_s, self._clock = silence_s, AwakeClock(silence_s)
         self.by_name: dict[str, Remote] = {}
         self.lost: set[str] = set()
+        self.guardian = None
         self._heard: dict[str, float] = {}
         self._uncleared: set[str] = set()
 

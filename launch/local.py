@@ -1,8 +1,8 @@
 """Launches a run on this machine: `python -m launch.local CONFIG [key=value …] [--dry-run] [--restarts N]`.
 
 Allocates the pools, starts controller, engines and trainer ranks side by side, shows progress, and ends all of them
-when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, 75: stopped after a checkpoint
-because SIGUSR1 asked for it, 130: interrupted. Imports neither torch nor vllm.
+when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, 4: replaced, 75: stopped after
+a checkpoint because SIGUSR1 asked for it, 130: interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import sys
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.run import Replaced
 from launch import node, start
 from launch.hosts import Here
 from launch.pools import Node
-from launch.supervise import supervise
+from launch.supervise import Outcome, supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,19 +29,16 @@ def main(arguments: list[str] | None = None) -> int:
         config = config_file.load(options.config, options.overrides)
         config.machine.device = device_of(config)
         gpu_gib = node.gpu_gib() if config.machine.device == "cuda" else 0
-        beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib)
-        if not options.dry_run and beginning.run.folder.exists() and not config.resume:
-            raise ConfigError(
-                f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
-            )
-    except ConfigError as e:
+        if options.dry_run:
+            print(start.check(config, [_node(config)], gpu_gib=gpu_gib).plan.table())
+            return 0
+        with start.lease(config) as lease:
+            beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib, run=lease.run)
+            beginning.begin()
+            return supervise(beginning, Here(), options, lease)
+    except (ConfigError, Replaced) as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
-    if options.dry_run:
-        print(beginning.plan.table())
-        return 0
-    beginning.begin()
-    return supervise(beginning, Here(), options)
+        return 2 if isinstance(e, ConfigError) else Outcome.REPLACED
 
 
 def device_of(config: Config) -> str:

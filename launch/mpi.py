@@ -22,6 +22,7 @@ import msgspec
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.network import check_network
+from areal_megatron.run import Replaced
 from launch import start
 from launch.hosts import HostError, Nodes
 from launch.node import POLL_S, Supervisor, hello
@@ -55,25 +56,22 @@ def main(arguments: list[str] | None = None) -> int:
     channel = MpiChannel(world, own)
     try:
         config = config_file.load(options.config, options.overrides)
-        start.check_input(config)
-        nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
-        found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)
-        if config.machine.device == "auto":
-            config.machine.device = "cuda" if found[0].gpus else "cpu"
-        check_network(config.machine.host, {hello.machine for hello in found})
-        machines, places = slots(found, config)
-        beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found))
-        if beginning.run.folder.exists() and not config.resume:
-            raise ConfigError(
-                f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
-            )
-    except (ConfigError, HostError) as e:
+        with start.lease(config) as lease:
+            start.check_input(config)
+            nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
+            found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)
+            if config.machine.device == "auto":
+                config.machine.device = "cuda" if found[0].gpus else "cpu"
+            check_network(config.machine.host, {hello.machine for hello in found})
+            machines, places = slots(found, config)
+            beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found), run=lease.run)
+            print(beginning.plan.table(), flush=True)
+            beginning.begin()
+            return supervise(beginning, nodes, options, lease)
+    except (ConfigError, HostError, Replaced) as e:
         channel.close()
         print(f"error: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ConfigError) else Outcome.LOST
-    print(beginning.plan.table(), flush=True)
-    beginning.begin()
-    return supervise(beginning, nodes, options)
+        return {ConfigError: 2, HostError: Outcome.LOST, Replaced: Outcome.REPLACED}[type(e)]
 
 
 def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:

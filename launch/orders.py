@@ -116,7 +116,9 @@ def start_order(
     """
     module = _MODULES.get(process.pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
     command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
-    if process.pool != "rollout":  # engines live on while the others are started again
+    if process.pool == "rollout":  # engines live on while the others are started again
+        command += ["--lease", str(run.lease)]
+    else:
         command += ["--incarnation", str(run.incarnation)]
     if process.pool != "controller":
         command += ["--index", str(process.index)]

@@ -98,6 +98,7 @@ class Children:
         self._temporary = tempfile.mkdtemp(prefix="areal-", dir=base if len(base) < _LONGEST_BASE else "/tmp")
         command = [sys.executable, "-m", "launch.guardian", self._temporary]
         self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self.guardian = self._guardian.pid
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):

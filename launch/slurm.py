@@ -6,12 +6,13 @@ nodes into pools, and watches the run. In a heterogeneous job group 0 has the tr
 SIGUSR1, which `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, makes the run save a
 checkpoint and requeues the job. A job that has lost a node, or whose nodes do not all answer at its start, is requeued
 without a checkpoint; if the launcher's node is lost, by the supervisors of the others (node.py). With resume=auto the
-run then continues where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 130: cancelled. Imports neither
-torch nor vllm.
+run then continues where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 4: replaced, 130: cancelled.
+Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -29,9 +30,10 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.network import check_network
-from areal_megatron.run import Run
+from areal_megatron.run import Replaced, Run
 from launch import node, start
 from launch.hosts import HostError, Nodes
+from launch.lease import Lease
 from launch.orders import Event, Leave, NodeHello, Order, Present
 from launch.pools import Node
 from launch.silence import Repeater, sign_interval
@@ -55,18 +57,42 @@ def main(arguments: list[str] | None = None) -> int:
         help="after USR1 the job is queued again after so many seconds at the latest",
     )
     options = parser.parse_intermixed_args(arguments)
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(requeue()))  # nothing has been started yet
+    signal.signal(signal.SIGUSR1, _again)
+    config = None
     try:
         job = Job.of(os.environ)
         config = config_file.load(options.config, options.overrides)
         if config.machine.device == "auto":
             config.machine.device = "cuda" if any(name.startswith("SLURM_JOB_GPUS") for name in os.environ) else "cpu"
-        start.check_input(config)
-    except ConfigError as e:
+        with start.lease(config) as lease:
+            outcome = _run(job, config, options, lease)
+    except _Again:
+        outcome = Outcome.STOPPED
+    except (ConfigError, Replaced) as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
-    run = Run(config.run_dir)
-    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(queue_again(run)))
+        return 2 if isinstance(e, ConfigError) else Outcome.REPLACED
+    except HostError as e:
+        print(f"error: {e}", file=sys.stderr)
+        outcome = Outcome.LOST
+    if outcome not in (Outcome.STOPPED, Outcome.LOST):
+        return outcome
+    return queue_again(Run(config.run_dir)) if config else requeue()
+
+
+class _Again(BaseException):
+    """Slurm asks the job to stop before it has started anything."""
+
+
+def _again(*_) -> None:
+    raise _Again
+
+
+def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) -> Outcome:
+    """Starts the run on the job's nodes and returns how it ended; STOPPED and LOST: the job is to be queued again.
+
+    Raises ConfigError, HostError or Replaced before it has started anything.
+    """
+    start.check_input(config)
     nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:
         found = nodes.gather(job.names, config.machine.gather_s)
@@ -74,16 +100,14 @@ def main(arguments: list[str] | None = None) -> int:
         everyone = [describe(hello, config) for hello in found]
         trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
         engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
-        beginning = start.check(config, trainers, engines, gpu_gib=min(hello.gpu_gib for hello in found))
-    except (ConfigError, HostError) as e:
+        gpu_gib = min(hello.gpu_gib for hello in found)
+        beginning = start.check(config, trainers, engines, gpu_gib=gpu_gib, run=lease.run)
+        print(beginning.plan.table(), flush=True)
+        beginning.begin()
+    except BaseException:
         nodes.__exit__()
-        print(f"error: {e}", file=sys.stderr, flush=True)
-        return 2 if isinstance(e, ConfigError) else queue_again(run)
-    print(beginning.plan.table(), flush=True)
-    beginning.begin()
-    deadline = TimeLimit(beginning.run.stop, options.grace_s)
-    outcome = supervise(beginning, nodes, options, deadline.check)
-    return queue_again(run) if outcome in (Outcome.STOPPED, Outcome.LOST) else outcome
+        raise
+    return supervise(beginning, nodes, options, lease, TimeLimit(beginning.run.stop, options.grace_s).check)
 
 
 class Job(msgspec.Struct):

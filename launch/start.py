@@ -6,7 +6,8 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
+from launch.lease import Lease
 from launch.plan import ClusterPlan, plan
 from launch.pools import Node
 
@@ -80,18 +82,48 @@ class Beginning:
     """None: the run begins with the model of model.path."""
 
     def begin(self) -> None:
-        """Makes the run folder if there is none, and begins an incarnation in it."""
-        if not self.run.folder.exists():
-            self.run.create()
+        """Begins an incarnation. Raises Replaced."""
+        self.run.check_current()
+        self.run.renew_secret()
         config_file.save(self.config, self.run.config)
         begin(self.run, self.checkpoint)
 
 
-def check(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = (), gpu_gib: float = 0) -> Beginning:
-    """Checks everything and returns the run; the arguments are those of plan.plan. Raises ConfigError."""
+@contextmanager
+def lease(config: Config) -> Iterator[Lease]:
+    """Holds the lease on the config's run. To be taken before anything slow: a second start is to be told at once.
+
+    Leaves no folder of a run that never began. Raises ConfigError if the run exists and is not to be resumed, if others
+    may write its folder, or if another launcher runs it.
+    """
+    run = Run(config.run_dir)
+    made = not run.folder.exists()
+    if not made and not config.resume:
+        raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
+    if not made:
+        run.check_private()
+    try:
+        with Lease(run, config.machine.lease_s) as held:
+            yield held
+    finally:
+        if made and not run.starts():
+            shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def check(
+    config: Config,
+    nodes: Sequence[Node],
+    rollout_nodes: Sequence[Node] = (),
+    gpu_gib: float = 0,
+    run: Run | None = None,
+) -> Beginning:
+    """Checks everything and returns the run; the arguments are those of plan.plan. Raises ConfigError.
+
+    `run`: the config's, as its launcher holds it; None: nothing is to be started.
+    """
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
     check_input(config)
-    run = Run(config.run_dir)
+    run = run or Run(config.run_dir)
     checkpoint = _resumed(config, run)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)

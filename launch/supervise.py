@@ -18,6 +18,7 @@ from areal_megatron.run import Replaced, is_engine
 from launch import start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
+from launch.lease import Lease
 from launch.orders import start_order
 from launch.pools import Process, whole
 from launch.processes import Child, Log
@@ -47,18 +48,19 @@ class Outcome(enum.IntEnum):
 
 
 def supervise(
-    beginning: Beginning, hosts: Hosts, options: Namespace, on_poll: Callable[[], None] = lambda: None
+    beginning: Beginning, hosts: Hosts, options: Namespace, lease: Lease, on_poll: Callable[[], None] = lambda: None
 ) -> Outcome:
     """Starts the processes of a run that has begun, watches them, and returns how the run ended; leaves no process.
 
     `options` are those of start.parser. The run survives the failure of a process while there are `restarts` left: an
     engine is restarted alone, a trainer rank together with all trainer ranks and the controller, and if the controller
     itself fails, everything is restarted. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end it
-    at once. `on_poll` is called ten times a second.
+    at once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
     """
+    lease.guard(hosts.guardian)
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
-    watch, outcome, failure = _Watch(beginning, hosts, options, on_poll), Outcome.FAILED, ""
+    watch, outcome, failure = _Watch(beginning, hosts, options, lease, on_poll), Outcome.FAILED, ""
     try:
         with hosts:
             while (failure := watch.incarnation()) and watch.may_restart(failure):
@@ -87,9 +89,11 @@ def supervise(
 class _Watch:
     """Starts, watches and ends the processes of a run."""
 
-    def __init__(self, beginning: Beginning, hosts: Hosts, options: Namespace, on_poll: Callable[[], None]):
+    def __init__(
+        self, beginning: Beginning, hosts: Hosts, options: Namespace, lease: Lease, on_poll: Callable[[], None]
+    ):
         self.console = Console(beginning.run, beginning.config)
-        self._beginning, self._hosts, self._on_poll = beginning, hosts, on_poll
+        self._beginning, self._hosts, self._lease, self._on_poll = beginning, hosts, lease, on_poll
         self._restarts, self._python = options.restarts, options.python
         self._processes = {process.name: process for process in beginning.plan.placement.processes}
         self._recorder = Recorder(beginning.run, beginning.plan.placement)
@@ -118,6 +122,7 @@ class _Watch:
             if all(c.exit_code == 0 for c in processes.values() if not is_engine(c.name)):
                 return ""
             self.console.refresh()
+            self._lease.check()
             self._on_poll()
             for name, why in self._health.to_end().items():
                 self._end(name, why)

@@ -44,10 +44,10 @@ def take_interrupts() -> None:
 class LocalRun:
     """`python -m launch.local` as its own process; output in one file."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, output: Path | None = None):
         self.folder = folder
         self.traces = Traces(folder.parent)
-        self._output = folder.with_suffix(".out")
+        self._output = output or folder.with_suffix(".out")
         command = [
             sys.executable,
             "-m",
@@ -107,8 +107,9 @@ def local_run(tmp_path):
     """Starts runs; whatever a failed test leaves running is ended."""
     runs = []
 
-    def start(name: str, *overrides: str) -> LocalRun:
-        runs.append(LocalRun(tmp_path / name, *overrides))
+    def start(name: str, *overrides: str, output: str = "") -> LocalRun:
+        """`output`: name of the file for the launcher's output, if the run's own is still needed."""
+        runs.append(LocalRun(tmp_path / name, *overrides, output=tmp_path / output if output else None))
         return runs[-1]
 
     yield start

@@ -168,6 +168,22 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
     assert [line["version"] for line in lines] == list(range(1, updates + 1)) and audit(run) == []
 
 
+@pytest.mark.timeout(600)
+def test_a_job_beside_a_start_by_hand_is_refused_and_goes_on_after_it(cluster, submit, local_run, world, tmp_path):
+    """As when a job that waits in the queue is forgotten, and the run is continued by hand."""
+    run, arguments = Run(tmp_path / "run"), tiny(world, tmp_path, updates=16, resume="auto")
+    by_hand = local_run("run", *arguments, "machine.slots=4", "updates=100000")
+    by_hand.wait_for(lambda: trained(run) >= 2)
+    job = submit(*arguments)
+    assert cluster.wait(job, timeout_s=100) == "FAILED" and len(run.starts()) == 1
+    assert f"error: {run.folder} is being run by process {by_hand.process.pid} on" in cluster.output(job)
+    run.stop.touch()
+    assert by_hand.wait() == 75, by_hand.output
+    cluster.run("scontrol", "requeue", job)
+    assert cluster.wait(job, timeout_s=300) == "COMPLETED", cluster.output(job)
+    assert "resuming from" in cluster.output(job) and audit(run) == []
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world, tmp_path):

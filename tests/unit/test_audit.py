@@ -19,6 +19,8 @@ PROMPTS, GROUP, BATCH = 7, 2, 4
 class Past:
     """A run of two replicas as its processes would have written it down."""
 
+    updates = 50
+
     def __init__(self, folder):
         (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * PROMPTS)
         self.run = Run(folder / "run")
@@ -26,7 +28,7 @@ class Past:
         self.config = Config(
             name="run",
             runs_dir=str(folder),
-            updates=50,
+            updates=self.updates,
             batch_size=BATCH,
             model=ModelConfig(path="m"),
             data=DataConfig(train=str(folder / "data.jsonl")),
@@ -39,7 +41,7 @@ class Past:
 
     def begin(self, checkpoint):
         """Another incarnation, from the start or from a checkpoint."""
-        self.schedule = Schedule(batch_size=BATCH, group_size=GROUP, max_staleness=1, updates=50)
+        self.schedule = Schedule(batch_size=BATCH, group_size=GROUP, max_staleness=1, updates=self.updates)
         self.cursor, self.batches, start = Cursor(PROMPTS, seed=1), 0, {}
         if checkpoint:
             saved = state.read(checkpoint.controller, PROMPTS, 1)
@@ -67,6 +69,7 @@ class Past:
                     "admission_versions": [group.admission_version] * GROUP,
                     "prompts": [[group.epoch, group.prompt_id]] * GROUP,
                 }
+                self.run.check_current()
                 with self.run.ledger(replica).open("a") as ledger:
                     ledger.write(json.dumps(line) + "\n")
             if applied:
@@ -88,6 +91,7 @@ class Past:
             interrupted={},
             prompts_too_long=0,
         )
+        self.run.check_current()
         folder = checkpoint_folder.partial(self.run, self.schedule.version)
         (folder / "trainer").mkdir(parents=True)
         state.write(change(saved), folder / "controller.msgpack")

@@ -92,7 +92,7 @@ def test_a_process_that_was_replaced_writes_nothing(run):
         with pytest.raises(Replaced) as refused:
             write()
         assert f"process {os.getpid()}" in str(refused.value) and "\n" not in str(refused.value)
-        assert "(incarnation 1)" in str(refused.value) and str(run.folder) in str(refused.value)
+        assert str(run.folder) in str(refused.value)
     assert contents(run.folder) == before
     write_status(newer, {"phase": "training"})
 

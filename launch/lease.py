@@ -1,0 +1,237 @@
+"""The lease on a run folder: at most one launcher runs it, from its first look at the folder until its processes ended.
+
+`leases/00002.json` says who holds the second lease. It appears whole and only once, also on NFS (files.write_once), and
+the greatest number counts. The holder beats: once a second it counts up the time stamp of that file, which needs no
+space on a full disk. No clock decides anything but the monotonic one of whoever watches: a heartbeat that moves
+refuses another start; one that has stood still for machine.lease_s no longer does. A launcher that ends releases its
+lease, and on the machine of one that was killed others see at once that it is gone.
+
+Whoever takes the next lease thereby replaces the holder before: Run.check_current, which every writer of the run calls,
+raises Replaced from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from areal_megatron.config import ConfigError
+from areal_megatron.files import numbered, numbers, write_atomically, write_once
+from areal_megatron.run import Replaced, Run, this_process
+
+BEAT_S = 1.0
+_LOOK_S = 0.25
+_SILENT_S = 3.0
+"""Silence after which a start says that it waits."""
+_CLEARED_S = 60.0
+"""Longest wait for the guardian of a launcher that was killed: ending processes takes it ten seconds."""
+_RELEASED = 0
+_Process = tuple[int, int]
+"""A process of this machine: its id, and when it began, in clock ticks since the machine's start."""
+
+
+class Holder(msgspec.Struct):
+    """The launcher that took a lease."""
+
+    launcher: str
+    """Node, process and Slurm job, for people."""
+    since: str
+    """When it took it, for people."""
+    machine: str
+    """An id of the machine, its start and the container: process ids mean the same where it is the same."""
+    process: _Process
+    folder: int
+    """Inode of the folder, which a copy of the run does not have."""
+
+    @classmethod
+    def here(cls, folder: Path) -> Holder:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        return cls(this_process(), now, _machine(), (os.getpid(), _begun(os.getpid())), folder.stat().st_ino)
+
+    @property
+    def is_here(self) -> bool:
+        return self.machine == _machine()
+
+
+class Lease:
+    """A held lease. A context manager: leaving it releases the lease.
+
+    Example:
+        with Lease(run, lease_s=90) as lease:  # raises ConfigError if another launcher holds it
+            ...
+            lease.check()
+    """
+
+    def __init__(self, run: Run, lease_s: float):
+        """Takes the next lease, after a wait of lease_s and more if nobody can tell whether its holder lives.
+
+        Raises ConfigError, which names the holder, if that lives.
+        """
+        self.run = run
+        self._folder = run.leases
+        self.number, silent = _take(run, lease_s)
+        self._path = numbered(self._folder, self.number)
+        self._count = _RELEASED
+        self._replaced: Replaced | None = None
+        self._ended = threading.Event()
+        self._beat()
+        run.hold(self.number)
+        self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
+        self._thread.start()
+        if silent:
+            _end(silent, numbered(self._folder, self.number - 1))
+
+    def check(self) -> None:
+        """Raises Replaced if another launcher has taken the next lease. Costs nothing: to be called often."""
+        if self._replaced:
+            raise self._replaced
+
+    def guard(self, process: int | None) -> None:
+        """Names the process that ends all others of this machine if this one is killed: a start waits for it, too."""
+        if process:
+            write_atomically(_guardian(self._path), msgspec.json.encode((process, _begun(process))))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._thread.join(_CLEARED_S)  # its file server may be away
+        with suppress(OSError):
+            os.utime(self._path, (_RELEASED, _RELEASED))
+
+    def _live(self) -> None:
+        while not self._ended.wait(BEAT_S) and not self._replaced:
+            with suppress(OSError):  # the file server is away: whoever watches does not see it either
+                self._beat()
+                self._look()
+
+    def _beat(self) -> None:
+        self._count += 1  # whole seconds: Lustre keeps no fractions
+        os.utime(self._path, (self._count, self._count))
+
+    def _look(self) -> None:
+        try:
+            self.run.check_lease()
+        except Replaced as e:
+            self._replaced = e
+
+
+def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
+    """Returns the number of the lease that this process has taken, and who held the one before if it fell silent."""
+    while True:
+        run.create(exist_ok=True)  # again: a start whose run cannot begin removes the folder that it made
+        number = max(numbers(run.leases), default=0)
+        silent = _watch(run, number, lease_s) if number else None
+        with suppress(FileExistsError, FileNotFoundError):
+            content = msgspec.json.encode(Holder.here(run.leases)).decode()
+            write_once(numbered(run.leases, number + 1), content)
+            return number + 1, silent
+
+
+def _watch(run: Run, number: int, lease_s: float) -> Holder | None:
+    """Returns when a lease may be followed by the next: with its holder, if that has only fallen silent.
+
+    Raises ConfigError if its holder lives, or if processes of a holder that was killed here do not end.
+    """
+    path = numbered(run.leases, number)
+    holder, first, silent_s, gone_s, told = read(path), _count(path), 0.0, 0.0, False
+    while max(numbers(run.leases), default=0) == number:
+        begun, count = time.monotonic(), _count(path)
+        if count == _RELEASED:
+            return None
+        if count not in (first, None):
+            raise ConfigError(
+                f"{run.folder} is being run by {holder.launcher} since {holder.since}: wait until it has ended, stop "
+                f"it ('touch {run.stop}' saves a checkpoint), or choose another name=…"
+            )
+        if holder.is_here and not _lives(holder.process):
+            guardian = _read_guardian(path)
+            if not guardian or not _lives(guardian):
+                return None
+            if gone_s > _CLEARED_S:
+                raise ConfigError(
+                    f"{run.folder}: process {guardian[0]} has not ended the processes of {holder.launcher}, which was "
+                    f"killed, within {_CLEARED_S:.0f} s: end what is left of them, then start again"
+                )
+        elif silent_s >= lease_s:
+            return holder
+        elif silent_s >= _SILENT_S and not told:
+            told = True
+            print(
+                f"{run.folder} was left by {holder.launcher}, which does not say whether it lives: taking over in "
+                f"{lease_s - silent_s:.0f} s if it stays silent",
+                flush=True,
+            )
+        time.sleep(_LOOK_S)
+        passed = min(time.monotonic() - begun, 2 * _LOOK_S)  # not the time in which this process did not look
+        silent_s, gone_s = silent_s + passed, gone_s + passed
+    return None
+
+
+def _end(holder: Holder, path: Path) -> None:
+    """Ends a silent launcher on this machine, which was stopped or hangs, and waits until its processes have ended."""
+    if not holder.is_here or holder.folder != path.parent.stat().st_ino:
+        return
+    with suppress(OSError):  # it is gone by now, or another user's
+        descriptor = os.pidfd_open(holder.process[0])
+        try:
+            if _lives(holder.process):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                print(f"ended {holder.launcher}, which was silent", flush=True)
+        finally:
+            os.close(descriptor)
+    deadline = time.monotonic() + _CLEARED_S
+    while (guardian := _read_guardian(path)) and _lives(guardian) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def read(path: Path) -> Holder:
+    """Returns who took a lease. Raises ConfigError if its file is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Holder)
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"{path} is damaged: {e}; remove it if no launcher runs {path.parent.parent}") from None
+
+
+def _count(path: Path) -> int | None:
+    """Returns the heartbeat; None while it cannot be read. Opened, since an NFS client then asks its server."""
+    with suppress(OSError), path.open("rb") as file:
+        return int(os.fstat(file.fileno()).st_mtime)
+    return None
+
+
+def _guardian(path: Path) -> Path:
+    return path.with_suffix(".guardian")
+
+
+def _read_guardian(path: Path) -> _Process | None:
+    with suppress(FileNotFoundError):
+        return msgspec.json.decode(_guardian(path).read_bytes(), type=_Process)
+    return None
+
+
+def _machine() -> str:
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _lives(process: _Process) -> bool:
+    return _begun(process[0]) == process[1]
+
+
+def _begun(pid: int) -> int:
+    """Returns when a process of this machine began, in clock ticks since the machine's start; -1 if it has ended.
+
+    Not psutil's create_time, which is reckoned from the wall clock.
+    """
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if state not in "ZX":  # dead, and its parent has not noticed
+            return int(fields[18])
+    return -1

@@ -1,0 +1,45 @@
+"""One run, one launcher: a second start beside a living one, and a start after one that was stopped in its tracks."""
+
+import signal
+import time
+
+from areal_megatron.audit import audit
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from tests.e2e.test_faults import updates
+from tests.e2e.test_run import small
+from tests.support.living import left_over
+
+
+def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world):
+    arguments = small(world, resume="auto", updates=12, **{"checkpoint.every": 2})
+    first = local_run("twice", *arguments)
+    run = Run(first.folder)
+    first.wait_for(lambda: list(run.leases.glob("*.json")))
+    seconds = []
+    for ready in (lambda: True, lambda: updates(run) >= 4):
+        first.wait_for(ready)
+        begun, second = time.monotonic(), local_run("twice", *arguments, output="second.out")
+        assert second.wait(60) == 2
+        seconds.append(time.monotonic() - begun)
+        assert f"is being run by process {first.process.pid} on" in second.output and second.output.count("\n") == 1
+    print(f"refused after {', '.join(f'{took:.1f}' for took in seconds)} s")
+    assert max(seconds) < 5
+    assert first.wait() == 0, first.output
+    assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == list(range(1, 13))
+    assert audit(run) == [] and len(run.starts()) == 1
+
+
+def test_a_run_whose_launcher_hangs_is_taken_over(local_run, world):
+    """It is stopped, as by Ctrl-Z or a machine that stands still; its processes train on until they notice."""
+    arguments = small(world, resume="auto", updates=40, **{"checkpoint.every": 2, "machine.lease_s": 5})
+    first = local_run("hangs", *arguments)
+    run = Run(first.folder)
+    first.wait_for(lambda: updates(run) >= 4)
+    members, secret = first.members(), run.token
+    first.process.send_signal(signal.SIGSTOP)
+    second = local_run("hangs", *arguments, output="second.out")
+    assert second.wait(400) == 0, second.output
+    assert "taking over" in second.output and "resuming from" in second.output
+    assert first.wait(10) == -signal.SIGKILL and not left_over(members)
+    assert len(run.starts()) == 2 and audit(run) == [] and run.token != secret
