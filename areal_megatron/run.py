@@ -1,7 +1,7 @@
 """A run's folder and how its processes find each other in it.
 
 ```
-runs/NAME/ config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
+runs/NAME/ config.yaml · secret, *.key (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            metrics.jsonl · status.json · processes.json · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
            tensorboard/ · hf/ · report.html · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
            exports/version-000012/ · stop
@@ -20,12 +20,14 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
 _TRAINER = "trainer-"
+_KEYS = ("controller.key", "trainers.key")
 
 
 class RunError(RuntimeError):
@@ -34,6 +36,14 @@ class RunError(RuntimeError):
 
 class Replaced(RunError):
     """The run was started again while this process could not notice, stopped or cut off from the run folder."""
+
+
+class SecretKeys(NamedTuple):
+    """The Curve25519 secret keys of an incarnation, by which controller and trainers know each other. The bearer secret
+    is no substitute: requests to engines carry it in clear."""
+
+    controller: bytes
+    trainers: bytes
 
 
 @dataclass(frozen=True)
@@ -102,12 +112,12 @@ class Run:
         """While this file exists, the run is to save a checkpoint and end."""
 
     def create(self) -> None:
-        """Makes the folders and the secret. Raises FileExistsError if the run exists."""
+        """Makes the folders, the secret and the keys. Raises FileExistsError if the run exists."""
         self.folder.mkdir(parents=True)
         for name in ("endpoints", "logs", "timeline", "ledger", "incarnations"):
             (self.folder / name).mkdir()
-        with open(os.open(self.folder / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as f:
-            f.write(secrets.token_hex(32))
+        for name in ("secret", *_KEYS):
+            self._draw(name)
 
     def begin(
         self,
@@ -135,6 +145,8 @@ class Run:
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
                 endpoint.unlink()
+        for name in _KEYS:
+            self._draw(name)
         self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
@@ -178,6 +190,16 @@ class Run:
     @property
     def token(self) -> str:
         return (self.folder / "secret").read_text()
+
+    @property
+    def keys(self) -> SecretKeys:
+        return SecretKeys(*(bytes.fromhex((self.folder / name).read_text()) for name in _KEYS))
+
+    def _draw(self, name: str) -> None:
+        """Writes 256 random bits to a file that only its owner can read."""
+        (self.folder / name).unlink(missing_ok=True)
+        with open(os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
 
     def log(self, process: str) -> Path:
         return self.folder / "logs" / f"{process}.log"
