@@ -17,6 +17,7 @@ from areal_megatron.errors import first_line
 from areal_megatron.network import address, socket_settings
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run, RunError
+from areal_megatron.trainer.objects import sign_objects
 
 STORE = "trainer-store"
 """The name under which rank 0 announces host:port of the trainers' TCPStore in the run folder."""
@@ -84,6 +85,17 @@ class Parallel:
         """Returns the bytes of global rank 0 on every rank; the others pass None."""
         return self._broadcast(value, self.control)
 
+    def gather(self, value: bytes) -> list[bytes]:
+        """Returns the bytes of every rank on global rank 0, an empty list on the others."""
+        if self.world == 1:
+            return [value]
+        longest = int(self.max_over_ranks(torch.tensor([len(value)])))
+        row = torch.frombuffer(bytearray(value.ljust(longest, b"\0") + len(value).to_bytes(8)), dtype=torch.uint8)
+        rows = [torch.empty_like(row) for _ in range(self.world)] if self.is_first else None
+        dist.gather(row, rows, group=self.control)
+        found = (gathered.numpy().tobytes() for gathered in rows or ())
+        return [data[: int.from_bytes(data[-8:])] for data in found]
+
     def _broadcast(self, value: bytes | None, group: dist.ProcessGroup) -> bytes:
         source = dist.get_global_rank(group, 0)
         if (value is not None) != (self.rank == source):
@@ -118,6 +130,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     for name, value in socket_settings(config.machine.host).items():
         os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    sign_objects(run.keys.trainers)
     store = _open_store(config, run, rank, timeout)
     try:
         dist.init_process_group(
