@@ -46,10 +46,10 @@ class ControllerPort:
     """
 
     def __init__(self, config: Config, run: Run, ranks: Ranks):
-        self._ranks, self._token, self._timeout_s = ranks, run.token, config.machine.peer_timeout_s
+        self._ranks, self._keys, self._timeout_s = ranks, run.keys, config.machine.peer_timeout_s
         self._name = trainer_name(ranks.rank)
         self._endpoint = run.endpoint(CONTROLLER, self._timeout_s)
-        self._client = ControllerClient(self._endpoint, self._token, self._name, self._timeout_s)
+        self._client = ControllerClient(self._endpoint, self._keys, self._name, self._timeout_s)
         self._client.request(Hello(ranks.rank))
 
     def request(self, message: Request) -> Reply:
@@ -61,7 +61,7 @@ class ControllerPort:
 
         `thread` tells the controller's log who sends it.
         """
-        with ControllerClient(self._endpoint, self._token, f"{self._name}-{thread}", self._timeout_s) as client:
+        with ControllerClient(self._endpoint, self._keys, f"{self._name}-{thread}", self._timeout_s) as client:
             return client.request(message)
 
     def links(self, version: int, store: str) -> list[tuple[int, int]]:

@@ -1,22 +1,24 @@
 """Messages between the trainer ranks and the controller, and the trainers' client.
 
-ZeroMQ DEALER (trainer) to ROUTER (controller); every request gets exactly one reply. A frame is the msgpack encoding of
-`Envelope`, which carries the run's secret token; the controller refuses and counts frames without it. Arrays travel as
-raw buffers (data/trajectory.py). "Rank 0" is the first of all trainer ranks.
+ZeroMQ DEALER (trainer) to ROUTER (controller), encrypted by CURVE, with which both sides also prove to hold the
+incarnation's keys before a message is passed on; every request gets exactly one reply. A frame is the msgpack encoding
+of `Envelope` or `ReplyEnvelope`. Arrays travel as raw buffers (data/trajectory.py). "Rank 0" is the first of all
+trainer ranks.
 """
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import time
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
+from areal_megatron.run import SecretKeys
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class LinkRef(msgspec.Struct):
@@ -186,7 +188,6 @@ Reply = Welcome | BatchReply | NotYet | NotWritten | Stop | PublishAgain | Links
 
 
 class Envelope(msgspec.Struct):
-    token: str
     sender: str
     number: int
     body: Request
@@ -210,8 +211,21 @@ def encode_answer(number: int, body: Reply | EncodedBatch) -> bytes:
     return _encode(ReplyEnvelope(number, body))
 
 
-def authentic(envelope: Envelope, token: str) -> bool:
-    return hmac.compare_digest(envelope.token.encode(), token.encode())
+def public_key(secret: bytes) -> bytes:
+    """Returns the Curve25519 public key of a secret key, in the text form of ZeroMQ (Z85)."""
+    return zmq.curve_public(z85.encode(secret))
+
+
+SOCKET_OPTIONS = {
+    zmq.IPV6: 1,  # where the address is one
+    # The kernel answers these for a process that is stopped; heartbeats of ZeroMQ would take it for dead.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 6,
+    zmq.TCP_MAXRT: 120_000,
+}
+"""Both sides close a connection to a machine that is gone, or cut off for two minutes."""
 
 
 class ControllerError(RuntimeError):
@@ -219,19 +233,28 @@ class ControllerError(RuntimeError):
 
 
 class ControllerClient:
-    """A trainer rank's connection to the controller. Not thread-safe: one per thread."""
+    """A trainer rank's connection to the controller. Not thread-safe: one per thread.
 
-    def __init__(self, endpoint: str, token: str, sender: str, timeout_s: float):
-        self.endpoint, self.token, self.sender, self.timeout_s = endpoint, token, sender, timeout_s
+    Whoever else listens at the endpoint learns nothing and is not believed.
+    """
+
+    def __init__(self, endpoint: str, keys: SecretKeys, sender: str, timeout_s: float):
+        self.endpoint, self.sender, self.timeout_s = endpoint, sender, timeout_s
         self._numbers = itertools.count(1)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        for option, value in SOCKET_OPTIONS.items():
+            self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, public_key(keys.controller))
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key(keys.trainers))
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(keys.trainers))
         self._socket.connect(endpoint)
 
     def request(self, body: Request) -> Reply:
         """Returns the controller's reply. Raises ControllerError on a refusal or after timeout_s without a reply."""
         number = next(self._numbers)
-        self._socket.send(_encode(Envelope(self.token, self.sender, number, body)))
+        self._socket.send(_encode(Envelope(self.sender, number, body)))
         deadline = time.monotonic() + self.timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(left * 1000):

@@ -1,7 +1,7 @@
 """A run's folder and how its processes find each other in it.
 
 ```
-runs/NAME/ (0700) config.yaml · secret (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
+runs/NAME/ (0700) config.yaml · secret, *.key (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            leases/00002.json (launch/lease.py) · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
            metrics.jsonl · status.json · processes.json · tensorboard/ · hf/ · report.html
            trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py) · exports/version-000012/
@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from areal_megatron import descriptors
 from areal_megatron.config import ConfigError
@@ -30,6 +31,8 @@ from areal_megatron.files import numbered, numbers, write_atomically, write_once
 CONTROLLER = "controller"
 _ENGINE = "engine-"
 _TRAINER = "trainer-"
+_SECRET = "secret"
+_KEYS = ("controller.key", "trainers.key")
 
 
 class RunError(RuntimeError):
@@ -38,6 +41,14 @@ class RunError(RuntimeError):
 
 class Replaced(RunError):
     """The run was started again while this process could not notice, stopped or cut off from the run folder."""
+
+
+class SecretKeys(NamedTuple):
+    """The Curve25519 secret keys of an incarnation, by which controller and trainers know each other. The bearer secret
+    is no substitute: requests to engines carry it in clear."""
+
+    controller: bytes
+    trainers: bytes
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,6 @@ class Run:
         self.leases = self.folder / "leases"
         self.processes = self.folder / "processes.json"
         self.faults = self.folder / "faults.json"
-        self._secret = self.folder / "secret"
         self.stop = self.folder / "stop"
         """While this file exists, the run is to save a checkpoint and end."""
 
@@ -118,15 +128,20 @@ class Run:
         self.folder.mkdir(mode=0o700, exist_ok=exist_ok)
         for name in ("endpoints", "logs", "timeline", "ledger", "incarnations", "leases"):
             (self.folder / name).mkdir(mode=0o700, exist_ok=exist_ok)
-        if not self._secret.exists():
-            self.renew_secret()
+        for name in (_SECRET, *_KEYS):
+            if not (self.folder / name).exists():
+                self._draw(name)
 
     def renew_secret(self) -> None:
         """Makes another secret. Not while a process of the run lives that is still needed: it holds the one before."""
-        temporary = self._secret.with_name(f".secret.{os.getpid()}")
+        self._draw(_SECRET)
+
+    def _draw(self, name: str) -> None:
+        """Writes 256 random bits to a file that only its owner can read."""
+        temporary = self.folder / f".{name}.{os.getpid()}"
         with open(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        os.replace(temporary, self._secret)
+        os.replace(temporary, self.folder / name)
 
     def check_private(self) -> None:
         """Raises ConfigError if others might write what the processes of the run trust, or read its secret."""
@@ -137,7 +152,7 @@ class Run:
                 raise ConfigError(f"{path} belongs to another user: choose another name=…")
             if status.st_mode & 0o022:
                 raise ConfigError(f"others may write {path}: forbid it with 'chmod -R go-w {self.folder}'")
-        _ = self.token
+        _ = self.token, self.keys
 
     def begin(
         self,
@@ -169,6 +184,8 @@ class Run:
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
                 endpoint.unlink()
+        for name in _KEYS:
+            self._draw(name)
         self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
@@ -230,16 +247,25 @@ class Run:
     @property
     def token(self) -> str:
         """The run's secret. Raises ConfigError if others may read or have written it."""
+        return self._read_private(_SECRET)
+
+    @property
+    def keys(self) -> SecretKeys:
+        """Raises ConfigError if others may read or have written them."""
+        return SecretKeys(*(bytes.fromhex(self._read_private(name)) for name in _KEYS))
+
+    def _read_private(self, name: str) -> str:
+        path = self.folder / name
         try:
-            descriptor = os.open(self._secret, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as e:
-            raise ConfigError(f"{self._secret} is not a file of this user: {e.strerror}; remove it") from None
+            raise ConfigError(f"{path} is not a file of this user: {e.strerror}; remove it") from None
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise ConfigError(f"{self._secret} is not a file of this user: remove it")
+                raise ConfigError(f"{path} is not a file of this user: remove it")
             if status.st_mode & 0o077:
-                raise ConfigError(f"others may use {self._secret}: forbid it with 'chmod 600 {self._secret}'")
+                raise ConfigError(f"others may use {path}: forbid it with 'chmod 600 {path}'")
             return os.read(descriptor, 1000).decode()
         finally:
             os.close(descriptor)

@@ -118,6 +118,7 @@ def local_run(tmp_path):
             run.process.terminate()
             run.process.wait(30)
         run.traces.check()
+        assert not run.traces.wildcards, "listened on every address of the machine"
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -23,6 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from numpy import ndarray
 from torch import Tensor
@@ -179,6 +180,16 @@ def file_name(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
+def encode(entries: list[Entry]) -> bytes:
+    """Returns the entries of a file as bytes, for another process to `decode`."""
+    return msgspec.msgpack.encode(entries, enc_hook=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def decode(data: bytes) -> list[Entry]:
+    """Raises msgspec.ValidationError for anything but entries."""
+    return msgspec.msgpack.decode(data, type=list[Entry], dec_hook=_dtype)
+
+
 def metadata(files: Mapping[str, list[Entry]]) -> bytes:
     """Returns the `.metadata` of a torch_dist folder. Raises RunError unless its files hold every element once."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
@@ -198,6 +209,12 @@ def metadata(files: Mapping[str, list[Entry]]) -> bytes:
         if found != whole or len({part.offsets for part in parts}) != len(parts):
             raise RunError(f"the trainer ranks would store {found} elements of {name}, which has {whole}")
     return pickle.dumps(Metadata(state_dict_metadata=described, storage_data=places))
+
+
+def _dtype(_: type, name: str) -> torch.dtype:
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
 
 
 def _write(file: io.RawIOBase, data: memoryview) -> None:

@@ -135,7 +135,7 @@ class Controller:
             first=self.start.batches,
             dumps=run.trajectories if config.rollout.dump else None,
         )
-        self.service = Service(address(config.machine.host), run.token, self._handle)
+        self.service = Service(address(config.machine.host), run.keys, self._handle)
         self.phase = "starting engines"
         self.startup = Startup(self.start.time)
         self._bye = asyncio.Event()

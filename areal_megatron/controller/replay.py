@@ -86,7 +86,7 @@ class Replay:
         self._recording = Recording(files, start.version)
         flops = SequenceFlops.of(read_config(config.model.path))
         self._batches = Batches(config, self._recording, _trajectories, flops, start.batches)
-        self._service = Service(address(config.machine.host), run.token, self._handle)
+        self._service = Service(address(config.machine.host), run.keys, self._handle)
         self._metrics = MetricsWriter(run)
         if start.incarnation:
             version = start.version if start.checkpoint else -1

@@ -1,4 +1,4 @@
-"""The controller's socket for the messages of protocol.py: a ZeroMQ ROUTER that answers every authentic one once."""
+"""The controller's socket for the messages of protocol.py: a ZeroMQ ROUTER that answers every one once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from areal_megatron.controller.front import Front
+from areal_megatron.errors import first_line
 from areal_megatron.protocol import (
     PROTOCOL,
     EncodedBatch,
@@ -19,12 +20,14 @@ from areal_megatron.protocol import (
     Reply,
     Request,
     Welcome,
-    authentic,
     decode_envelope,
     encode_answer,
 )
+from areal_megatron.run import RunError, SecretKeys
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
 
 
 class Refusal(Exception):
@@ -34,45 +37,49 @@ class Refusal(Exception):
 class Service:
     """Receives, authenticates, and hands each message to `handle`; a slow one does not hold the others up.
 
-    `endpoint` is where it listens, on a free port of `host`.
+    `endpoint` is where it listens: a free port of `host`, in a process of its own (front.py). Raises RunError if that
+    process does not start, and in `run` if it ends.
     """
 
-    def __init__(self, host: str, token: str, handle: Callable[[Request], Awaitable[Reply | EncodedBatch]]):
-        self._token, self._handle = token, handle
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 1000)  # the answer to the last message still goes out
-        if ":" in host:
-            self._socket.setsockopt(zmq.IPV6, 1)
-            host = f"[{host}]"
-        self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
-        self.refused = 0
-        """The number of messages that lacked the run's secret or were none of this protocol."""
+    def __init__(self, host: str, keys: SecretKeys, handle: Callable[[Request], Awaitable[Reply | EncodedBatch]]):
+        self._handle = handle
+        inner = zmq.Context.instance().socket(zmq.ROUTER)
+        inner.set_hwm(0)  # as in front.py
+        self._front = Front(inner, host, keys)
+        self._socket = zmq.asyncio.Socket.from_socket(inner)
+        self.endpoint = self._front.endpoint
+        self.dropped = 0
+        """The number of messages, all of holders of the trainers' key, that were none of this protocol."""
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as answers:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_front())
             while True:
                 frames = await self._socket.recv_multipart()
                 if (envelope := self._read(frames)) is not None:
-                    answers.create_task(self._answer(frames[0], envelope))
+                    tasks.create_task(self._answer(frames[:2], envelope))
 
     def close(self) -> None:
-        self._socket.close()
+        self._front.close()
+        self._socket.close(linger=0)
+
+    async def _watch_front(self) -> None:
+        while (code := self._front.exit_code) is None:
+            await asyncio.sleep(_LOOK_S)
+        raise RunError(f"the process in front of the controller ended with code {code}; see above")
 
     def _read(self, frames: list[bytes]) -> Envelope | None:
         try:
-            _address, frame = frames
+            _front, _trainer, frame = frames
             return decode_envelope(frame)
-        except (ValueError, msgspec.MsgspecError) as e:
-            self.refused += 1
-            log.warning("dropped a message of %d bytes: %s", sum(map(len, frames)), e)
+        except Exception as e:  # RecursionError too: a message never ends the controller
+            self.dropped += 1
+            if self.dropped <= 10 or self.dropped % 1000 == 0:
+                log.warning("dropped message %d, of %d bytes: %s", self.dropped, sum(map(len, frames)), first_line(e))
             return None
 
-    async def _answer(self, address: bytes, envelope: Envelope) -> None:
-        if not authentic(envelope, self._token):
-            self.refused += 1
-            log.warning("refused %s of %r: it lacks the run's secret", type(envelope.body).__name__, envelope.sender)
-            reply = Refused("the message lacks the run's secret")
-        elif isinstance(envelope.body, Hello):
+    async def _answer(self, sender: list[bytes], envelope: Envelope) -> None:
+        if isinstance(envelope.body, Hello):
             reply = greet(envelope.body)
         else:
             try:
@@ -81,7 +88,7 @@ class Service:
                 reply = Refused(str(e))
         if isinstance(reply, Refused):
             log.warning("refused %s of %s: %s", type(envelope.body).__name__, envelope.sender, reply.reason)
-        await self._socket.send_multipart([address, encode_answer(envelope.number, reply)])
+        await self._socket.send_multipart([*sender, encode_answer(envelope.number, reply)])
 
 
 def greet(hello: Hello) -> Reply:

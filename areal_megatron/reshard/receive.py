@@ -40,6 +40,9 @@ from areal_megatron.reshard.transport import LinkError
 
 log = init_logger("vllm.areal_megatron.receive")
 
+_PROBLEM_BYTES = 2000
+"""As much of a problem as the ranks of an engine tell each other."""
+
 
 @dataclass
 class InitInfo(LinkInfo, WeightTransferInitInfo):
@@ -124,9 +127,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _refuse(self, error: type[Exception], problem: str) -> bool:
         """Returns whether any rank has a problem; if so, raises `error` on the last rank."""
-        problems = [""] * self.parallel_config.tensor_parallel_size
-        dist.all_gather_object(problems, problem, group=get_tp_group().cpu_group)
-        first = next(filter(None, problems), "")
+        said = torch.frombuffer(bytearray(problem.encode()[:_PROBLEM_BYTES].ljust(_PROBLEM_BYTES)), dtype=torch.uint8)
+        problems = [torch.empty_like(said) for _ in range(self.parallel_config.tensor_parallel_size)]
+        dist.all_gather(problems, said, group=get_tp_group().cpu_group)
+        texts = (bytes(row.numpy()).decode(errors="replace").rstrip() for row in problems)
+        first = next(filter(None, texts), "")
         if first and self.parallel_config.rank == len(problems) - 1:
             raise error(first)
         return bool(first)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
@@ -133,9 +132,9 @@ class Saver:
             tensors += checkpoint_tensors.stored_tensors(model, learner.optimizer)
             objects |= checkpoint_tensors.stored_objects(model)
         self._image = Image(tensors, objects)
-        everybody = [None] * trainer.parallel.world if trainer.parallel.is_first else None
-        dist.gather_object(self._image.entries, everybody, group=trainer.parallel.control)
+        gathered = trainer.parallel.gather(torch_dist_file.encode(self._image.entries))
         if trainer.parallel.is_first:
+            everybody = [torch_dist_file.decode(entries) for entries in gathered]
             files = {file_name(rank): entries for rank, entries in enumerate(everybody)}
             self.bytes = sum(entries[-1].offset + entries[-1].length for entries in everybody if entries)
             self._metadata = torch_dist_file.metadata(files)

@@ -29,13 +29,20 @@ class Traces:
         self._locks = set(self._lock_files())
         self._shared: set[Path] = set()
         self._sockets: set[str] = set()
+        self.wildcards: set[str] = set()
+        """Ports on which watched processes have listened on every address of the machine."""
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:
         """Notes the listening sockets and the shared memory of these processes, which must be gone when they have
         ended."""
-        processes = list(processes)
+        processes, listening = list(processes), _listening()
         self._shared |= mapped(processes)
-        self._sockets |= _listening().keys() & {socket for process in processes for socket in _sockets(process)}
+        for process in processes:
+            for socket in listening.keys() & _sockets(process):
+                self._sockets.add(socket)
+                address, port = listening[socket]
+                if not address.strip("0"):
+                    self.wildcards.add(f"port {port} of {_command(process)}")
 
     def left(self) -> list[str]:
         """Returns what is left behind; call it once the runs have ended."""
@@ -57,18 +64,25 @@ class Traces:
 
     def _open_ports(self) -> Iterator[str]:
         """Yields sockets that are still listened on; a port number alone may soon be another process's."""
-        if left := {socket: port for socket, port in _listening().items() if socket in self._sockets}:
+        if left := {socket: port for socket, (_, port) in _listening().items() if socket in self._sockets}:
             for process in psutil.process_iter():
                 yield from (
                     f"port {left[socket]}, which {process} listens on" for socket in left.keys() & _sockets(process)
                 )
 
 
-def _listening() -> dict[str, int]:
-    """Returns socket → port of each TCP socket that is listened on."""
+def _listening() -> dict[str, tuple[str, int]]:
+    """Returns socket → address, as the kernel writes it, and port of each TCP socket that is listened on."""
     lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     sockets = (line.split() for line in lines)
-    return {fields[9]: int(fields[1].rpartition(":")[2], 16) for fields in sockets if fields[3] == _LISTEN}
+    places = {fields[9]: fields[1].split(":") for fields in sockets if fields[3] == _LISTEN}
+    return {socket: (address, int(port, 16)) for socket, (address, port) in places.items()}
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())[:200]
+    return f"process {process.pid}"
 
 
 def _sockets(process: psutil.Process) -> set[str]:

@@ -81,7 +81,7 @@ def make_run(folder: Path, in_flight: int) -> Run:
 
 def train(run: Run, over: Callable[[], bool]) -> None:
     """Takes batches as fast as they come and reports every version as delivered at once."""
-    with ControllerClient(run.endpoint("controller", 60), run.token, "trainer-0", 120) as client:
+    with ControllerClient(run.endpoint("controller", 60), run.keys, "trainer-0", 120) as client:
         client.request(Hello(0))
         version = 0
         while not over():

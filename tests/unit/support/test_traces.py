@@ -42,3 +42,13 @@ def test_a_socket_that_is_passed_on_is_found_with_whoever_has_it():
             assert any(f"pid={heir.pid}," in left for left in ports(traces))
             heir.kill()
     traces.temporary.rmdir()
+
+
+def test_a_socket_that_listens_on_every_address_is_named():
+    for host, family in (("", socket.AF_INET), ("::", socket.AF_INET6), ("127.0.0.1", socket.AF_INET)):
+        traces = Traces()
+        with socket.create_server((host, 0), family=family) as listening:
+            traces.watch([psutil.Process()])
+            port = listening.getsockname()[1]
+            assert any(name.startswith(f"port {port} of ") for name in traces.wildcards) == (host != "127.0.0.1")
+        traces.temporary.rmdir()
