@@ -12,17 +12,15 @@ from tests.support.chat_world import World, spelled
 from tests.unit.workflows.test_openai_endpoint import TOOLS, ask, user
 
 LENGTH = 1_000_000
-LATEST_S = 0.05
+BUSIEST_S = 0.05
+LATEST_S = 0.25
 TEXTS = {
     "fences": "```python\n",
     "open boxes": "\\boxed{",
     "tool calls": "<tool_call>{}",
     "tool calls that end": "<tool_call>{}</tool_call>",
-    "braces": "{",
     "blanks": " ",
-    "lines": "\n",
     "digits": "1",
-    "backslashes": "\\",
 }
 
 
@@ -41,23 +39,28 @@ async def agent(episode):
     return 0.0
 
 
-async def busiest_turn_s(work):
-    """Returns the most CPU time that the loop's thread takes between two turns of a task that sleeps, while `work`
-    runs. A processor that others use makes the loop late too, but this is not the workflow's fault."""
-    busiest, running = 0.0, asyncio.ensure_future(work)
+async def held(work):
+    """Returns the most CPU time that the loop's thread takes between two turns of a task that sleeps while `work` runs,
+    and how late its latest turn is, in seconds. A busy machine makes turns late too; a thread that keeps the
+    interpreter's lock does it for as long as it works."""
+    busiest, latest, running = 0.0, 0.0, asyncio.ensure_future(work)
     while not running.done():
-        began = time.thread_time()
+        began, cpu = time.monotonic(), time.thread_time()
         await asyncio.sleep(0.001)
-        busiest = max(busiest, time.thread_time() - began)
+        busiest, latest = max(busiest, time.thread_time() - cpu), max(latest, time.monotonic() - began - 0.001)
     await running
-    return busiest
+    return busiest, latest
 
 
 @pytest.mark.parametrize("workflow", [tool_use.run, multi_turn.run, agent], ids=["tool_use", "multi_turn", "agent"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_an_endless_answer_does_not_hold_the_loop(tmp_path, workflow, name, monkeypatch):
+def test_an_endless_answer_does_not_hold_the_loop(tmp_path, workflow, name):
     answer = endless(TEXTS[name])
-    world = World(tmp_path, workflow, lambda *_: answer, turns=1, max_new_tokens=LENGTH + 10, reward=lambda *_: 0.0)
-    began = time.monotonic()
-    busiest = min(asyncio.run(busiest_turn_s(world.sample())) for _ in range(2))
-    assert busiest < LATEST_S, f"the loop was held for {busiest:.3f} s of {time.monotonic() - began:.1f} s"
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        world = World(folder, workflow, lambda *_: answer, turns=1, max_new_tokens=LENGTH + 10, reward=lambda *_: 0.0)
+        busiest, latest = asyncio.run(held(world.sample()))
+        assert world.episodes.failures == 0
+        if busiest < BUSIEST_S and latest < LATEST_S:
+            return
+    pytest.fail(f"the loop's thread worked for {busiest:.3f} s, and a turn was {latest:.3f} s late")
