@@ -22,6 +22,8 @@ STRANGER_S = 10.0
 MOST_STRANGERS = 1024
 """Most connections that may be waiting for that at the same time."""
 _LOOKED_AT = 64
+_TURNS = 4
+"""Turns of the event loop after which a request that was read has reached whoever looks for the secret."""
 
 
 def address(host: str) -> str:
@@ -118,9 +120,10 @@ class Strangers:
 
     def __init__(self):
         self._waiting: dict[Hashable, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        self._leaving: dict[Hashable, asyncio.Transport] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._leaving)
 
     def add(self, connection: Hashable, transport: asyncio.Transport) -> None:
         """Begins to wait for the connection's first good request."""
@@ -131,14 +134,14 @@ class Strangers:
 
     def discard(self, connection: Hashable) -> None:
         """Stops waiting: the good request has come, or the connection is gone."""
+        self._leaving.pop(connection, None)
         if found := self._waiting.pop(connection, None):
             found[1].cancel()
 
     def _read_once_more(self, connection: Hashable) -> None:
         # An event loop that was held up for so long has not read yet what came meanwhile.
-        transport, _ = self._waiting[connection]
-        clock = asyncio.get_running_loop().call_later(0.1, self._close, connection)
-        self._waiting[connection] = transport, clock
+        self._leave(connection)
+        asyncio.get_running_loop().call_later(0.1, self._close, connection)
 
     def _make_room(self) -> None:
         # An event loop accepts many connections before it reads from one: what is to be read may hold the secret.
@@ -146,10 +149,21 @@ class Strangers:
             incoming = select.poll()
             incoming.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
             if not incoming.poll(0):
-                self._close(connection)
+                self._leave(connection)
+                self._close_after(_TURNS, connection)
                 return
 
+    def _leave(self, connection: Hashable) -> None:
+        transport, clock = self._waiting.pop(connection)
+        clock.cancel()
+        self._leaving[connection] = transport
+
+    def _close_after(self, turns: int, connection: Hashable) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._close_after, turns - 1, connection)
+        else:
+            self._close(connection)
+
     def _close(self, connection: Hashable) -> None:
-        transport, _ = self._waiting[connection]
-        self.discard(connection)
-        transport.abort()
+        if transport := self._leaving.pop(connection, None):
+            transport.abort()
