@@ -56,3 +56,27 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
     assert "engine-0 is drained: it is ended" in started.output
     assert audit(run) == []
     assert "is not running: it is stopped" in refused("add", run.folder)
+
+
+def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path):
+    """The first launcher is killed. The next one has another secret, so the engine must start again."""
+    arguments = small(world, **{"updates": 100000, "held_out": 1, "rollout.max_staleness": 2, "resume": "auto"})
+    started = local_run("relaunched", *arguments)
+    run = Run(started.folder)
+    started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
+    with (tmp_path / "added.out").open("w") as output:
+        added = subprocess.Popen([*ENGINES, "add", run.folder, "--count", "1"], cwd=ROOT, stdout=output, stderr=output)
+    try:
+        started.wait_for(lambda: engines(run).get("engine-1", {}).get("version", -1) > 0)
+        started.process.kill()
+        started.process.wait()
+        again = local_run("relaunched", *arguments, output="again.out")
+        again.wait_for(lambda: run.incarnation == 1 and engines(run).get("engine-1", {}).get("version", -1) > 0)
+        again.wait_for(lambda: engines(run)["engine-1"]["running"] > 0)
+        run.stop.touch()
+        assert again.wait() == 75, again.output
+        assert added.wait(60) == 0
+    finally:
+        added.terminate()
+        added.wait(30)
+    assert audit(run) == []
