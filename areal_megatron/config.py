@@ -219,6 +219,11 @@ class RolloutConfig:
     max_new_tokens: int = key(27648, at_least=1)
     max_running: int = key(256, at_least=1)
     """Most requests that one engine decodes at the same time."""
+    silence_s: float = key(180.0, above=0)
+    """Longest time that an engine's server may take to tell how busy it is; then the engine is lost and started
+    again."""
+    start_timeout_s: float = key(1800.0, above=0)
+    """Longest time for engines to load their model and serve: at the launch, and when all were lost."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
     """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
     kept."""
@@ -231,6 +236,8 @@ class RolloutConfig:
     """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
     dump: bool = False
     """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
+    dump_gb: float = key(0.0, at_least=0)
+    """Most that the kept trajectories may take of the disk, in 10⁹ bytes; later batches are not kept. 0: no bound."""
     workflow: str = "single_turn"
     """How a prompt becomes a trajectory: `single_turn`, `multi_turn`, `tool_use`, or the import path
     `package.module:function` of yours (docs/workflows.md)."""

@@ -16,7 +16,7 @@ import zmq
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class LinkRef(msgspec.Struct):
@@ -24,6 +24,8 @@ class LinkRef(msgspec.Struct):
 
     engine: int
     generation: int
+    trial: bool = False
+    """Weights did not reach the engine lately: no optimizer step waits for it."""
 
 
 class Hello(msgspec.Struct, tag=True):
