@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron import config_file
+from areal_megatron import config_file, descriptors
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -339,6 +339,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    descriptors.raise_limit()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         evaluation = OfflineEvaluation(options)

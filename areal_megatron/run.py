@@ -22,6 +22,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from areal_megatron import descriptors
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
@@ -246,7 +247,11 @@ def is_trainer(name: str) -> bool:
 
 def from_command_line(program: str) -> tuple[Run, int]:
     """Returns the run and the index in its pool that a launcher gave this process as
-    `--run FOLDER --incarnation I --index N`. Ends the process if it has been replaced already."""
+    `--run FOLDER --incarnation I --index N`. Ends the process if it has been replaced already.
+
+    Also lets this process have as many files open as its node allows.
+    """
+    descriptors.raise_limit()
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Started by a launcher, see launch/.")
     parser.add_argument("--run", required=True, help="run folder")
     parser.add_argument("--index", type=int, default=0, help="rank of a trainer, number of an engine")

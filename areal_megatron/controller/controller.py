@@ -42,7 +42,7 @@ from typing import Any
 
 import msgspec
 
-from areal_megatron import lateness
+from areal_megatron import descriptors, lateness
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.config_file import load
@@ -359,7 +359,9 @@ def main() -> int:
     run, _ = from_command_line("areal_megatron.controller.controller")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(control(load(run.config), run))
+        config = load(run.config)
+        descriptors.check(config, descriptors.raise_limit())
+        asyncio.run(control(config, run))
     except asyncio.CancelledError:
         print(f"{CONTROLLER}: stopped by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
