@@ -1,7 +1,9 @@
-"""A disk of its own for a test, so small that it is soon full: a tmpfs in a mount namespace."""
+"""A disk that is soon full, for a program of a test: a tmpfs in a mount namespace of its own."""
 
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +13,26 @@ import pytest
 _UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
-def on_small_disk(folder: Path, kib: int, *command: object, **popen) -> subprocess.Popen:
-    """Starts a Python program, which sees a disk of `kib` KiB at `folder`; nobody else does. Skips the test where that
-    is not permitted."""
+def run_on_small_disk(folder: Path, kib: int, program: str, *arguments: object, timeout_s: float = 60):
+    """Returns (exit code, stdout, stderr) of a Python program that sees a disk of `kib` KiB at `folder`; nobody else
+    does. Ends what it leaves behind. Skips the test where that is not permitted."""
     tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"no mount namespace: {tried.stderr.strip()}")
     folder.mkdir(exist_ok=True)
-    mount = f"mount -t tmpfs -o size={kib}k tmpfs {shlex.quote(str(folder))} && exec {sys.executable} " + shlex.join(
-        map(str, command)
+    python = shlex.join(map(str, (sys.executable, "-c", program, *arguments)))
+    mount = f"mount -t tmpfs -o size={kib}k tmpfs {shlex.quote(str(folder))} && exec {python}"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [*_UNSHARE, "sh", "-c", mount], stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
-    return subprocess.Popen([*_UNSHARE, "sh", "-c", mount], **popen)
+    try:
+        out, told = process.communicate(timeout=timeout_s)
+        return process.returncode, out, told
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it left nothing
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
 
 
 def fill(folder: Path) -> Path:

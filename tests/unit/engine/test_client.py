@@ -3,6 +3,7 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -145,7 +146,7 @@ def test_an_engine_that_answered_while_its_controller_was_stopped_is_not_lost(an
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", POLLING, endpoint, "9", stdout=-1)
         for _ in range(2 if answers else 1):
             polled.clear()
-            await polled.wait()
+            await asyncio.wait_for(polled.wait(), 20)
             process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(3)
             process.send_signal(signal.SIGCONT)
@@ -157,37 +158,38 @@ def test_an_engine_that_answered_while_its_controller_was_stopped_is_not_lost(an
     assert said == "serves" if answers else said.endswith("did not answer GET /metrics in time")
 
 
-def test_a_call_waits_for_a_descriptor_and_does_not_blame_the_engine():
+def test_a_call_waits_for_a_descriptor_and_does_not_blame_the_engine(tmp_path):
     """All descriptors of this process are taken when it calls, and given back a second later."""
+    (tmp_path / "health").touch()
+    command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "-d", str(tmp_path), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        port = server.stdout.readline().split()[5]
 
-    async def play():
-        async def health(request):
-            return web.json_response({})
+        async def play():
+            client = EngineClient("engine-0", f"http://127.0.0.1:{port}", "secret", timeout_s=5)
+            await client.wait_until_healthy(5)
+            await asyncio.sleep(0.1)  # until that connection is closed
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            taken = []
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                call = asyncio.ensure_future(client.wait_until_healthy(0))
+                await asyncio.wait([call], timeout=1)
+                assert taken and not call.done(), "it waits"
+                for descriptor in taken:
+                    os.close(descriptor)
+                taken.clear()
+                await call
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in taken:
+                    os.close(descriptor)
+                await client.close()
 
-        app = web.Application()
-        app.router.add_get("/health", health)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        client = EngineClient("engine-0", f"http://127.0.0.1:{runner.addresses[0][1]}", "secret", timeout_s=5)
-        await client.check_health(5)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        taken = []
         try:
-            with contextlib.suppress(OSError):
-                while True:
-                    taken.append(os.open(os.devnull, os.O_RDONLY))
-            call = asyncio.ensure_future(client.check_health(5))
-            await asyncio.wait([call], timeout=1)
-            assert not call.done(), "it waits"
-            for descriptor in taken:
-                os.close(descriptor)
-            await call
+            asyncio.run(asyncio.wait_for(play(), 30))
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            await client.close()
-            await runner.cleanup()
-
-    asyncio.run(asyncio.wait_for(play(), 30))
+            server.kill()

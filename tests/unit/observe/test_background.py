@@ -3,11 +3,10 @@
 import json
 import logging
 import os
-import subprocess
 import time
 
 from areal_megatron.observe.background import AppendedFile, LatestFile
-from tests.support.small_disk import on_small_disk
+from tests.support.small_disk import run_on_small_disk
 
 FULL = """
 import json, sys, time
@@ -60,18 +59,8 @@ print(json.dumps({
 
 
 def test_a_full_disk_costs_pictures_and_delays_metrics(tmp_path):
-    process = on_small_disk(
-        tmp_path / "disk",
-        512,
-        "-c",
-        FULL,
-        tmp_path / "disk",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    out, told = process.communicate(timeout=60)
-    assert process.returncode == 0, told
+    code, out, told = run_on_small_disk(tmp_path / "disk", 512, FULL, tmp_path / "disk")
+    assert code == 0, told
     said = json.loads(out)
     written, refused = said["before"]
     assert 10 <= written < 60 and refused > 0, "the disk was full"
@@ -143,21 +132,18 @@ def test_a_torn_line_is_not_continued(tmp_path):
     assert path.read_bytes() == b"1\n3\n"
 
 
-def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
-    process = on_small_disk(
-        tmp_path / "disk",
-        64,
-        "-c",
-        f"""
+LARGE = """
+import sys
 from pathlib import Path
 from areal_megatron.files import write_atomically
-folder = Path({str(tmp_path / "disk")!r})
+folder = Path(sys.argv[1])
 try:
     write_atomically(folder / "large", b"x" * 100_000)
 except OSError as e:
     print(e.strerror, [path.name for path in folder.iterdir()])
-""",
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.communicate(timeout=30)[0] == "No space left on device []\n"
+"""
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
+    _, out, told = run_on_small_disk(tmp_path / "disk", 64, LARGE, tmp_path / "disk")
+    assert out == "No space left on device []\n", told
