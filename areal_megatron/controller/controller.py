@@ -241,6 +241,7 @@ class Controller:
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
             "answers_refused": self.rewards.refused,
+            "status_failures": self.status.failures,
         }
         if self.sampler.episodes:
             account |= self.sampler.episodes.account()

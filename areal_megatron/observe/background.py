@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.files import drop_torn_line
+from areal_megatron.run import Replaced
 
 log = logging.getLogger(__name__)
 FLUSH_S = 10.0
@@ -31,10 +32,15 @@ _MOST_WAITING = 1 << 18
 
 
 class BackgroundFile(ABC):
-    """A file that the writing thread looks after, from its making to `close`."""
+    """A file that the writing thread looks after, from its making to `close`.
 
-    def __init__(self, path: Path):
-        self._path = path
+    `check` is called by that thread before each write. Once it has raised Replaced nothing is written any more, and
+    `write` raises it too.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None):
+        self._path, self._check = path, check
+        self._replaced: Replaced | None = None
         self._lock = threading.Lock()
         """Guards what is waiting; never held during a call to the disk."""
         self._failed_at: float | None = None
@@ -44,17 +50,26 @@ class BackgroundFile(ABC):
         _thread.add(self)
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Waits until everything is written, at most timeout_s. Returns whether it is."""
+        """Waits until everything is written, at most timeout_s. Returns whether it is. Raises Replaced."""
+        written = self._settle(timeout_s)
+        self._refuse()
+        return written
+
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Waits as `flush` does, and says so if something cannot be written."""
+        if not self._settle(timeout_s):
+            log.error("%s: %s could not be written", self._path, self._waiting())
+        _thread.remove(self)
+
+    def _settle(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while self._waiting() and time.monotonic() < deadline:
             time.sleep(_GATHER_S / 5)
         return not self._waiting()
 
-    def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Flushes, and says so if something cannot be written."""
-        if not self.flush(timeout_s):
-            log.error("%s: %s could not be written", self._path, self._waiting())
-        _thread.remove(self)
+    def _refuse(self) -> None:
+        if self._replaced:
+            raise self._replaced
 
     @abstractmethod
     def _waiting(self) -> str:
@@ -65,6 +80,10 @@ class BackgroundFile(ABC):
         """Writes what is waiting."""
 
     @abstractmethod
+    def _drop(self) -> None:
+        """Forgets what is waiting."""
+
+    @abstractmethod
     def _give_up(self) -> str:
         """What becomes of that if it cannot be written, in words."""
 
@@ -73,7 +92,11 @@ class BackgroundFile(ABC):
         if not self._waiting():
             return
         try:
+            self._check()
             self._write()
+        except Replaced as e:
+            self._replaced = e
+            self._drop()
         except Exception as e:  # the thread serves other files too
             self.failures += 1
             outcome, now = self._give_up(), time.monotonic()
@@ -98,16 +121,17 @@ class AppendedFile(BackgroundFile):
         file.close()
     """
 
-    def __init__(self, path: Path, *, kept: bool, lines: bool = True):
+    def __init__(self, path: Path, *, kept: bool, lines: bool = True, check: Callable[[], None] = lambda: None):
         self._kept, self._lines = kept, lines
         self._data = bytearray()
         self._file: int | None = None
         self._end = 0
         """The size of the file without what is waiting: where that goes, and goes again if it was refused."""
-        super().__init__(path)
+        super().__init__(path, check)
 
     def write(self, data: bytes) -> None:
-        """Has `data` appended soon. Never waits for the disk, and never raises."""
+        """Has `data` appended soon. Never waits for the disk. Raises Replaced."""
+        self._refuse()
         with self._lock:
             if self._kept or len(self._data) + len(data) <= _MOST_WAITING:
                 self._data += data
@@ -130,6 +154,8 @@ class AppendedFile(BackgroundFile):
             data = bytes(self._data)
         if self._file is None:
             self._open()
+        if not self._kept:  # a process that was replaced may write there too, and knows nothing of it
+            self._end = os.fstat(self._file).st_size
         rest = memoryview(data)
         while rest:
             rest = rest[os.pwrite(self._file, rest, self._end + len(data) - len(rest)) :]
@@ -153,21 +179,25 @@ class AppendedFile(BackgroundFile):
                 os.ftruncate(self._file, self._end)  # a part of a line would spoil the next one
         if self._kept:
             return f"{self._waiting()} wait in memory until it can"
+        self._drop()
+        return "what it would have held is left out"
+
+    def _drop(self) -> None:
         with self._lock:
             self._data.clear()
-        return "what it would have held is left out"
 
 
 class LatestFile(BackgroundFile):
     """A file of which only the present content matters: a newer one replaces one that has yet to be written."""
 
     def __init__(self, path: Path, store: Callable[[Any], None]):
-        """`store` writes a content into the file."""
+        """`store` writes a content into the file, or raises Replaced."""
         self._store, self._content = store, None
         super().__init__(path)
 
     def write(self, content: Any) -> None:
-        """Has `content`, which nobody may change any more, stored soon. Never waits for the disk, and never raises."""
+        """Has `content`, which nobody may change any more, stored soon. Never waits for the disk. Raises Replaced."""
+        self._refuse()
         with self._lock:
             self._content = content
         _thread.wake()
@@ -183,6 +213,10 @@ class LatestFile(BackgroundFile):
         with self._lock:
             if self._content is content:
                 self._content = None
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._content = None
 
     def _give_up(self) -> str:
         return "it shows what was before until it can"

@@ -37,7 +37,9 @@ class MetricsWriter:
     def __init__(self, run: Run):
         self._file = AppendedFile(run.metrics, kept=True, check=run.check_current)
         events = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._events = AppendedFile(run.folder / "tensorboard" / events, kept=True, lines=False, check=run.check_current)
+        self._events = AppendedFile(
+            run.folder / "tensorboard" / events, kept=True, lines=False, check=run.check_current
+        )
         self._tensorboard = RecordWriter(self._events)
         self._add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -60,7 +62,7 @@ class MetricsWriter:
         self._add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))
 
     def flush(self) -> None:
-        """Waits until everything is on the disk, at most background.FLUSH_S for each file."""
+        """Waits until everything is on the disk, at most background.FLUSH_S for each file. Raises Replaced."""
         self._file.flush()
         self._events.flush()
 
