@@ -279,7 +279,7 @@ class RewardConfig:
     """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
     timeout_s: float = key(10.0, above=0)
-    """An answer whose reward takes longer is counted as wrong, and as a failure."""
+    """An answer whose reward takes longer, twice, is counted as wrong, and as a failure."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
     """Reward of a wrong answer (score 0)."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)

@@ -6,7 +6,7 @@ message. A failed link costs a new generation at the next version and leaves its
 streaming in, `torn`: it stays paused and gets no request until it has a whole version again. The others do not
 notice.
 
-An engine that several generations in a row have failed to reach, while others were reached, is *unreached*: its network
+An engine that several generations in a row have failed to reach, while another generates, is *unreached*: its network
 carries requests but no weights. Each further update would hold the trainers up to reshard.timeout_s. So updates leave
 it out, but for trials at growing intervals, for which no optimizer step waits.
 """

@@ -18,8 +18,8 @@ class EngineState(StrEnum):
     TORN = "torn"
     """A streamed update has failed: it holds a mixture of versions and gets no request before a whole one."""
     UNREACHED = "unreached"
-    """It answers, but weights did not reach it several times in a row, while they reached others: updates leave it out
-    but for a trial now and then."""
+    """It answers, but weights did not reach it several times in a row: updates leave it out but for a trial now and
+    then."""
     LOST = "lost"
     """It has died or stopped answering, and was not started again yet."""
     DRAINED = "drained"
