@@ -204,6 +204,13 @@ class Run:
         names = (path.name for path in (self.folder / "endpoints").iterdir())
         return sorted((name for name in names if _WHOLE_ENGINE.fullmatch(name)), key=engine_index)
 
+    def is_to_stop(self) -> bool:
+        """Whether the file `stop` exists; False while the disk cannot tell."""
+        try:
+            return self.stop.exists()
+        except OSError:
+            return False
+
     def drain(self, engine: str) -> Path:
         """Returns the path of a file: while it exists, `engine` gets no more prompts, and leaves when it has answered
         those that it has."""

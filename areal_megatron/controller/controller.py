@@ -64,6 +64,7 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
+from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.startup import Startup
 from areal_megatron.observe.timeline import Timeline
@@ -195,11 +196,8 @@ class Controller:
             await self.sampler.episodes.close()
         await self.rewards.close()
         await self.fleet.close()
-        await asyncio.to_thread(self._close_files)
-
-    def _close_files(self) -> None:
-        for file in (self.status, self.metrics, self.timeline):
-            file.close()
+        timelines = [engine.timeline for engine in self.fleet.engines]
+        await asyncio.to_thread(close_all, [self.status, self.metrics, self.timeline, *timelines])
 
     async def _handle(self, message: Request) -> Reply:
         match message:
@@ -317,7 +315,7 @@ class Controller:
     async def _keep_status(self) -> None:
         while True:
             self._write_status()
-            if await asyncio.to_thread(self.run.stop.exists) and not self._bye.is_set():
+            if await asyncio.to_thread(self.run.is_to_stop) and not self._bye.is_set():
                 self.phase = "stopping"
                 self.batches.stop()
             self.fleet.bring_weights(self.batches.publish_again)
@@ -361,7 +359,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(run.config)
-        descriptors.check(config, descriptors.raise_limit())
+        if config.mode == "rl":
+            descriptors.check(config, descriptors.raise_limit())
         asyncio.run(control(config, run))
     except asyncio.CancelledError:
         print(f"{CONTROLLER}: stopped by SIGTERM", file=sys.stderr)

@@ -148,9 +148,5 @@ class Engine:
 def connect(config: Config, run: Run, index: int, changed: Changed | None = None) -> Engine:
     """The engine of this index, where it has announced itself last. Raises RunError if it has not."""
     name = engine_name(index)
-    return Engine(index, find(config, run, name), Timeline(run.timeline(name), name), changed)
-
-
-def find(config: Config, run: Run, name: str) -> EngineClient:
-    """A connection to where the engine has announced itself last. Raises RunError if it has not."""
-    return EngineClient(name, run.endpoint(name), run.token, config.machine.peer_timeout_s)
+    client = EngineClient(name, run.endpoint(name), run.token, config.machine.peer_timeout_s)
+    return Engine(index, client, Timeline(run.timeline(name), name), changed)

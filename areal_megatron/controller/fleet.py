@@ -60,6 +60,7 @@ class Fleet:
         self._published = -1
         self._announced: dict[str, str] = {}
         """Endpoints of engines that are new or gone, as the run folder said last."""
+        self._to_drain: set[str] = set()
 
     async def connect(self) -> None:
         """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within
@@ -86,23 +87,26 @@ class Fleet:
             for engine in self.engines:
                 look_after(engine)
             while True:
-                self._announced, to_drain = await asyncio.to_thread(self._look)
+                await asyncio.to_thread(self._look)
                 for name in self._announced:
                     if (engine := await self._added(name)) is not None:
                         look_after(engine)
                 for engine in self.engines:
-                    self._drain(engine, engine.name in to_drain)
+                    self._drain(engine)
                 await asyncio.sleep(_POLL_S)
 
-    def _look(self) -> tuple[dict[str, str], set[str]]:
-        """Returns from the run folder, whose disk may hang, the endpoints of engines that are new or gone, and which
-        are to be drained."""
-        serving = {engine.name for engine in self.engines if not engine.gone}
-        announced = {}
-        for name in set(self._run.announced_engines()) - serving:
-            with contextlib.suppress(RunError):  # gone again
-                announced[name] = self._run.endpoint(name)
-        return announced, {name for name in serving if self._run.drain(name).exists()}
+    def _look(self) -> None:
+        """Looks into the run folder, whose disk may hang, for engines that are new, back, or to be drained."""
+        serving, announced = {engine.name for engine in self.engines if not engine.gone}, {}
+        try:
+            for name in set(self._run.announced_engines()) - serving:
+                with contextlib.suppress(RunError):  # it has just been removed
+                    announced[name] = self._run.endpoint(name)
+            to_drain = {name for name in serving if self._run.drain(name).exists()}
+        except OSError as e:
+            log.warning("engines that join or leave are seen later: %s", e)
+        else:
+            self._announced, self._to_drain = announced, to_drain
 
     async def settled(self) -> None:
         """Returns when every published version was committed or has failed; nobody waits for trials."""
@@ -114,7 +118,6 @@ class Fleet:
     async def close(self) -> None:
         for engine in self.engines:
             await engine.client.close()
-            await asyncio.to_thread(engine.timeline.close)
 
     async def is_lost(self, engine: Engine, client: EngineClient, reason: EngineError) -> bool:
         """Returns whether a request to this client failed because its process is gone; then the engine is lost."""
@@ -217,6 +220,7 @@ class Fleet:
             await self._take_in(engine, fresh=False)
         except EngineError as e:
             log.warning("%s cannot be added yet: %s", name, e)
+            engine.timeline.close()
             await found.close()
             return None
         log.warning("%s was added", name)
@@ -232,10 +236,10 @@ class Fleet:
             for other in self.engines
         )
 
-    def _drain(self, engine: Engine, asked: bool) -> None:
+    def _drain(self, engine: Engine) -> None:
         """Takes the engine out once somebody has asked for that and it has answered everything."""
         others = [other for other in self.engines if other is not engine and not other.gone and not other.draining]
-        if engine.gone or not others or not asked:
+        if engine.gone or not others or engine.name not in self._to_drain:
             return
         engine.draining = True
         if not engine.busy:

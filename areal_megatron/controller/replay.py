@@ -20,6 +20,7 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
+from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.protocol import (
     Bye,
@@ -105,11 +106,7 @@ class Replay:
 
     async def close(self) -> None:
         self._service.close()
-        await asyncio.to_thread(self._close_files)
-
-    def _close_files(self) -> None:
-        self._status.close()
-        self._metrics.close()
+        await asyncio.to_thread(close_all, [self._status, self._metrics])
 
     async def _handle(self, message: Request) -> Reply:
         match message:
@@ -138,7 +135,7 @@ class Replay:
 
     async def _keep_status(self) -> None:
         while True:
-            if await asyncio.to_thread(self.run.stop.exists):
+            if await asyncio.to_thread(self.run.is_to_stop):
                 self._batches.stop()
             self._write_status("stopping" if self._batches.stopping else "training")
             await asyncio.sleep(_STATUS_S)

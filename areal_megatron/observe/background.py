@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from areal_megatron.files import drop_torn_line
 from areal_megatron.run import Replaced
@@ -220,6 +220,17 @@ class LatestFile(BackgroundFile):
 
     def _give_up(self) -> str:
         return "it shows what was before until it can"
+
+
+class Closable(Protocol):
+    def close(self, timeout_s: float) -> None: ...
+
+
+def close_all(files: Iterable[Closable], timeout_s: float = FLUSH_S) -> None:
+    """Closes files; waits at most timeout_s for all of them together."""
+    deadline = time.monotonic() + timeout_s
+    for file in files:
+        file.close(max(0.0, deadline - time.monotonic()))
 
 
 class _Thread:

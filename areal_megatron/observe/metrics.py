@@ -21,7 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from areal_megatron.files import write_atomically
-from areal_megatron.observe.background import AppendedFile, LatestFile
+from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
 from areal_megatron.run import Run
 
 
@@ -66,10 +66,9 @@ class MetricsWriter:
         self._file.flush()
         self._events.flush()
 
-    def close(self) -> None:
-        """Waits as `flush` does."""
-        self._file.close()
-        self._events.close()
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Waits until everything is on the disk, at most timeout_s."""
+        close_all((self._file, self._events), timeout_s)
 
     def _add_event(self, event: Event) -> None:
         self._tensorboard.write(event.SerializeToString())
@@ -90,9 +89,9 @@ class StatusWriter:
         """How often the status could not be written."""
         return self._file.failures
 
-    def close(self) -> None:
-        """Waits until the last status is on the disk, at most background.FLUSH_S."""
-        self._file.close()
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Waits until the last status is on the disk, at most timeout_s."""
+        self._file.close(timeout_s)
 
 
 class MetricsReader:

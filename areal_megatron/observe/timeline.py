@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from areal_megatron.observe.background import AppendedFile
+from areal_megatron.observe.background import FLUSH_S, AppendedFile
 
 
 class Timeline:
@@ -50,5 +50,5 @@ class Timeline:
         }
         self._file.write(f"{json.dumps(event)}\n".encode())
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        self._file.close(timeout_s)

@@ -22,6 +22,7 @@ from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120
 _TRIES = 2
+_RETRY_S = 1.0
 _decode_ready = msgspec.msgpack.Decoder(Ready).decode
 _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
@@ -114,7 +115,12 @@ class RewardWorkers:
 
     async def _replace(self, worker: _Worker) -> _Worker:
         self._workers.discard(worker)
-        return await self._new_worker()
+        while True:
+            try:
+                return await self._new_worker()
+            except OSError as e:  # no descriptor, process or memory is left for the moment
+                log.warning("a reward worker cannot be started again yet: %s", e)
+                await asyncio.sleep(_RETRY_S)
 
     async def _new_worker(self) -> _Worker:
         worker = await _Worker.start(self._config.function, self._config.timeout_s, self._model)
