@@ -228,6 +228,11 @@ class RolloutConfig:
     max_new_tokens: int = key(27648, at_least=1)
     max_running: int = key(256, at_least=1)
     """Most requests that one engine decodes at the same time."""
+    silence_s: float = key(180.0, above=0)
+    """Longest time that an engine's server may take to tell how busy it is; then the engine is lost and started
+    again."""
+    start_timeout_s: float = key(1800.0, above=0)
+    """Longest time for engines to load their model and serve: at the launch, and when all were lost."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
     """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
     kept."""
@@ -240,6 +245,8 @@ class RolloutConfig:
     """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
     dump: bool = False
     """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
+    dump_gb: float = key(0.0, at_least=0)
+    """Most that the kept trajectories may take of the disk, in 10⁹ bytes; later batches are not kept. 0: no bound."""
     workflow: str = "single_turn"
     """How a prompt becomes a trajectory: `single_turn`, `multi_turn`, `tool_use`, or the import path
     `package.module:function` of yours (docs/workflows.md)."""
@@ -289,7 +296,7 @@ class RewardConfig:
     """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
     timeout_s: float = key(10.0, above=0)
-    """An answer whose reward takes longer is counted as wrong, and as a failure."""
+    """An answer whose reward takes longer, twice, is counted as wrong, and as a failure."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
     """Reward of a wrong answer (score 0)."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)

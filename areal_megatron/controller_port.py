@@ -64,8 +64,8 @@ class ControllerPort:
         with ControllerClient(self._endpoint, self._keys, f"{self._name}-{thread}", self._timeout_s) as client:
             return client.request(message)
 
-    def links(self, version: int, store: str) -> list[tuple[int, int]]:
-        """(engine, generation) of every engine that is to receive `version`, the same on all ranks.
+    def links(self, version: int, store: str) -> list[LinkRef]:
+        """Returns the links to every engine that is to receive `version`, the same on all ranks.
 
         Waits as long as the controller says that engines need the version that they have.
         """
@@ -75,7 +75,7 @@ class ControllerPort:
                 reply = self.request(Publish(version, store))
                 data = b"" if isinstance(reply, NotYet) else _encode(reply.links)
             if data := self._ranks.share_all(data):
-                return [(link.engine, link.generation) for link in _decode_links(data)]
+                return _decode_links(data)
 
     def cut(self, sending: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns those of the links (engine, generation) whose engine is lost; from any thread."""

@@ -1,8 +1,15 @@
-"""How many files and connections a process may have open."""
+"""How many files and connections a process may have open, and how many the controller of a run needs."""
 
 from __future__ import annotations
 
+import os
 import resource
+
+from areal_megatron.config import Config, ConfigError
+
+_OWN = 256
+"""What the controller has open besides connections: libraries, logs, pipes."""
+_PIPES_PER_WORKER = 3
 
 
 def raise_limit() -> int:
@@ -13,3 +20,27 @@ def raise_limit() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+def needed(config: Config) -> int:
+    """Returns how many descriptors the controller needs when all engines are busy.
+
+    A group of `single_turn` is one request. Other workflows have one request a trajectory, and those of the user may
+    run agents, each with a connection of its own to the controller.
+    """
+    rollout = config.rollout
+    each = -(-rollout.max_running // rollout.group_size) if rollout.workflow == "single_turn" else rollout.max_running
+    agents = rollout.max_running if ":" in rollout.workflow else 0
+    per_engine = each + agents + 2  # its timeline, and the connection that polls it
+    workers = min(32, os.cpu_count() or 1)
+    return rollout.engines * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
+
+
+def check(config: Config, limit: int) -> None:
+    """Raises ConfigError if `limit` is less than the controller needs."""
+    if limit < (need := needed(config)):
+        raise ConfigError(
+            f"rollout.max_running: {config.rollout.engines} engines with {config.rollout.max_running} answers each need"
+            f" {need:,} open files in the controller, whose node allows {limit:,}; raise the hard limit (ulimit -Hn)"
+            " or lower rollout.max_running"
+        )

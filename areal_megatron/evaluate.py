@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron import config_file
+from areal_megatron import config_file, descriptors
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -118,7 +118,8 @@ class OfflineEvaluation:
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(_watch(child))]
                 async with _serving(self.config, run) as engine:
-                    background.append(group.create_task(engine.watch(self.config.machine.peer_timeout_s)))
+                    silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
+                    background.append(group.create_task(engine.watch(stuck_s, silent_s)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
                     longest = self.config.rollout.max_new_tokens
                     scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
@@ -246,13 +247,13 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 
 @asynccontextmanager
 async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
-    """Connects to the engine. Raises EngineError or RunError if it does not serve within machine.peer_timeout_s."""
-    deadline = time.monotonic() + config.machine.peer_timeout_s
+    """Connects to the engine. Raises EngineError or RunError if it does not serve within rollout.start_timeout_s."""
+    deadline = time.monotonic() + config.rollout.start_timeout_s
     while not run.announced_engines() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_S)
     engine = connect(config, run, 0)
     try:
-        await engine.wait_until_ready(config.machine.peer_timeout_s)
+        await engine.wait_until_ready(config.rollout.start_timeout_s)
         yield engine
     finally:
         await engine.client.close()
@@ -338,6 +339,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    descriptors.raise_limit()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         evaluation = OfflineEvaluation(options)

@@ -22,12 +22,17 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
     sync: the content is on the disk before the file appears.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # the disk may be full, and what is there of it is of no use
+        raise
 
 
 def write_once(path: Path, content: str) -> None:

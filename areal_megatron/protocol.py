@@ -26,6 +26,8 @@ class LinkRef(msgspec.Struct):
 
     engine: int
     generation: int
+    trial: bool = False
+    """Weights did not reach the engine lately: no optimizer step waits for it."""
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -30,6 +31,7 @@ from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
+_WHOLE_ENGINE = re.compile(rf"{_ENGINE}(0|[1-9]\d{{0,8}})")
 _TRAINER = "trainer-"
 _SECRET = "secret"
 _KEYS = ("controller.key", "trainers.key")
@@ -288,8 +290,16 @@ class Run:
         write_atomically(self.folder / "endpoints" / process, endpoint)
 
     def announced_engines(self) -> list[str]:
-        """Names of the engines that have announced themselves."""
-        return sorted(path.name for path in (self.folder / "endpoints").glob(f"{_ENGINE}*"))
+        """Names of the engines that have announced themselves. Other files there are ignored."""
+        names = (path.name for path in (self.folder / "endpoints").iterdir())
+        return sorted((name for name in names if _WHOLE_ENGINE.fullmatch(name)), key=engine_index)
+
+    def is_to_stop(self) -> bool:
+        """Whether the file `stop` exists; False while the disk cannot tell."""
+        try:
+            return self.stop.exists()
+        except OSError:
+            return False
 
     def drain(self, engine: str) -> Path:
         """Returns the path of a file: while it exists, `engine` gets no more prompts, and leaves when it has answered

@@ -10,7 +10,7 @@ from areal_megatron import config_file
 from areal_megatron.config import Config
 from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.run import Replaced, Run, from_command_line
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
@@ -18,17 +18,18 @@ from areal_megatron.weights import save_hf
 
 def fine_tune(config: Config, run: Run, trainer: Trainer) -> None:
     """Trains on config.updates batches, then saves the model; rank 0 writes metrics and status."""
-    metrics = MetricsWriter(run) if trainer.parallel.is_first else None
+    metrics, shown = (MetricsWriter(run), StatusWriter(run)) if trainer.parallel.is_first else (None, None)
     start = time.monotonic()
     for step, examples in enumerate(batches(config), 1):
         values = trainer.sft_step([(example.tokens, example.prompt_length) for example in examples])
         if metrics:
             metrics.write("sft", step, values)
             status = {"phase": "training", "version": step, "updates": config.updates, "engines": [], "last": values}
-            write_status(run, status | {"elapsed_s": time.monotonic() - start})
+            shown.write(status | {"elapsed_s": time.monotonic() - start})
     save_hf(config, run, trainer)
     if metrics:
         metrics.close()
+        shown.close()
 
 
 def batches(config: Config) -> Iterator[list[Example]]:

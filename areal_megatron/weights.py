@@ -43,7 +43,9 @@ class Weights:
 
     def publish(self, version: int) -> None:
         """Starts to send `version` to the engines and returns at once."""
-        self._publisher.publish(version, self._controller.links(version, self._store))
+        links = self._controller.links(version, self._store)
+        trials = {link.engine for link in links if link.trial}
+        self._publisher.publish(version, [(link.engine, link.generation) for link in links], trials)
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ class Batches:
         """The parts and the figures of the batch that is in training, or soon will be."""
         self._dumps = dumps
         self._dump: asyncio.Future | None = None
-        """The writing of the batch that was formed last."""
+        """The writing of the batch that was formed last, or of one before that still holds up."""
         self._changed = Changed()
         """Notified when a replica that waits in `next` may be answered."""
         self._asked = False
@@ -168,8 +169,15 @@ class Batches:
         )
         self._batch.add_done_callback(lambda _: self._changed.notify())
         if self._dumps:
-            dump = Dump(number=self.number, version=self._schedule.version, trajectories=trajectories)
-            self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps))
+            self._begin_dump(trajectories)
+
+    def _begin_dump(self, trajectories: list[Trajectory]) -> None:
+        if self._dump is not None:  # at most one is in memory
+            log.error("batch %d is not kept: the one before is still being written", self.number)
+            return
+        dump = Dump(number=self.number, version=self._schedule.version, trajectories=trajectories)
+        most = self._config.rollout.dump_gb * 1e9 or math.inf
+        self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps, most))
 
     def _pack(
         self, trajectories: list[Trajectory], number: int, version: int
@@ -219,13 +227,16 @@ class Batches:
         return account | message.metrics
 
     async def dumped(self) -> None:
-        """Returns when the batch formed last is on disk, or cannot be written, which the run survives."""
-        writing, self._dump = self._dump, None
-        try:
-            if writing:
-                await writing
-        except OSError as e:
-            log.error("batch %d is not kept: %s", self.number, e)
+        """Returns when the batch formed last is on disk, or cannot be written, or takes long: the run survives that."""
+        if self._dump is None:
+            return
+        done, _ = await asyncio.wait([self._dump], timeout=ask_again_s(self._config))
+        if done:
+            writing, self._dump = self._dump, None
+            try:
+                writing.result()
+            except OSError as e:
+                log.error("batch %d is not kept: %s", self.number, e)
 
     def publish_again(self) -> bool:
         """Has the trainers publish the current version again. Returns False if one of them may be training."""

@@ -42,6 +42,7 @@ from typing import Any
 
 import msgspec
 
+from areal_megatron import descriptors, lateness
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.config_file import load
@@ -63,7 +64,8 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
-from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.background import close_all
+from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.startup import Startup
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import (
@@ -111,7 +113,7 @@ class Controller:
             updates=config.updates - (self.start.batches - self.start.version),
         )
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
-        self.metrics = MetricsWriter(run)
+        self.metrics, self.status = MetricsWriter(run), StatusWriter(run)
         self.rewards = RewardWorkers(config.reward, config.model.path)
         scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
         self.changed = Changed()
@@ -141,6 +143,7 @@ class Controller:
         self._bye = asyncio.Event()
         self._last_update: dict[str, Any] = {}
         self._last_update_at = self._started_at = time.monotonic()
+        self._late_s = 0.0
         self._tasks: asyncio.TaskGroup | None = None
         self._evaluations: set[asyncio.Task] = set()
         self._first_evaluation: asyncio.Task | None = None
@@ -193,7 +196,8 @@ class Controller:
             await self.sampler.episodes.close()
         await self.rewards.close()
         await self.fleet.close()
-        self.metrics.close()
+        timelines = [engine.timeline for engine in self.fleet.engines]
+        await asyncio.to_thread(close_all, [self.status, self.metrics, self.timeline, *timelines])
 
     async def _handle(self, message: Request) -> Reply:
         match message:
@@ -235,9 +239,12 @@ class Controller:
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
             "answers_refused": self.rewards.refused,
+            "status_failures": self.status.failures,
         }
         if self.sampler.episodes:
             account |= self.sampler.episodes.account()
+        late, self._late_s = self._late_s, lateness.attended_time().late_s
+        account["controller_late_s"] = self._late_s - late
         self._last_update = account
         self.metrics.write("update", self.schedule.version, account)
         if self.startup.mark("first_batch"):
@@ -269,6 +276,7 @@ class Controller:
             await writing
         except OSError as e:
             return NotWritten(e.strerror or str(e))
+        await asyncio.to_thread(self.metrics.flush)  # a resumed run has the line of every update before its checkpoint
         return Ok()
 
     def lost(self, engine: Engine) -> None:
@@ -307,15 +315,14 @@ class Controller:
     async def _keep_status(self) -> None:
         while True:
             self._write_status()
-            if self.run.stop.exists() and not self._bye.is_set():
+            if await asyncio.to_thread(self.run.is_to_stop) and not self._bye.is_set():
                 self.phase = "stopping"
                 self.batches.stop()
             self.fleet.bring_weights(self.batches.publish_again)
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self) -> None:
-        write_status(
-            self.run,
+        self.status.write(
             {
                 "phase": self.phase,
                 "version": self.schedule.version,
@@ -325,7 +332,7 @@ class Controller:
                 "buffer_groups": len(self.schedule.finished),
                 "running_groups": len(self.schedule.running),
                 "last": self._last_update,
-            },
+            }
         )
 
 
@@ -351,7 +358,10 @@ def main() -> int:
     run, _ = from_command_line("areal_megatron.controller.controller")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(control(load(run.config), run))
+        config = load(run.config)
+        if config.mode == "rl":
+            descriptors.check(config, descriptors.raise_limit())
+        asyncio.run(control(config, run))
     except asyncio.CancelledError:
         print(f"{CONTROLLER}: stopped by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM

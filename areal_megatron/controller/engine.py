@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
+from areal_megatron import lateness as attended
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
-from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.engine.client import EngineClient, EngineError, Load
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run, engine_name
 
+log = logging.getLogger(__name__)
 _POLL_S = 2.0
 _ARRIVES_S = 0.2
 """How long a request may take to show up in the engine's counters: until then it would look ended."""
-_SILENCE_S = 30.0
-"""How long an engine may take to tell its load before it is lost; its server does nothing else than talk."""
+_ONCE_MORE_S = 10.0
+"""How long an engine that has not told its load may take when it is asked once more."""
 
 
 class Engine:
@@ -32,6 +35,8 @@ class Engine:
         """How often it has died or stopped answering."""
         self.draining = False
         """It gets no further prompt."""
+        self.unreached = False
+        """Weights do not reach it (updates.py)."""
         self._unfinished = 0
         self._started = 0
         self._ended = 0
@@ -61,7 +66,7 @@ class Engine:
     def status(self) -> EngineStatus:
         return EngineStatus(
             name=self.name,
-            state=self.state,
+            state=EngineState.UNREACHED if self.unreached and not self.gone else self.state,
             version=self.version,
             running=self.running,
             losses=self.losses,
@@ -111,15 +116,15 @@ class Engine:
         await self.client.wait_until_healthy(timeout_s)
         self.state = EngineState.READY
 
-    async def watch(self, timeout_s: float) -> None:
-        """Polls the engine's own counters until it is gone. Raises EngineError if it dies or samples nothing for
-        timeout_s."""
-        tokens, seen, progress = None, time.monotonic(), time.monotonic()
+    async def watch(self, timeout_s: float, silence_s: float) -> None:
+        """Polls the engine's own counters until it is gone. Raises EngineError if it dies, says nothing for silence_s
+        or samples nothing for timeout_s."""
+        tokens, seen, progress = None, attended.now(), attended.now()
         while not self.gone:
             started = self._started
             await asyncio.sleep(_ARRIVES_S)
-            load = await self.client.load(min(timeout_s, _SILENCE_S))
-            now = time.monotonic()
+            load = await self._load(silence_s)
+            now = attended.now()
             held = load.running + load.waiting
             self._ended = started - held
             self.changed.notify()
@@ -132,13 +137,16 @@ class Engine:
             tokens, seen = load.generated_tokens, now
             await asyncio.sleep(_POLL_S - _ARRIVES_S)
 
+    async def _load(self, silence_s: float) -> Load:
+        try:
+            return await self.client.load(silence_s)
+        except EngineError as e:  # perhaps only of the connection, which may have broken while this process was away
+            log.warning("%s is asked once more: %s", self.name, e)
+            return await self.client.load(min(silence_s, _ONCE_MORE_S))
+
 
 def connect(config: Config, run: Run, index: int, changed: Changed | None = None) -> Engine:
     """The engine of this index, where it has announced itself last. Raises RunError if it has not."""
     name = engine_name(index)
-    return Engine(index, find(config, run, name), Timeline(run.timeline(name), name), changed)
-
-
-def find(config: Config, run: Run, name: str) -> EngineClient:
-    """A connection to where the engine has announced itself last. Raises RunError if it has not."""
-    return EngineClient(name, run.endpoint(name), run.token, config.machine.peer_timeout_s)
+    client = EngineClient(name, run.endpoint(name), run.token, config.machine.peer_timeout_s)
+    return Engine(index, client, Timeline(run.timeline(name), name), changed)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from areal_megatron import lateness as attended
 from areal_megatron.config import Config
+from areal_megatron.controller.batches import ask_again_s
 from areal_megatron.controller.changed import Changed
-from areal_megatron.controller.engine import Engine, connect, find
+from areal_megatron.controller.engine import Engine, connect
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal
 from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.observe.status import EngineState
-from areal_megatron.protocol import Delivered, Links, Publish, Sending
-from areal_megatron.run import Run, engine_index, engine_name
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.protocol import Delivered, Links, NotYet, Publish, Sending
+from areal_megatron.run import Run, RunError, engine_index, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -50,30 +52,32 @@ class Fleet:
         """`changed` is notified of what may allow another admission."""
         self._config, self._run, self._hf_config, self._schedule = config, run, hf_config, schedule
         self._changed, self._events = changed, events
+        self._token = run.token
         self._resumed = bool(run.start.checkpoint)
         self.engines: list[Engine] = []
         self._links: dict[int, EngineUpdates] = {}
         self._connected = asyncio.Event()
         self._published = -1
-        self._lacking: Counter[int] = Counter()
-        """How often the trainers were asked for a version, by engine that serves and has none."""
+        self._announced: dict[str, str] = {}
+        """Endpoints of engines that are new or gone, as the run folder said last."""
+        self._to_drain: set[str] = set()
 
     async def connect(self) -> None:
-        """Waits until every engine of the config serves."""
-        timeout_s = self._config.machine.peer_timeout_s
-        deadline = time.monotonic() + timeout_s
+        """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within
+        rollout.start_timeout_s."""
+        deadline = attended.now() + self._config.rollout.start_timeout_s
         indices = range(self._config.rollout.engines)
         for index in indices:
-            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - time.monotonic()))
+            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - attended.now()))
         engines = [connect(self._config, self._run, index, self._changed) for index in indices]
-        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - time.monotonic())) for e in engines))
+        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - attended.now())) for e in engines))
         for engine in engines:
             await self._take_in(engine, fresh=not self._resumed)
         self._connected.set()
 
     async def run(self) -> None:
         """Looks after the engines for ever. Raises EngineError if all are lost and none is started again within
-        machine.peer_timeout_s."""
+        rollout.start_timeout_s."""
         async with asyncio.TaskGroup() as tasks:
 
             def look_after(engine: Engine) -> None:
@@ -83,15 +87,32 @@ class Fleet:
             for engine in self.engines:
                 look_after(engine)
             while True:
-                for name in self._run.announced_engines():
+                await asyncio.to_thread(self._look)
+                for name in self._announced:
                     if (engine := await self._added(name)) is not None:
                         look_after(engine)
                 for engine in self.engines:
                     self._drain(engine)
                 await asyncio.sleep(_POLL_S)
 
+    def _look(self) -> None:
+        """Looks into the run folder, whose disk may hang, for engines that are new, back, or to be drained."""
+        serving, announced = {engine.name for engine in self.engines if not engine.gone}, {}
+        try:
+            for name in set(self._run.announced_engines()) - serving:
+                with contextlib.suppress(RunError):  # it has just been removed
+                    announced[name] = self._run.endpoint(name)
+            to_drain = {name for name in serving if self._run.drain(name).exists()}
+        except OSError as e:
+            log.warning("engines that join or leave are seen later: %s", e)
+        else:
+            self._announced, self._to_drain = announced, to_drain
+
     async def settled(self) -> None:
-        """Returns when every published version was committed or has failed."""
+        """Returns when every published version was committed or has failed; nobody waits for trials."""
+        for engine in self.engines:
+            if engine.unreached:
+                self._links[engine.index].cut("the run is over")
         await asyncio.gather(*(link.settled() for link in self._links.values()))
 
     async def close(self) -> None:
@@ -102,22 +123,28 @@ class Fleet:
         """Returns whether a request to this client failed because its process is gone; then the engine is lost."""
         if not engine.gone and engine.client is client:
             try:
-                await client.wait_until_healthy(0)
+                await client.check_health(self._config.rollout.silence_s)
                 return False
             except EngineError:
                 self._lose(engine, reason)
         return True
 
-    async def publish(self, message: Publish) -> Links:
-        """Returns the links that are to carry the version; one that is published again goes to those who lack it."""
-        await self._connected.wait()
+    async def publish(self, message: Publish) -> Links | NotYet:
+        """Returns the links that are to carry the version, or NotYet while engines start; one that is published again
+        goes to those who lack it."""
+        with contextlib.suppress(TimeoutError):
+            await attended.within(ask_again_s(self._config), self._connected.wait())
+        if not self._connected.is_set():
+            return NotYet()
         again, self._published = message.version == self._published, message.version
-        taking = [
-            self._links[e.index]
-            for e in self.engines
-            if (self._links[e.index].lacks(message.version) if again else not e.gone)
-        ]
-        return Links([link.publish(message) for link in taking])
+        present = [engine for engine in self.engines if not engine.gone]
+        some_reached = not all(engine.unreached for engine in present)
+        links = []
+        for engine in present:
+            link = self._links[engine.index]
+            if (link.lacks(message.version) or not again) and (link.is_due or not some_reached):
+                links.append(link.publish(message, trial=engine.unreached and some_reached))
+        return Links(links)
 
     def delivered(self, message: Delivered) -> None:
         if message.engine not in self._links:
@@ -129,17 +156,28 @@ class Fleet:
         return Links([link for link in message.links if self._links[link.engine].is_cut(link.generation)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:
-        """Has the current version published again if an engine serves without; raises EngineError after many attempts.
+        """Has the current version published again if an engine serves without any, or is due for a trial. Raises
+        EngineError after many attempts, if no engine has weights to generate with.
 
         `publish_again` returns False if the next version is on its way.
         """
         version = self._schedule.version
-        lacking = [index for index in self._lacking if self._links[index].lacks(version)]
-        if not lacking or not publish_again():
+        if self._published != version:
             return
-        self._lacking.update(lacking)
-        if tried := [engine_name(index) for index in lacking if self._lacking[index] > _ATTEMPTS]:
-            raise EngineError(f"{', '.join(tried)} did not get version {version} after being started again; see above")
+        lacking = [
+            engine
+            for engine in self.engines
+            if (link := self._links[engine.index]).lacks(version)
+            and (engine.version < 0 or engine.unreached)
+            and link.is_due
+        ]
+        tried = [engine.name for engine in lacking if self._links[engine.index].failed_in_a_row > _ATTEMPTS]
+        if tried and not self._schedule.engines:
+            raise EngineError(
+                f"{', '.join(tried)} did not get version {version}, and no other engine serves; see above"
+            )
+        if lacking:
+            publish_again()
 
     def account(self, elapsed: float) -> dict[str, float]:
         """Returns figures of the last `elapsed` seconds and of the last commits."""
@@ -150,40 +188,58 @@ class Fleet:
         account |= {"weights_bytes": sum(update["weights_bytes"] for update in last)} if last else {}
         return account | {
             "engines_serving": len(serving),
+            "engines_unreached": sum(engine.unreached for engine in serving),
             "engine_idle_share": min(1.0, sum(idle) / max(len(idle), 1) / elapsed),
             "engine_lag_max": max((self._schedule.version - engine.version for engine in serving), default=0),
             "link_failures": sum(link.failures for link in self._links.values()),
         }
 
     async def _take_in(self, engine: Engine, fresh: bool) -> None:
-        """Adds one that serves; unless it is fresh from the model that the run begins with, it needs weights first."""
+        """Adds one that serves; unless it is fresh from the model that the run begins with, it needs weights first.
+
+        Raises EngineError if it does not do as it is told.
+        """
+        if not fresh:
+            engine.version = -1
+            await engine.client.take_over()  # it may have lived with the incarnation before
         self.engines.append(engine)
-        self._links[engine.index] = EngineUpdates(self._config, self._hf_config, engine, self._committed)
+        self._links[engine.index] = EngineUpdates(
+            self._config, self._hf_config, engine, self._committed, self._is_dispensable
+        )
         if fresh:
             self._schedule.add_engine(engine.index, engine.version)
-            return
-        engine.version = -1
-        await engine.client.take_over()  # it may have lived with the incarnation before
 
     async def _added(self, name: str) -> Engine | None:
         """Takes in an engine that somebody has started for this run, if it is a new one that serves."""
         index = engine_index(name)
-        if index in self._links:
+        if index in self._links or (found := await self._serving(name)) is None:
             return None
-        if (found := await self._serving(name)) is None:
-            return None
-        await found.close()
-        log.warning("%s was added", name)
-        engine = connect(self._config, self._run, index, self._changed)
+        engine = Engine(index, found, Timeline(self._run.timeline(name), name), self._changed)
         engine.state = EngineState.READY
-        await self._take_in(engine, fresh=False)
-        self._lacking[index] = 0
+        try:
+            await self._take_in(engine, fresh=False)
+        except EngineError as e:
+            log.warning("%s cannot be added yet: %s", name, e)
+            engine.timeline.close()
+            await found.close()
+            return None
+        log.warning("%s was added", name)
         return engine
+
+    def _is_dispensable(self, engine: Engine) -> bool:
+        """Returns whether another engine generates, and gets weights."""
+        return any(
+            other is not engine
+            and other.index in self._schedule.engines
+            and other.state != EngineState.TORN
+            and not other.unreached
+            for other in self.engines
+        )
 
     def _drain(self, engine: Engine) -> None:
         """Takes the engine out once somebody has asked for that and it has answered everything."""
         others = [other for other in self.engines if other is not engine and not other.gone and not other.draining]
-        if engine.gone or not others or not self._run.drain(engine.name).exists():
+        if engine.gone or not others or engine.name not in self._to_drain:
             return
         engine.draining = True
         if not engine.busy:
@@ -191,23 +247,22 @@ class Fleet:
             self._take_out(engine, EngineState.DRAINED, "it was drained")
 
     async def _look_after(self, engine: Engine) -> None:
-        timeout_s = self._config.machine.peer_timeout_s
+        rollout = self._config.rollout
         while True:
             try:
-                await engine.watch(timeout_s)
+                await engine.watch(self._config.machine.peer_timeout_s, rollout.silence_s)
             except EngineError as e:
                 self._lose(engine, e)
-            lost = time.monotonic()
+            lost = attended.now()
             while engine.state == EngineState.DRAINED or not await self._is_back(engine):
                 if not all(other.gone for other in self.engines):
-                    lost = time.monotonic()  # the others continue without it
-                elif time.monotonic() > lost + timeout_s:
+                    lost = attended.now()  # the others continue without it
+                elif attended.now() > lost + rollout.start_timeout_s:
+                    timeout_s = rollout.start_timeout_s
                     raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
                 await asyncio.sleep(_POLL_S)
             log.warning("%s is back", engine.name)
-            if self._schedule.version or self._resumed:
-                self._lacking[engine.index] = 0
-            else:
+            if not self._schedule.version and not self._resumed:
                 engine.version = 0
                 self._schedule.add_engine(engine.index, 0)
                 self._changed.notify()
@@ -220,15 +275,16 @@ class Fleet:
 
     async def _serving(self, name: str, besides: str = "") -> EngineClient | None:
         """A connection to the engine if it serves where it has announced itself, which is not `besides`."""
-        found = find(self._config, self._run, name)
+        endpoint = self._announced.get(name, besides)
+        if endpoint == besides:
+            return None
+        found = EngineClient(name, endpoint, self._token, self._config.machine.peer_timeout_s)
         try:
-            if found.endpoint != besides:
-                await found.wait_until_healthy(0)
-                return found
+            await found.wait_until_healthy(0)
+            return found
         except EngineError:
-            pass
-        await found.close()
-        return None
+            await found.close()
+            return None
 
     def _lose(self, engine: Engine, reason: EngineError) -> None:
         if not engine.gone:
@@ -237,17 +293,15 @@ class Fleet:
 
     def _take_out(self, engine: Engine, state: EngineState, reason: str) -> None:
         engine.leave(state)
-        self._lacking.pop(engine.index, None)
         self._links[engine.index].cut(reason)
         self._events.lost(engine)
 
     def _committed(self, engine: Engine) -> None:
         index, version = engine.index, engine.version
-        self._lacking.pop(index, None)
         if index in self._schedule.engines:
             self._schedule.committed(index, version)
         else:
             self._schedule.add_engine(index, version)
         self._changed.notify()
-        if all(engine.version >= version for engine in self.engines if not engine.gone):
+        if all(engine.version >= version for engine in self.engines if not engine.gone and not engine.unreached):
             self._events.committed(version)

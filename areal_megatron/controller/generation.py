@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict, deque
@@ -20,6 +21,7 @@ from areal_megatron.controller.state import ControllerState
 from areal_megatron.data.prompts import Prompt, cursor
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.lateness import within
 from areal_megatron.observe.status import EngineState
 from areal_megatron.run import RunError
 from areal_megatron.workflows.episode import EpisodeSpec
@@ -119,7 +121,8 @@ class Generation:
             except EngineError as e:
                 log.warning("its answers will be generated again: %s", e)
         if tasks:
-            await asyncio.wait(tasks, timeout=_INTERRUPT_S)
+            with contextlib.suppress(TimeoutError):
+                await within(_INTERRUPT_S, asyncio.wait(tasks))
         log.info("kept %s", _described(self._interrupted))
 
     def lose(self, engine: Engine) -> None:

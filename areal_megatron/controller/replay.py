@@ -20,7 +20,8 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
-from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.background import close_all
+from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.protocol import (
     Bye,
     CheckpointBegin,
@@ -87,7 +88,7 @@ class Replay:
         flops = SequenceFlops.of(read_config(config.model.path))
         self._batches = Batches(config, self._recording, _trajectories, flops, start.batches)
         self._service = Service(address(config.machine.host), run.keys, self._handle)
-        self._metrics = MetricsWriter(run)
+        self._metrics, self._status = MetricsWriter(run), StatusWriter(run)
         if start.incarnation:
             version = start.version if start.checkpoint else -1
             self._metrics.write("resume", version, {"incarnation": start.incarnation})
@@ -105,7 +106,7 @@ class Replay:
 
     async def close(self) -> None:
         self._service.close()
-        self._metrics.close()
+        await asyncio.to_thread(close_all, [self._status, self._metrics])
 
     async def _handle(self, message: Request) -> Reply:
         match message:
@@ -134,14 +135,13 @@ class Replay:
 
     async def _keep_status(self) -> None:
         while True:
-            if self.run.stop.exists():
+            if await asyncio.to_thread(self.run.is_to_stop):
                 self._batches.stop()
             self._write_status("stopping" if self._batches.stopping else "training")
             await asyncio.sleep(_STATUS_S)
 
     def _write_status(self, phase: str) -> None:
-        write_status(
-            self.run,
+        self._status.write(
             {
                 "phase": phase,
                 "version": self._recording.version,
@@ -149,5 +149,5 @@ class Replay:
                 "elapsed_s": time.monotonic() - self._started_at,
                 "engines": [],
                 "last": self._last,
-            },
+            }
         )

@@ -5,6 +5,10 @@ report the delivery it commits under a short pause. With `streamed` staging the 
 message. A failed link costs a new generation at the next version and leaves its engine behind, or, if weights were
 streaming in, `torn`: it stays paused and gets no request until it has a whole version again. The others do not
 notice.
+
+An engine that several generations in a row have failed to reach, while another generates, is *unreached*: its network
+carries requests but no weights. Each further update would hold the trainers up to reshard.timeout_s. So updates leave
+it out, but for trials at growing intervals, for which no optimizer step waits.
 """
 
 from __future__ import annotations
@@ -20,11 +24,16 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.controller.engine import Engine
 from areal_megatron.engine.client import EngineError
+from areal_megatron.lateness import within
 from areal_megatron.observe.status import EngineState
 from areal_megatron.protocol import Delivered, LinkRef, Publish
 from areal_megatron.reshard.session import init_body
 
 log = logging.getLogger(__name__)
+_UNREACHED_AFTER = 2
+"""Generations in a row."""
+_FIRST_TRIAL_S = 60.0
+_LONGEST_TRIAL_S = 3600.0
 
 
 @dataclass(eq=False)
@@ -45,20 +54,31 @@ class EngineUpdates:
         hf_config: Mapping[str, Any],
         engine: Engine,
         on_committed: Callable[[Engine], None],
+        is_dispensable: Callable[[Engine], bool] = lambda _: False,
     ):
-        """`on_committed` is called when the engine has `engine.version`."""
+        """`on_committed` is called when the engine has `engine.version`; `is_dispensable` says whether others generate
+        without it."""
         self._config, self._hf_config, self._engine = config, hf_config, engine
-        self._on_committed = on_committed
+        self._on_committed, self._is_dispensable = on_committed, is_dispensable
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
         self._pending: dict[tuple[int, int], _Update] = {}
         self._unfinished: list[_Update] = []
         self._generation = 0
         self._usable = False
+        self._trial_s, self._next_trial = _FIRST_TRIAL_S, 0.0
+        self.failed_in_a_row = 0
+        """Generations that failed since the last commit of this process of the engine."""
         self.failures = 0
         self.last: dict[str, float] = {}
         """publish_s, commit_s (how long the engine stood still) and weights_bytes of the last commit."""
 
-    def publish(self, message: Publish) -> LinkRef:
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine is to get the next version: always, unless it is unreached and its trial is still to
+        come."""
+        return not self._engine.unreached or (not self._unfinished and time.monotonic() >= self._next_trial)
+
+    def publish(self, message: Publish, trial: bool = False) -> LinkRef:
         """Enters a version as the next to receive and returns the link that is to carry it."""
         opens_generation = not self._usable
         if opens_generation:
@@ -68,7 +88,7 @@ class EngineUpdates:
         self._pending[update.generation, update.version] = update
         self._unfinished.append(update)
         self._updates.put_nowait(update)
-        return LinkRef(self._engine.index, self._generation)
+        return LinkRef(self._engine.index, self._generation, trial)
 
     def delivered(self, message: Delivered) -> None:
         update = self._pending.pop((message.generation, message.version), None)
@@ -96,6 +116,7 @@ class EngineUpdates:
     def cut(self, reason: str) -> None:
         """The engine is lost: what is under way has failed, and the next version opens a new generation."""
         self._usable = False
+        self._begin_count()
         for update in self._pending.values():
             update.delivered.set_exception(EngineError(reason))
             update.delivered.exception()  # nobody may be waiting for it yet
@@ -129,8 +150,7 @@ class EngineUpdates:
         try:
             # The trainers give up after timeout_s and say so; longer silence means that one is dead. All limits that
             # are derived from timeout_s: reshard/transport.py.
-            async with asyncio.timeout(2 * config.reshard.timeout_s):
-                delivered = await update.delivered
+            delivered = await within(2 * config.reshard.timeout_s, update.delivered)
         except TimeoutError:
             raise EngineError(
                 f"the trainers did not report the delivery of version {update.version} to "
@@ -150,6 +170,9 @@ class EngineUpdates:
         commit_s = (end - start) / 1e9 if streamed else stood_s
         self.last = {"publish_s": delivered.seconds, "commit_s": commit_s, "weights_bytes": delivered.bytes}
         self._engine.version = update.version
+        if self._engine.unreached:
+            log.warning("weights reach %s again", self._engine.name)
+        self._begin_count()
         self._on_committed(self._engine)
 
     def _stop_for(self, state: EngineState) -> int:
@@ -192,3 +215,24 @@ class EngineUpdates:
             update.generation,
             reason,
         )
+        if not self._engine.gone:
+            self._count_failure()
+
+    def _count_failure(self) -> None:
+        self.failed_in_a_row += 1
+        if self.failed_in_a_row < _UNREACHED_AFTER or not (
+            self._engine.unreached or self._is_dispensable(self._engine)
+        ):
+            return
+        if self._engine.unreached:
+            self._trial_s = min(2 * self._trial_s, _LONGEST_TRIAL_S)
+        self._engine.unreached, self._next_trial = True, time.monotonic() + self._trial_s
+        log.error(
+            "%s answers, but weights did not reach it %d times in a row: updates leave it out; next trial in %.0f s",
+            self._engine.name,
+            self.failed_in_a_row,
+            self._trial_s,
+        )
+
+    def _begin_count(self) -> None:
+        self._engine.unreached, self.failed_in_a_row, self._trial_s = False, 0, _FIRST_TRIAL_S

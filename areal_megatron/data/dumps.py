@@ -6,6 +6,8 @@ with the trajectories of all replicas. Needs numpy and msgspec only.
 
 from __future__ import annotations
 
+import errno
+import math
 import re
 from pathlib import Path
 
@@ -31,8 +33,13 @@ class Dump(msgspec.Struct, kw_only=True):
 _decode = decoder(Dump).decode
 
 
-def write(dump: Dump, folder: Path) -> None:
-    """Writes the dump's file into the folder, completely or not at all. Raises OSError."""
+def write(dump: Dump, folder: Path, most_bytes: float = math.inf) -> None:
+    """Writes the dump's file into the folder, completely or not at all. Raises OSError, also if the folder holds
+    `most_bytes` already."""
+    bounded = math.isfinite(most_bytes)
+    held = sum(path.stat().st_size for path in folder.glob("batch-*.msgpack")) if bounded else 0
+    if bounded and held >= most_bytes:
+        raise OSError(errno.EDQUOT, f"{folder} holds {held / 1e9:.1f} GB, the most that rollout.dump_gb allows")
     store(dump, folder / f"batch-{dump.number:06d}.msgpack")
 
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
+import functools
 import io
+import logging
+import math
+import os
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -18,11 +23,19 @@ import msgspec
 import numpy as np
 
 from areal_megatron.errors import printable
+from areal_megatron.lateness import now, within
 from areal_megatron.network import KEEP_ALIVE_S
 from areal_megatron.reshard import session
 
+log = logging.getLogger(__name__)
+
 _JSON = {"Content-Type": "application/json"}
 _FIRST_LABEL = "default"  # vLLM's name of the weights it has loaded itself
+_UNLIMITED = aiohttp.ClientTimeout(total=None)  # limits are lateness.py's
+_HEALTH_S = 10.0
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_DESCRIPTORS_S = 0.5
+"""How long a call waits for descriptors that other calls give back."""
 NO_ROUTES = np.zeros(0, np.uint8)
 
 
@@ -141,8 +154,8 @@ class EngineClient:
         self._decoding = self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
 
     def _session_over(self, connector: aiohttp.TCPConnector, token: str) -> aiohttp.ClientSession:
-        headers, timeout = {"Authorization": f"Bearer {token}"}, aiohttp.ClientTimeout(total=self.timeout_s)
-        return aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout)
+        headers = {"Authorization": f"Bearer {token}"}
+        return aiohttp.ClientSession(headers=headers, connector=connector, timeout=_UNLIMITED)
 
     async def generate(
         self,
@@ -179,10 +192,9 @@ class EngineClient:
         body = {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        unlimited = aiohttp.ClientTimeout(total=None)
         self._generating.add(request_id)
         try:
-            raw = await self._call("POST", "/inference/v1/generate", body, timeout=unlimited, keep_alive=True)
+            raw = await self._call("POST", "/inference/v1/generate", body, limit_s=math.inf, keep_alive=True)
         finally:
             self._generating.discard(request_id)
         async with self._decoding:
@@ -241,20 +253,23 @@ class EngineClient:
 
     async def wait_until_healthy(self, timeout_s: float) -> None:
         """Returns when the engine serves requests, at most after `timeout_s`."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = now() + timeout_s
         while True:
             try:
-                await self._call("GET", "/health", timeout=aiohttp.ClientTimeout(total=10))
+                await self.check_health(_HEALTH_S)
                 return
             except EngineError as e:
-                if asyncio.get_running_loop().time() > deadline:
+                if now() > deadline:
                     raise EngineError(f"{self.name} does not serve after {timeout_s:.0f} s: {e}") from None
             await asyncio.sleep(0.2)
 
+    async def check_health(self, limit_s: float) -> None:
+        """Returns if the engine says within `limit_s` that it serves requests."""
+        await self._call("GET", "/health", limit_s=limit_s)
+
     async def load(self, timeout_s: float | None = None) -> Load:
         """Returns the engine's own gauges. A dead engine raises EngineError here as in any other call."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s)
-        text = (await self._call("GET", "/metrics", timeout=timeout, keep_alive=True)).decode()
+        text = (await self._call("GET", "/metrics", limit_s=timeout_s, keep_alive=True)).decode()
         values = {
             "vllm:num_requests_running": 0.0,
             "vllm:num_requests_waiting": 0.0,
@@ -271,37 +286,43 @@ class EngineClient:
         await self._fresh.close()
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        timeout: aiohttp.ClientTimeout | None = None,
-        keep_alive: bool = False,
+        self, method: str, path: str, body: Any = None, *, limit_s: float | None = None, keep_alive: bool = False
     ) -> bytes:
-        """Returns the body of the answer.
+        """Returns the body of the answer. `limit_s`: instead of `timeout_s`.
 
         If a kept connection turns out to be closed, aiohttp repeats a GET over a new one; `generate` is the only other
-        call over such a connection, and its callers repeat it.
+        call over such a connection, and its callers repeat it. A call for which this process has no descriptor left
+        says nothing about the engine, and is made again until there is one.
         """
-        connections = self._session if keep_alive else self._fresh
-        try:
-            async with connections.request(
-                method,
-                self.endpoint + path,
-                data=None if body is None else _encode(body),
-                headers=None if body is None else _JSON,
-                timeout=timeout or connections.timeout,
-            ) as response:
-                content = await response.read()
-        except TimeoutError:
-            raise EngineError(f"{self.name} at {self.endpoint} did not answer {method} {path} in time") from None
-        except aiohttp.ClientError as e:
-            raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: {e or type(e).__name__}") from None
-        if response.status != 200:
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        sent = None if body is None else _encode(body)
+        while True:
+            try:
+                status, content = await within(limit_s, self._answer(method, path, sent, keep_alive))
+                break
+            except TimeoutError:
+                raise EngineError(f"{self.name} at {self.endpoint} did not answer {method} {path} in time") from None
+            except (aiohttp.ClientError, OSError) as e:
+                if getattr(e, "errno", None) not in _OUT_OF_DESCRIPTORS:
+                    what = e or type(e).__name__
+                    raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: {what}") from None
+                _tell_of_descriptors(os.strerror(e.errno))
+            await asyncio.sleep(_DESCRIPTORS_S)
+        if status != 200:
             problem = printable(" ".join(content[:500].decode(errors="replace").split()), 500)
-            raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: status {response.status}: {problem}")
+            raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: status {status}: {problem}")
         return content
+
+    async def _answer(self, method: str, path: str, body: bytes | None, keep_alive: bool) -> tuple[int, bytes]:
+        connections = self._session if keep_alive else self._fresh
+        headers = None if body is None else _JSON
+        async with connections.request(method, self.endpoint + path, data=body, headers=headers) as response:
+            return response.status, await response.read()
+
+
+@functools.cache  # once a process
+def _tell_of_descriptors(problem: str) -> None:
+    log.error("%s: requests to engines wait for one another; raise the limit (ulimit -n)", problem)
 
 
 def _completion(choice: _Choice, routed: int | None) -> Completion:

@@ -1,22 +1,27 @@
 """The metrics of a run: lines of metrics.jsonl, mirrored to TensorBoard, and the current status in status.json.
 
-metrics.jsonl is the record: one process writes it, and only appends. status.json is overwritten all the time and holds
-the present state only. Imports no torch, since the controller writes both.
+metrics.jsonl is the record: one process writes it, and only appends. Its lines wait in memory while the disk is full or
+hangs. status.json is overwritten all the time and holds the present state only. A thread writes both (background.py):
+neither ever holds up or ends the process. Imports no torch, since the controller writes both.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from areal_megatron.files import drop_torn_line, read_replaced, write_atomically
+from areal_megatron.files import read_replaced, write_atomically
+from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
 from areal_megatron.run import Run
 
 
@@ -30,34 +35,63 @@ class MetricsWriter:
     """
 
     def __init__(self, run: Run):
-        run.check_current()
-        drop_torn_line(run.metrics)
-        self._run = run
-        self._file = run.metrics.open("a", buffering=1)
-        self._tensorboard = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
+        self._file = AppendedFile(run.metrics, kept=True, check=run.check_current)
+        events = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._events = AppendedFile(
+            run.folder / "tensorboard" / events, kept=True, lines=False, check=run.check_current
+        )
+        self._tensorboard = RecordWriter(self._events)
+        self._add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
-        """Appends the line {"time", "kind", "version", **values}, with the time in seconds since the epoch.
+        """Has the line {"time", "kind", "version", **values} appended soon, with the time in seconds since the epoch.
 
         `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
         step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
         dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
-        values, and Replaced.
+        values, and Replaced once a line was found to come from a process that has been replaced.
         """
-        self._run.check_current()
         now = time.time()
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
         scalars = [
             Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
             for key, value in values.items()
             if isinstance(value, Real)
         ]
-        self._tensorboard.add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))
+        self._add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))
 
-    def close(self) -> None:
-        self._file.close()
-        self._tensorboard.close()
+    def flush(self) -> None:
+        """Waits until everything is on the disk, at most background.FLUSH_S for each file. Raises Replaced."""
+        self._file.flush()
+        self._events.flush()
+
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Waits until everything is on the disk, at most timeout_s."""
+        close_all((self._file, self._events), timeout_s)
+
+    def _add_event(self, event: Event) -> None:
+        self._tensorboard.write(event.SerializeToString())
+
+
+class StatusWriter:
+    """Keeps the status that the console shows up to date; one process of the run has a writer."""
+
+    def __init__(self, run: Run):
+        self._file = LatestFile(run.status, partial(write_status, run))
+
+    def write(self, status: dict[str, Any]) -> None:
+        """Has the status replaced soon; nobody may change it any more. Raises Replaced as MetricsWriter does."""
+        self._file.write(status)
+
+    @property
+    def failures(self) -> int:
+        """How often the status could not be written."""
+        return self._file.failures
+
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Waits until the last status is on the disk, at most timeout_s."""
+        self._file.close(timeout_s)
 
 
 class MetricsReader:
@@ -109,7 +143,7 @@ def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any
 
 
 def write_status(run: Run, status: dict[str, Any]) -> None:
-    """Replaces the status that the console shows, atomically. Raises Replaced."""
+    """Replaces the status that the console shows, atomically and at once. Raises Replaced and OSError."""
     run.check_current()
     write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
 

@@ -17,6 +17,9 @@ class EngineState(StrEnum):
     COMMITTING = "committing"
     TORN = "torn"
     """A streamed update has failed: it holds a mixture of versions and gets no request before a whole one."""
+    UNREACHED = "unreached"
+    """It answers, but weights did not reach it several times in a row: updates leave it out but for a trial now and
+    then."""
     LOST = "lost"
     """It has died or stopped answering, and was not started again yet."""
     DRAINED = "drained"

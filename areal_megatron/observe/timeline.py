@@ -1,6 +1,6 @@
 """Records when a process does what, as spans in Chrome's trace format: generate, reward, train, publish, commit.
 
-Each process writes a file of its own; areal_megatron.report merges them.
+Each process writes a file of its own; areal_megatron.report merges them. What the disk does not take is left out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import threading
 import time
 from pathlib import Path
+
+from areal_megatron.observe.background import FLUSH_S, AppendedFile
 
 
 class Timeline:
@@ -24,8 +26,7 @@ class Timeline:
 
     def __init__(self, path: Path, process: str):
         self.process = process
-        self._file = path.open("a", buffering=1)
-        self._lock = threading.Lock()
+        self._file = AppendedFile(path, kept=False)
 
     @contextlib.contextmanager
     def span(self, name: str, **args):
@@ -47,8 +48,7 @@ class Timeline:
             "tid": threading.current_thread().name,
             "args": args,
         }
-        with self._lock:
-            self._file.write(json.dumps(event) + "\n")
+        self._file.write(f"{json.dumps(event)}\n".encode())
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        self._file.close(timeout_s)

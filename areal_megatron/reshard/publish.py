@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -89,10 +89,11 @@ class Publisher:
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Transmission] = []
 
-    def publish(self, version: int, links: Sequence[tuple[int, int]]) -> None:
+    def publish(self, version: int, links: Sequence[tuple[int, int]], trials: Collection[int] = ()) -> None:
         """Starts sending `version` to each (engine, generation) in the background; returns at once.
 
-        Raises RunError, before anything is sent, for a weight that is NaN or Inf if check_finite is set.
+        `trials`: engines that weights did not reach lately; `wait_until_read` gives them up instead of waiting. Raises
+        RunError, before anything is sent, for a weight that is NaN or Inf if check_finite is set.
         """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
         parameters = self._parameters()
@@ -103,7 +104,7 @@ class Publisher:
             if outlet is None or outlet.generation != generation:
                 self._cut_off(outlet)
                 outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation)
-            self._updates.append(Transmission(outlet, version, parameters))
+            self._updates.append(Transmission(outlet, version, parameters, trial=engine in trials))
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
@@ -131,8 +132,9 @@ class Publisher:
                 update.cut_off("a new generation has begun")
 
     def close(self) -> None:
-        """Waits for the updates in flight, at most their timeout."""
+        """Waits for the updates in flight, at most their timeout; trials are given up."""
         for update in self._updates:
+            update.end_trial("training is over")
             update.join()
         self._outlets.clear()
 
@@ -280,8 +282,8 @@ class Parcel(NamedTuple):
 class Transmission:
     """One version on its way to one engine."""
 
-    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor]):
-        self.outlet, self.version, self._parameters = outlet, version, parameters
+    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool):
+        self.outlet, self.version, self._parameters, self._trial = outlet, version, parameters, trial
         self._deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
         self._read = threading.Event()
         """Set when no live parameter is read any more."""
@@ -297,7 +299,8 @@ class Transmission:
         self.thread.start()
 
     def wait_until_read(self) -> None:
-        """Returns when no live parameter is read any more, or will be."""
+        """Returns when no live parameter is read any more, or will be; at once if it is a trial."""
+        self.end_trial("it was a trial, and the next step does not wait for those")
         # One second more, in which the link's own thread says whom it waited for.
         overdue = time.monotonic() + self._deadline.left.total_seconds() + 1
         while not self._read.wait(_LOOK_S):
@@ -305,6 +308,11 @@ class Transmission:
                 self.give_up(failure)
             elif time.monotonic() > overdue:
                 self.cut_off(f"not read within {self._deadline.timeout_s:.0f} s and given up for the next step")
+
+    def end_trial(self, reason: str) -> None:
+        """Gives a trial up unless everything has been read."""
+        if self._trial and not self._read.is_set():
+            self.give_up(reason)
 
     def cut_off(self, reason: str) -> None:
         """Makes the update fail unless all of it has been read: what is read from here on never gets into an engine's

@@ -11,6 +11,7 @@ import aiohttp
 
 from areal_megatron.config import ConfigError
 from areal_megatron.json_input import parse_json
+from areal_megatron.lateness import within
 
 _REPLY_BYTES = 1 << 20
 
@@ -45,19 +46,8 @@ def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) 
 
 
 async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[object, object]:
-    timeout = aiohttp.ClientTimeout(total=limit_s)
-    body = bytearray()
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url, json=question, allow_redirects=False) as reply,
-        ):
-            if reply.status != 200:
-                raise ValueError(f"{url} answered with status {reply.status}, expected 200")
-            async for chunk in reply.content.iter_any():
-                body += chunk
-                if len(body) > _REPLY_BYTES:
-                    raise ValueError(f"{url} answered with more than {_REPLY_BYTES} bytes")
+        body = await within(limit_s, _post(url, question))
     except TimeoutError:
         raise TimeoutError(f"{url} did not answer within {limit_s:g} s") from None
     except aiohttp.ClientError as e:
@@ -67,3 +57,18 @@ async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[obje
         return reply["score"], reply.get("feedback")
     except (ValueError, KeyError, TypeError):
         raise ValueError(f'{url} answered {bytes(body[:100])!r}, expected {{"score": number}}') from None
+
+
+async def _post(url: str, question: dict[str, str]) -> bytearray:
+    body = bytearray()
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+        session.post(url, json=question, allow_redirects=False) as reply,
+    ):
+        if reply.status != 200:
+            raise ValueError(f"{url} answered with status {reply.status}, expected 200")
+        async for chunk in reply.content.iter_any():
+            body += chunk
+            if len(body) > _REPLY_BYTES:
+                raise ValueError(f"{url} answered with more than {_REPLY_BYTES} bytes")
+    return body

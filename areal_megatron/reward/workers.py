@@ -1,4 +1,8 @@
-"""Scores answers in worker processes, which are killed and replaced when they take too long."""
+"""Scores answers in worker processes, which are killed and replaced when they take too long.
+
+An answer that takes too long is scored once more, by a new worker and with the whole limit, before it counts as wrong:
+its worker may have had no processor, or the machine may have been paused.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,13 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import ConfigError, RewardConfig
+from areal_megatron.lateness import within
 from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120
+_TRIES = 2
+_RETRY_S = 1.0
 _decode_ready = msgspec.msgpack.Decoder(Ready).decode
 _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
@@ -63,13 +70,16 @@ class RewardWorkers:
             return [self._counted(Scored(0.0, problem)) if problem else next(judged) for problem in problems]
         worker = await self._free.get()
         scores: list[Scored] = []
+        tries = 1
         try:
             while len(scores) < len(answers):
                 if worker.dead:
                     worker = await self._replace(worker)
                 worker.ask(answers[len(scores) :])
                 while len(scores) < len(answers) and not worker.dead:
-                    scores.append(await self._next_score(worker))
+                    if (scored := await self._next_score(worker, tries)) is not None:
+                        scores.append(scored)
+                    tries = 1 if scored is not None else tries + 1
         except asyncio.CancelledError:
             await worker.kill()  # it would still write scores that nobody reads
             raise
@@ -80,14 +90,16 @@ class RewardWorkers:
     async def close(self) -> None:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def _next_score(self, worker: _Worker) -> Scored:
+    async def _next_score(self, worker: _Worker, tries: int) -> Scored | None:
+        """Returns the score of the answer that the worker is at, for the `tries`-th time; None: ask another worker."""
         limit = self._config.timeout_s
         try:
-            async with asyncio.timeout(limit):
-                scored = await worker.next_scored()
+            scored = await within(limit, worker.next_scored())
         except TimeoutError:
             await worker.kill()
-            scored = Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s")
+            if tries < _TRIES:
+                return None
+            scored = Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s, twice")
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
             scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
@@ -105,7 +117,12 @@ class RewardWorkers:
 
     async def _replace(self, worker: _Worker) -> _Worker:
         self._workers.discard(worker)
-        return await self._new_worker()
+        while True:
+            try:
+                return await self._new_worker()
+            except OSError as e:  # no descriptor, process or memory is left for the moment
+                log.warning("a reward worker cannot be started again yet: %s", e)
+                await asyncio.sleep(_RETRY_S)
 
     async def _new_worker(self) -> _Worker:
         worker = await _Worker.start(self._config.function, self._config.timeout_s, self._model)
@@ -132,8 +149,7 @@ class _Worker:
         command = [sys.executable, "-m", "areal_megatron.reward.worker", function, str(timeout_s), model]
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                ready = _decode_ready(await worker._read())
+            ready = _decode_ready(await within(_START_TIMEOUT_S, worker._read()))
         except (TimeoutError, asyncio.IncompleteReadError):
             await worker.kill()
             raise ConfigError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from areal_megatron import lateness
 from areal_megatron.config import Config
 from areal_megatron.data.formats import Chat
 from areal_megatron.data.prompts import Prompt
@@ -114,7 +114,7 @@ class Episode:
         self._busy = self._turns_taken = 0
         self._scored: tuple[int, Scored] | None = None
         """(`answers` at that time, the score of the last of them)"""
-        self._last_event = time.monotonic()
+        self._last_event = lateness.now()
 
     @property
     def text(self) -> str:
@@ -234,12 +234,12 @@ class Episode:
             yield
         finally:
             self._busy -= 1
-            self._last_event = time.monotonic()
+            self._last_event = lateness.now()
 
     @property
     def idle_s(self) -> float:
         """Seconds since the episode last asked an engine or was busy otherwise; 0 while it is."""
-        return 0.0 if self._busy else time.monotonic() - self._last_event
+        return 0.0 if self._busy else lateness.now() - self._last_event
 
     def _some_tokens_left(self, context: Transcript) -> int:
         if (left := self.tokens_left(context)) > 0:

@@ -74,6 +74,7 @@ def test_what_dies_or_hangs_is_started_again_alone(local_run, world):
         "rollout.engines": 2,
         "machine.slots": 3,
         "rollout.max_staleness": 2,
+        "rollout.silence_s": 15,
     }
     started = local_run("survivor", "--restarts=3", *small(world, **changes))
     run = Run(started.folder)

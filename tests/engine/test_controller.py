@@ -66,6 +66,7 @@ def start(world, tmp_path, engine):
         run, config = make_run(folder, world, rollout={"max_staleness": ETA, **(rollout or {})}, **keys)
         config.reward.function = "tests.support.rewards:coarse"
         config.trainer.dp, config.machine.peer_timeout_s = 2, timeout_s
+        config.rollout.start_timeout_s = timeout_s
         save(config, run.config)
         (run.folder / "secret").write_text(engine.token)
         run.announce("engine-0", engine.endpoint("engine-0"))

@@ -75,10 +75,12 @@ def test_a_process_knows_its_own_incarnation_whatever_has_begun_since(run):
 def test_a_process_that_was_replaced_writes_nothing(run):
     metrics = MetricsWriter(run)
     metrics.write("update", 0, {})
+    metrics.flush()
     recorder = Recorder(run, Placement((), ()))
     written = [
+        lambda: (metrics.write("update", 1, {}), metrics.flush()),
         lambda: metrics.write("update", 1, {}),
-        lambda: MetricsWriter(run),
+        lambda: MetricsWriter(run).flush(),
         lambda: write_status(run, {"phase": "training"}),
         lambda: run.announce("controller", "tcp://127.0.0.1:1"),
         lambda: recorder.write({}, 0, "done"),

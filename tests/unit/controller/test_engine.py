@@ -24,7 +24,7 @@ def poll(engine, counters):
     engine.client, room = counters, []
 
     async def once():
-        watching = asyncio.create_task(engine.watch(60))
+        watching = asyncio.create_task(engine.watch(60, 60))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(engine.changed.wait(), 0.5)
             room.append(engine.running)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -144,3 +145,30 @@ def test_a_disk_that_is_full_costs_the_dump_and_not_the_run(folder, tmp_path, ca
     with caplog.at_level(logging.ERROR):
         asyncio.run(play())
     assert "batch 0 is not kept" in caplog.text
+
+
+def test_no_batch_is_kept_beyond_the_bound(folder, tmp_path):
+    write(dump(0), tmp_path / "bounded", most_bytes=1)
+    with pytest.raises(OSError, match=r"bounded holds 0\.0 GB, the most that rollout\.dump_gb allows"):
+        write(dump(1), tmp_path / "bounded", most_bytes=1)
+    assert list(dumped(tmp_path / "bounded")) == [0]
+
+
+def test_a_disk_that_hangs_costs_the_dump_and_not_the_run(folder, tmp_path, caplog):
+    """A pipe that nobody reads in the place of the file that is written first."""
+
+    async def play():
+        slow = batches(Recording(recorded(folder, 0, BATCH), version=0), dumps=tmp_path / "hung")
+        slow._config.machine.peer_timeout_s = 2
+        hung = tmp_path / "hung" / f".batch-000000.msgpack.{os.getpid()}"
+        hung.parent.mkdir()
+        os.mkfifo(hung)
+        for number in range(2):
+            await trained(slow, number, number)
+        reader = os.open(hung, os.O_RDONLY | os.O_NONBLOCK)
+        await trained(slow, 2, 2)
+        os.close(reader)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(play(), 20))
+    assert "batch 1 is not kept: the one before is still being written" in caplog.text

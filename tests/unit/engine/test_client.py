@@ -1,7 +1,14 @@
 import asyncio
+import contextlib
+import os
 import re
+import resource
+import signal
+import subprocess
+import sys
 
 import pytest
+from aiohttp import web
 
 from areal_megatron.engine.client import EngineClient, EngineError, versions_of_tokens
 from tests.support.generating import generated
@@ -127,3 +134,93 @@ def test_a_connection_that_the_engine_just_closed_costs_no_request():
 
     asyncio.run(calls())
     assert asked == ["GET /metrics", "POST /commit", "GET /metrics"]
+
+
+POLLING = """
+import asyncio, sys
+from areal_megatron.config import Config
+from areal_megatron.controller.engine import Engine
+from areal_megatron.engine.client import EngineClient, EngineError
+
+async def main():
+    client = EngineClient("engine-0", sys.argv[1], "secret", timeout_s=60)
+    engine = Engine(0, client, timeline=None)
+    watching = asyncio.create_task(engine.watch(timeout_s=60, silence_s=1.5))
+    await asyncio.wait([watching], timeout=float(sys.argv[2]))
+    print(watching.exception() if watching.done() else "serves")
+    watching.cancel()
+    await client.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_engine_that_answered_while_its_controller_was_stopped_is_not_lost(answers):
+    """The controller is stopped for twice the silence it allows, each time with a poll in flight."""
+
+    async def play():
+        polled = asyncio.Event()
+
+        async def metrics(request):
+            polled.set()
+            await asyncio.sleep(0.7 if answers else 60)
+            return web.Response(text="vllm:num_requests_running 0\nvllm:generation_tokens_total 1\n")
+
+        app = web.Application()
+        app.router.add_get("/metrics", metrics)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", POLLING, endpoint, "9", stdout=-1)
+        for _ in range(2 if answers else 1):
+            polled.clear()
+            await asyncio.wait_for(polled.wait(), 20)
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(3)
+            process.send_signal(signal.SIGCONT)
+        said, _ = await process.communicate()
+        await runner.cleanup()
+        return said.decode().strip()
+
+    said = asyncio.run(asyncio.wait_for(play(), 60))
+    assert said == "serves" if answers else said.endswith("did not answer GET /metrics in time")
+
+
+def test_a_call_waits_for_a_descriptor_and_does_not_blame_the_engine(tmp_path):
+    """All descriptors of this process are taken when it calls, and given back a second later."""
+    (tmp_path / "health").touch()
+    command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "-d", str(tmp_path), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        port = server.stdout.readline().split()[5]
+
+        async def play():
+            client = EngineClient("engine-0", f"http://127.0.0.1:{port}", "secret", timeout_s=5)
+            await client.wait_until_healthy(5)
+            await asyncio.sleep(0.1)  # until that connection is closed
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            taken = []
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.open(os.devnull, os.O_RDONLY))
+                call = asyncio.ensure_future(client.wait_until_healthy(0))
+                await asyncio.wait([call], timeout=1)
+                assert taken and not call.done(), "it waits"
+                for descriptor in taken:
+                    os.close(descriptor)
+                taken.clear()
+                await call
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in taken:
+                    os.close(descriptor)
+                await client.close()
+
+        try:
+            asyncio.run(asyncio.wait_for(play(), 30))
+        finally:
+            server.kill()

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,12 @@ def by_answer(prompt, response, answer):
     if answer == "loud": raise RuntimeError("half \\ud800\\n" + "x" * 10**6)
     if answer == "hang": time.sleep(1000)
     if answer == "exit": os._exit(3)
+    if answer == "slow": time.sleep(1); return 1
+    if answer == "slow once":
+        if not os.path.exists(response):
+            open(response, "w").close()
+            time.sleep(1000)
+        return 1
     if answer == "pid": return os.getpid()
     odd = {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5",
            "none": None, "complex": 1j}
@@ -166,3 +173,39 @@ asyncio.run(main())
     while is_alive(worker):
         assert time.monotonic() < deadline, "the worker outlived its controller"
         time.sleep(0.05)
+
+
+PAUSED = """
+import asyncio, sys
+from areal_megatron.config import RewardConfig
+from areal_megatron.reward.worker import Answer
+from areal_megatron.reward.workers import RewardWorkers
+
+async def main():
+    pool = RewardWorkers(RewardConfig(function="my_rewards:by_answer", timeout_s=3), count=2)
+    await pool.start()
+    pids = [worker._process.pid for worker in pool._workers]
+    scoring = asyncio.gather(*(pool.score([Answer("", "x", "slow")] * 4) for _ in range(2)))
+    await asyncio.sleep(0.3)
+    print("scoring", flush=True)
+    print(await scoring, pool.failures, sorted(pids) == sorted(worker._process.pid for worker in pool._workers))
+    await pool.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_controller_that_was_stopped_for_longer_than_the_limit_scores_right_answers_right(user_function):
+    process = psutil.Popen([sys.executable, "-c", PAUSED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "scoring\n"
+    process.suspend()
+    time.sleep(4)
+    process.resume()
+    assert process.communicate(timeout=60)[0].strip() == "[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]] 0 True"
+
+
+def test_an_answer_that_took_too_long_is_scored_once_more_before_it_counts(user_function, tmp_path):
+    """As where its worker got no processor the first time."""
+    slow_once = [Answer("", str(tmp_path / "tried"), "slow once")]
+    (scores,), failures = run(user_function, [[answer("good"), *slow_once, answer("good")]], timeout_s=2)
+    assert (scores, failures) == ([3, 1, 3], 0)

@@ -1,0 +1,239 @@
+"""An engine whose network carries requests but no weights, beside one that is whole, with a real publisher."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from aiohttp import web
+
+from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, ReshardConfig, RolloutConfig
+from areal_megatron.controller import updates
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.fleet import Fleet
+from areal_megatron.controller.schedule import Schedule
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.protocol import Delivered, NotYet, Publish
+from areal_megatron.reshard import engine_layout, trainer_layout
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import Planner
+from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.run import Run
+from tests.support.link_store import open_store
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+BUCKET = 4000
+"""Elements of a message: dozens of them, of which only two fit into the buffers of the trainer."""
+TIMEOUT_S = 2.0
+TRIAL_S = 1.5
+STEP_S = 0.5
+
+
+class StandInEngine:
+    """The routes of an engine around the real end of a link. While it is `broken` it joins the link and says that it is
+    ready, but takes no message: as where a firewall is between the ports of the links."""
+
+    def __init__(self, broken=False):
+        shapes = engine_layout.layout(MODEL, EngineSizes(), 0).parameters
+        self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._shard = Shard(self.parameters, reserve(self.parameters), EngineSizes(), 0)
+        self.broken, self.version = broken, -1
+        self._inlet = self._update = None
+        self.joined = 0
+
+    @asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.router.add_route("*", "/{route:.*}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await runner.cleanup()
+
+    async def _answer(self, request):
+        body, reply = await request.read(), {"seconds": 0.0}
+        match request.path:
+            case "/metrics":
+                return web.Response(text="vllm:num_requests_running 0\nvllm:generation_tokens_total 1\n")
+            case "/init_weight_transfer_engine":
+                self.joined += 1
+                info = LinkInfo(**json.loads(body)["init_info"] | {"bucket_elements": BUCKET})
+                self._inlet = Inlet(self._shard, info, log=lambda _: None)
+            case "/start_weight_update" if self.broken:
+                await asyncio.to_thread(self._inlet._joining.join)
+                self._inlet.link.say("ready/1/0", self._inlet.digest)
+            case "/start_weight_update":
+                self._update = Reception(self._inlet, after=self._update)
+            case "/commit":
+                if problem := await asyncio.to_thread(self._update.problem):
+                    return web.json_response({"error": problem}, status=500)
+                self._update.commit()
+                self.version = int(json.loads(body)["version"])
+        return web.json_response(reply)
+
+
+class Events:
+    def lost(self, engine): ...
+
+    def committed(self, version): ...
+
+
+class Training:
+    """A trainer rank that publishes every version, works for STEP_S, and waits until its parameters may change."""
+
+    def __init__(self, folder, fleet, schedule, store):
+        self._fleet, self._schedule, self._loop = fleet, schedule, asyncio.get_running_loop()
+        self._open, self._store = store, f"127.0.0.1:{store.port}"
+        shapes = trainer_layout.layout(MODEL, MegatronSizes(), 0).parameters
+        self._live = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._publisher = Publisher(
+            parameters=lambda: self._live,
+            planner=Planner(MODEL, MegatronSizes(), EngineSizes(), BUCKET),
+            rank=0,
+            engines=2,
+            dtype="float32",
+            store=self._store,
+            timeout_s=TIMEOUT_S,
+            on_delivered=self._delivered,
+            timeline=Timeline(folder / "timeline.jsonl", "trainer-0"),
+        )
+
+    def _delivered(self, engine, generation, version, seconds, size, error):
+        message = Delivered(engine, generation, version, seconds, size, error)
+        self._loop.call_soon_threadsafe(self._fleet.delivered, message)
+
+    async def update(self):
+        """Trains another version. Returns how long its first step was held up by the publish before it, in seconds,
+        and the engines that it was published to."""
+        version = self._schedule.version = self._schedule.version + 1
+        for tensor in self._live.values():
+            tensor.fill_(version)
+        while isinstance(links := await self._fleet.publish(Publish(version, self._store)), NotYet):
+            pass
+        links = links.links
+        trials = {link.engine for link in links if link.trial}
+        self._publisher.publish(version, [(link.engine, link.generation) for link in links], trials)
+        await asyncio.sleep(STEP_S)
+        begin = time.monotonic()
+        await asyncio.to_thread(self._publisher.wait_until_read)
+        held = time.monotonic() - begin
+        await asyncio.sleep(0.2)  # for the reports to arrive
+        return held, [link.engine for link in links]
+
+    def close(self):
+        self._publisher.close()
+
+
+@asynccontextmanager
+async def scene(folder, engines, first=2):
+    """A fleet with `first` engines from the start; the others are to be announced."""
+    run = Run(folder / "run")
+    run.create()
+    config = Config(
+        name="run",
+        updates=100,
+        batch_size=4,
+        model=ModelConfig("m", "float32"),
+        data=DataConfig("d"),
+        machine=MachineConfig(peer_timeout_s=20),
+        rollout=RolloutConfig(group_size=2, engines=first, max_staleness=100),
+        reshard=ReshardConfig(timeout_s=TIMEOUT_S),
+    )
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=100, updates=100)
+    async with engines[0].serving() as one, engines[1].serving() as two:
+        endpoints = [one, two]
+        for index in range(first):
+            run.announce(f"engine-{index}", endpoints[index])
+        fleet = Fleet(config, run, MODEL, schedule, Changed(), Events())
+        await fleet.connect()
+        running, training = asyncio.create_task(fleet.run()), Training(folder, fleet, schedule, open_store())
+        try:
+            yield run, fleet, training, endpoints
+        finally:
+            if running.done():
+                running.result()
+            running.cancel()
+            await asyncio.to_thread(training.close)
+            await fleet.close()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(updates, "_FIRST_TRIAL_S", TRIAL_S)
+
+
+def test_an_engine_that_weights_do_not_reach_holds_the_trainers_twice_and_no_more(tmp_path):
+    async def play():
+        whole, broken = StandInEngine(), StandInEngine(broken=True)
+        async with scene(tmp_path, [whole, broken]) as (_, fleet, training, _):
+            held, published = zip(*[await training.update() for _ in range(2)], strict=True)
+            assert min(held) > TIMEOUT_S - STEP_S - 0.5, "the fault holds the step that follows"
+            assert fleet.engines[1].status.state == "unreached" and fleet.account(1)["engines_unreached"] == 1
+
+            held, published = zip(*[await training.update() for _ in range(8)], strict=True)
+            assert max(held) < 0.5, "neither the updates nor the trials hold anybody up"
+            tried = [number for number, engines in enumerate(published) if 1 in engines]
+            assert tried and tried[0] > 0 and all(0 in engines for engines in published)
+            assert len(tried) < 4 and broken.joined == 2 + len(tried), "now and then"
+            assert whole.version == fleet.engines[0].version == 10
+
+            broken.broken = False
+            deadline = time.monotonic() + 30
+            while fleet.engines[1].unreached:
+                assert time.monotonic() < deadline
+                assert (await training.update())[0] < 0.5
+            await training.update()
+            assert broken.version == whole.version == fleet.engines[1].version
+            held = {value for tensor in broken.parameters.values() for value in tensor.unique().tolist()}
+            assert held == {0.0, float(whole.version)}, "whole and of one version; 0 is the vocabulary's padding"
+            assert fleet.engines[1].status.state == "ready"
+
+    asyncio.run(asyncio.wait_for(play(), 90))
+
+
+def test_an_added_engine_that_trainers_cannot_reach_does_not_end_the_run(tmp_path):
+    """It serves, so it is taken in and lacks weights; strangers' files beside it are no engines."""
+
+    async def play():
+        whole, broken = StandInEngine(), StandInEngine(broken=True)
+        async with scene(tmp_path, [whole, broken], first=1) as (run, fleet, training, endpoints):
+            for name in ("engine-1.bak", "engine-", "engine-x", "engine-1.1", ".engine-1.77", "engine-0~"):
+                run.announce(name, "not an endpoint")
+            await training.update()
+            run.announce("engine-1", endpoints[1])
+            asked = 0
+
+            def publish_again():
+                nonlocal asked
+                asked += 1
+                return True
+
+            deadline = time.monotonic() + 40
+            while len(fleet.engines) < 2 or not fleet.engines[1].unreached:
+                assert time.monotonic() < deadline
+                fleet.bring_weights(publish_again)
+                await training.update()
+            assert asked and fleet.engines[1].status.state == "unreached"
+            for _ in range(6):  # many more than an engine without weights may fail while it is the only one
+                fleet.bring_weights(publish_again)
+                held, _ = await training.update()
+                assert held < 0.5
+            assert [engine.name for engine in fleet.engines] == ["engine-0", "engine-1"]
+            assert whole.version == fleet.engines[0].version and fleet.engines[1].version == -1
+
+    asyncio.run(asyncio.wait_for(play(), 90))
