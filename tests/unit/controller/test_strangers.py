@@ -148,7 +148,7 @@ def test_connections_without_the_key_cost_the_controller_nothing(serve, connecti
     assert isinstance(ask(serving.endpoint), Ok), "no trainer gets in any more"
     report, _ = serving.report()
     assert (report["failed"], report["lost"], report["dropped"]) == (0, 0, 0)
-    assert report["late_ms_p99"] < 50
+    assert report["late_ms_p99"] < 50 + report["quiet_ms_p99"]  # which is nothing, unless the machine is busy
 
 
 def test_only_the_trainers_key_is_let_in_and_nothing_is_decoded_before(serve):
