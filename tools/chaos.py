@@ -19,6 +19,7 @@ import itertools
 import json
 import random
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -41,8 +42,8 @@ from tools.chaos_world import INTERFACE, World
 ROOT = Path(__file__).resolve().parent.parent
 STOP_S = (5.0, 60.0)
 """How long a process is stopped, or a machine cut off."""
-FULL_S = (5.0, 20.0)
-"""How long the disk stays full."""
+GONE_S = (5.0, 20.0)
+"""How long the disk stays full, or the service of rewards away."""
 REFUSED_S = 5.0
 """How soon a second launcher has to give up."""
 _CLOCK_S = 3600
@@ -70,15 +71,20 @@ class Victim:
     Without a world it is somebody else's run of this machine; with one, `command` starts or resumes it.
     """
 
-    def __init__(self, run: Run, world: World | None = None, command: list[str] | None = None):
-        self.run, self.world, self.command = run, world, command or []
+    def __init__(
+        self, run: Run, world: World | None = None, command: list[str] | None = None, service: list[str] | None = None
+    ):
+        self.run, self.world, self.command, self._service_command = run, world, command or [], service or []
+        self._service: subprocess.Popen | None = None
         self._launcher: subprocess.Popen | None = None
         self._adding: subprocess.Popen | None = None
         place = world.disk if world else run.folder.parent
         self.output, self._added_output = place / "launcher.out", place / "engines.out"
 
     def start(self) -> None:
-        """Starts or resumes the run."""
+        """Starts or resumes the run, and the service of its rewards if that does not run."""
+        if self._service_command and self._service is None:
+            self._service = self._begin_service()
         self._launcher = _begin(self.command, self.output)
 
     def keep_alive(self) -> None:
@@ -141,6 +147,19 @@ class Victim:
         }
         return {role: names for role, names in roles.items() if names}
 
+    @contextlib.contextmanager
+    def no_service(self) -> Iterator[None]:
+        """Inside the service of rewards is not there; afterwards there is a new one."""
+        if self._service is None:
+            raise NotNow
+        self._service.kill()
+        self._service.wait()
+        yield
+        self._service = self._begin_service()
+
+    def _begin_service(self) -> subprocess.Popen:
+        return _begin(self._service_command, self.output.with_name("service.out"))
+
     def add_engine(self) -> None:
         """Starts one more engine, on the second machine if there is one."""
         python = [*self.world.far(), self.world.python] if self.world else [sys.executable]
@@ -158,7 +177,7 @@ class Victim:
 
     def end(self) -> None:
         """Ends what this program has started."""
-        for process in filter(None, (self._adding, self._launcher)):
+        for process in filter(None, (self._adding, self._launcher, self._service)):
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(120)
@@ -205,6 +224,13 @@ def kill_reward_worker(victim: Victim, rng: random.Random) -> str:
     return f"process {worker.pid}"
 
 
+def kill_service(victim: Victim, rng: random.Random) -> str:
+    seconds = rng.uniform(*GONE_S)
+    with victim.no_service():
+        time.sleep(seconds)
+    return f"for {seconds:.0f} s"
+
+
 def stop(victim: Victim, rng: random.Random) -> str:
     """Stops one process and what it has started, as a machine does that is moved or swaps."""
     names = [name for names in victim.living().values() for name in names] + ["launcher"]
@@ -238,7 +264,7 @@ def set_clock(victim: Victim, rng: random.Random) -> str:
 def fill_disk(victim: Victim, rng: random.Random) -> str:
     if not victim.world:
         raise NotNow
-    seconds = rng.uniform(*FULL_S)
+    seconds = rng.uniform(*GONE_S)
     with victim.world.full_disk():
         time.sleep(seconds)
     return f"for {seconds:.0f} s"
@@ -303,6 +329,7 @@ FAULTS: dict[str, Callable[[Victim, random.Random], str]] = {
     "kill the controller": lambda victim, rng: kill(victim, CONTROLLER, rng),
     "kill the launcher": kill_launcher,
     "kill a reward worker": kill_reward_worker,
+    "kill the reward service": kill_service,
     "stop": stop,
     "clock": set_clock,
     "full disk": fill_disk,
@@ -395,6 +422,9 @@ def main() -> int:
     parser.add_argument(
         "--start", nargs="+", metavar=("CONFIG", "key=value"), help="begin the run with this config, in namespaces"
     )
+    parser.add_argument(
+        "--service", metavar="COMMAND", default="", help="with --start: a service of rewards that runs beside the run"
+    )
     options = parser.parse_args()
     if options.minutes is None and options.faults is None:
         parser.error("give --minutes, --faults or both")
@@ -410,7 +440,8 @@ def main() -> int:
     try:
         chaos_world.enter()
         with World(folder, options.disk_mb) as world:
-            victim = Victim(Run(world.folder), world, _start_command(world, options.start[0], options.start[1:]))
+            command = _start_command(world, options.start[0], options.start[1:])
+            victim = Victim(Run(world.folder), world, command, shlex.split(options.service))
             victim.start()
             try:
                 return _disturb_and_audit(victim, options)
