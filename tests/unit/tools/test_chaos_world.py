@@ -24,7 +24,7 @@ with chaos_world.World(pathlib.Path(sys.argv[1]), disk_mb=8) as world:
             found["full"] = e.errno == errno.ENOSPC
     (world.folder / "after").write_bytes(bytes(4096))
 
-    server = "import socket; s = socket.create_server(('10.201.0.2', 4711)); print('up', flush=True)\\nwhile 1: s.accept()"
+    server = "import socket; s = socket.create_server(('10.201.0.2', 4711)); print(1, flush=True)\\nwhile 1: s.accept()"
     far = subprocess.Popen([*world.far(), sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
     far.stdout.readline()
     def reaches():
@@ -40,7 +40,7 @@ with chaos_world.World(pathlib.Path(sys.argv[1]), disk_mb=8) as world:
         time.sleep(0.1)
     far.kill()
 
-    clock = "import time; print(time.time(), time.monotonic(), flush=True); input(); print(time.time(), time.monotonic())"
+    clock = "from time import *; print(time(), monotonic(), flush=True); input(); print(time(), monotonic())"
     told = subprocess.Popen([world.python, "-c", clock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     first = [float(word) for word in told.stdout.readline().split()]
     world.set_clock(told.pid, -3600)
