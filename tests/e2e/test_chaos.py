@@ -1,0 +1,74 @@
+"""A hundred faults of every kind in one run, which learns like runs that nobody disturbed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+from tests.conftest import ROOT
+from tools.chaos import FAULTS
+
+UPDATES = 1500
+LAST = 5
+"""The number of evaluations, the last ones, that are compared: a quarter of the run."""
+
+
+def overrides(world: Path, model: Path, seed: int) -> list[str]:
+    keys = {
+        "seed": seed,
+        "model.path": model,
+        "data.train": world / "train.jsonl",
+        "data.eval": world / "heldout.jsonl",
+        "updates": UPDATES,
+        "batch_size": 64,
+        "eval_every": UPDATES // 20,
+        "optimizer.schedule": "constant",
+        "optimizer.lr": 5e-5,
+        "ppo.minibatches": 1,
+        "rollout.engines": 2,
+        "trainer.pp": 2,
+        "machine.slots": 4,
+        "checkpoint.every": 10,
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def run(*command: object, timeout_s: float) -> None:
+    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, timeout=timeout_s)
+
+
+def accuracies(folder: Path) -> list[float]:
+    """Returns the accuracy of each evaluation by version; of one that was done again, the last."""
+    lines = [line for line in read_metrics(Run(folder)) if line["kind"] == "eval"]
+    by_version = {line["version"]: line["accuracy"] for line in lines}
+    return [by_version[version] for version in sorted(by_version)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
+    sft = [f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}", f"runs_dir={tmp_path}", "name=sft"]
+    run("-m", "launch.local", "configs/tiny_sft.yaml", *sft, timeout_s=900)
+    model, disturbed = tmp_path / "sft" / "hf", tmp_path / "disturbed"
+    start = ["--start", "configs/tiny_cpu.yaml", *overrides(world, model, 1)]
+    start.append("reward.function=http://127.0.0.1:4712/")
+    service = f"--service={sys.executable} -m tests.support.reward_service 4712"
+    run("tools/chaos.py", disturbed, "--faults", 100, "--seed", 1, "--to-its-end", service, *start, timeout_s=3 * 3600)
+    faults = [json.loads(line) for line in (disturbed / "chaos.jsonl").read_text().splitlines()]
+    assert len(faults) == 100 and {fault["kind"] for fault in faults} == set(FAULTS)
+    quiet = []
+    for seed in (1, 2, 3):
+        own = [f"runs_dir={tmp_path}", f"name=quiet-{seed}", *overrides(world, model, seed)]
+        run("-m", "launch.local", "configs/tiny_cpu.yaml", *own, timeout_s=3600)
+        quiet.append(accuracies(tmp_path / f"quiet-{seed}"))
+    found = accuracies(disturbed)
+    print("disturbed", found, "quiet", *quiet, sep="\n")
+    assert [len(curve) for curve in quiet] == [len(found)] * 3
+    reached = sorted(mean(curve[-LAST:]) for curve in quiet)
+    spread = max(reached[-1] - reached[0], 0.01)  # a thousand prompts: one curve's own error is about as large
+    assert reached[0] - spread <= mean(found[-LAST:]) <= reached[-1] + spread
