@@ -71,13 +71,17 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
         replies.write(HEADER.pack(len(frame)) + frame)
         replies.flush()
 
+    def worn_out() -> bool:
+        """Whether answers have left half of the limit in use, as after a MemoryError that math-verify caught."""
+        return limit is not None and _held_bytes() > limit - (MEMORY_MB << 19)
+
     try:
         function = load_function(function_name, timeout_s)
         tokenizer = Tokenizer(model) if model else None
     except ConfigError as e:
         reply(Ready(str(e)))
         return
-    worn_bytes = _limit_memory() if function_name == "math" and sys.platform == "linux" else None
+    limit = _limit_memory() if function_name == "math" and sys.platform == "linux" else None
     reply(Ready())
     decode = msgspec.msgpack.Decoder(list[Answer]).decode
     while header := requests.read(HEADER.size):
@@ -87,16 +91,11 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
                 if answer.tokens is not None:
                     text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
                 score, feedback = checked(function(answer.prompt, text, answer.answer))
-                scored = Scored(score, feedback=feedback)
+                reply(Scored(score, feedback=feedback, last=worn_out()))
             except AnswerRefused as e:
-                scored = Scored(0.0, feedback=str(e), refused=True)
-            except MemoryError:
-                scored = Scored(0.0, "MemoryError: the answer needs too much memory", last=True)
+                reply(Scored(0.0, feedback=str(e), refused=True, last=worn_out()))
             except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
-                scored = Scored(0.0, _problem(e, answer.where))
-            if worn_bytes is not None and _held_bytes() > worn_bytes:  # math-verify catches some MemoryErrors
-                scored.last = True
-            reply(scored)
+                reply(Scored(0.0, _problem(e, answer.where), last=isinstance(e, MemoryError) or worn_out()))
 
 
 def _problem(error: Exception, where: str) -> str:
@@ -105,12 +104,12 @@ def _problem(error: Exception, where: str) -> str:
 
 
 def _limit_memory() -> int:
-    """Limits this process to `MEMORY_MB` more than it holds; returns the bytes with which it is worn out."""
-    held = _held_bytes()
+    """Limits this process to `MEMORY_MB` more than it holds; returns the limit in bytes."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = held + (MEMORY_MB << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    return (held + limit) // 2
+    limit = _held_bytes() + (MEMORY_MB << 20)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return limit
 
 
 def _held_bytes() -> int:

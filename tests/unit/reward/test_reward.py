@@ -32,7 +32,7 @@ def by_answer(prompt, response, answer):
         return 1
     if answer == "pid": return os.getpid()
     odd = {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5",
-           "none": None, "complex": 1j}
+           "none": None, "complex": 1j, "surrogate": (1, "\\ud800")}
     return odd.get(answer, len(response))
 """
 
@@ -108,6 +108,12 @@ def test_answers_that_are_refused_are_wrong_and_counted_but_no_failure(user_func
     (refused, right), count, failures = asyncio.run(asyncio.wait_for(judged(), 60))
     assert (refused.score, right.score, count, failures) == (0, 1, 1, 0)
     assert refused.feedback == "The final answer must be one plain number."
+
+
+def test_feedback_that_is_no_unicode_fails_its_answer_alone(user_function):
+    ((first, wrong, after),), failures = run(user_function, [[answer("pid"), answer("surrogate"), answer("pid")]])
+    assert (wrong, failures) == (0, 1)
+    assert first == after, "its worker died"
 
 
 def test_a_hung_worker_is_killed_and_replaced(user_function):
