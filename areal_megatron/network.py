@@ -104,12 +104,6 @@ def _share_of_descriptors(most: int) -> int:
     return min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
-def raise_descriptor_limit() -> None:
-    """Lets this process, and those that it starts, open as many files and connections as its hard limit allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 class Strangers:
     """The connections of a server over which nobody has shown yet that he may use it.
 

@@ -25,7 +25,7 @@ from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import read_config
-from areal_megatron.network import KEEP_ALIVE_S, address, raise_descriptor_limit, socket_settings
+from areal_megatron.network import KEEP_ALIVE_S, address, socket_settings
 from areal_megatron.run import Run, engine_name, from_command_line
 
 SERVED_MODEL = "policy"
@@ -153,7 +153,6 @@ def main() -> None:
             run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
         run.announce(engine_name(index), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    raise_descriptor_limit()
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)
 
