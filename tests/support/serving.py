@@ -2,8 +2,8 @@
 
     python -m tests.support.serving CONTROLLER_KEY TRAINERS_KEY LIMIT
 
-Prints the endpoint, and when its input ends a line of JSON: how late the event loop was, before and since, how often a file could not be
-opened, descriptors before and after, and what the service counted.
+Prints the endpoint, and when its input ends a line of JSON: how late the event loop was, before the endpoint was known
+and since, how often a file could not be opened, how many descriptors are lost, and what the service counted.
 """
 
 from __future__ import annotations
