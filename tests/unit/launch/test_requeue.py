@@ -104,6 +104,6 @@ def test_a_job_whose_nodes_do_not_come_together_is_queued_again_three_times(
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node0")
     overrides = small(world, **{"machine.gather_s": 0.3, "machine.device": "cpu", "name": "run", "runs_dir": tmp_path})
     for code in (Outcome.STOPPED, Outcome.STOPPED, Outcome.FAILED):
-        assert slurm.main(["configs/tiny_cpu.yaml", *overrides]) == code
+        assert slurm.main(["configs/tiny_cpu.yaml", "resume=auto", *overrides]) == code
         assert "1 of 1 nodes did not answer within 0 s: node0" in capsys.readouterr().err
     assert programs.requeued() == 2

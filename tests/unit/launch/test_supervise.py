@@ -11,6 +11,7 @@ from areal_megatron.config import Config
 from areal_megatron.run import Run
 from launch import records, start, supervise
 from launch.hosts import Here
+from launch.lease import Lease
 from launch.plan import ClusterPlan
 from launch.pools import Node, Placement, Process
 from launch.records import read_record
@@ -56,7 +57,8 @@ def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
     looking.start()
     options = start.parser("launch.local", "").parse_args(["config"])
     begin = time.time()
-    assert supervise.supervise(beginning, Slow(), options) == Outcome.DONE
+    with Lease(run, 90) as lease:
+        assert supervise.supervise(beginning, Slow(), options, lease) == Outcome.DONE
     looking.join(10)
     assert read_record(run).outcome == "done"
     assert len([at for at in times if at < begin + 2.5]) >= 3
