@@ -98,7 +98,7 @@ def lease(config: Config) -> Iterator[Lease]:
     """
     run = Run(config.run_dir)
     made = not run.folder.exists()
-    if not made and not config.resume:
+    if not made and not config.resume and (run.starts() or not run.leases.exists()):  # else it never began
         raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
     if not made:
         run.check_private()

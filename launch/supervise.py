@@ -10,6 +10,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
@@ -97,7 +98,6 @@ class _Watch:
         self._restarts, self._python = options.restarts, options.python
         self._processes = {process.name: process for process in beginning.plan.placement.processes}
         self._recorder = Recorder(beginning.run, beginning.plan.placement)
-        self._replaced: Replaced | None = None
         # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
         self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)
@@ -109,8 +109,6 @@ class _Watch:
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
             self._start(name)
         while True:
-            if self._replaced:
-                raise self._replaced
             self._hosts.refresh()
             processes = self._hosts.by_name
             if failed := _failure(processes, self._hosts, self.parts(self._health.drained) | self._hosts.lost):
@@ -159,10 +157,8 @@ class _Watch:
         self._record(outcome.name.lower())
 
     def _record(self, outcome: str = "") -> None:
-        try:
+        with suppress(Replaced):  # the lease says so, too
             self._recorder.write(dict(self._hosts.by_name), self._restarts, outcome)
-        except Replaced as e:
-            self._replaced = e
 
     def _start(self, name: str) -> None:
         self._health.started(name)
