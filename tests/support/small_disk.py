@@ -29,6 +29,8 @@ def run_on_small_disk(folder: Path, kib: int, program: str, *arguments: object, 
     try:
         out, told = process.communicate(timeout=timeout_s)
         return process.returncode, out, told
+    except subprocess.TimeoutExpired as e:
+        pytest.fail(f"no end after {timeout_s:g} s: {(e.stderr or b'').decode()}")
     finally:
         with contextlib.suppress(ProcessLookupError):  # it left nothing
             os.killpg(process.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ import json
 from tests.support.small_disk import run_on_small_disk
 
 RUN = """
-import json, subprocess, sys, time
+import atexit, json, subprocess, sys, time
 from pathlib import Path
 from areal_megatron.config_file import save
 from areal_megatron.observe.metrics import read_metrics, read_status
@@ -22,12 +22,14 @@ config.reward.function = "tests.support.rewards:coarse"
 save(config, run.config)
 standin = [sys.executable, root / "tools" / "bench" / "standin_engines.py", "1", "0.05", "24", "4"]
 engines = subprocess.Popen(standin, stdout=subprocess.PIPE, text=True)
+atexit.register(engines.kill)
 run.begin()
 run.announce("engine-0", f"http://127.0.0.1:{engines.stdout.readline().strip()}/0")
 controller = subprocess.Popen(
     [sys.executable, "-m", "areal_megatron.controller.controller", "--run", run.folder], stderr=sys.stderr
 )
-client = ControllerClient(run.endpoint("controller", 60), run.token, "trainer-0", 30)
+atexit.register(controller.kill)
+client = ControllerClient(run.endpoint("controller", 60), run.keys, "trainer-0", 30)
 client.request(Hello(0))
 version = 0
 
