@@ -172,6 +172,9 @@ class Outlet:
         self.trainer, self.engine, self.generation = trainer, engine, generation
         self.key = engine, generation
         self.updates = 0
+        self.given_up = ""
+        """Why an update of this generation was given up, perhaps while its thread was inside a message: no later one
+        can be sent, and none may wait for that thread."""
         self.busy = threading.Lock()
         self._link: Link | None = None
         self._broken = ""
@@ -291,6 +294,7 @@ class Transmission:
         self._number = outlet.updates
         self._reading = threading.Lock()
         self._cut_off = ""
+        self._begun, self._unreported = time.monotonic(), threading.Lock()
         device = outlet.trainer.device
         self._settled = torch.get_device_module(device).Event() if device.type != "cpu" else None
         if self._settled:
@@ -324,28 +328,36 @@ class Transmission:
     def give_up(self, reason: str) -> None:
         """Cuts the update off on every rank, none of which waits for the engine any longer."""
         self.outlet.say_failed(self._number, reason)
+        self.outlet.given_up = self.outlet.given_up or reason
         self._deadline.expire()
         self.cut_off(reason)
+        # This update's own thread may be inside a message for long, and the controller's answer too.
+        threading.Thread(target=self._report, args=(0, reason), name="report-given-up", daemon=True).start()
 
     def join(self) -> None:
         """Waits until it has arrived or failed, at most its timeout."""
         self.thread.join(self._deadline.left.total_seconds() + 1)
 
     def _run(self) -> None:
-        outlet, trainer, start = self.outlet, self.outlet.trainer, time.monotonic()
-        received, error = 0, ""
-        with outlet.busy:  # the last instructions of the update before may still run
-            try:
-                self._send()
-                if trainer.on_delivered:
-                    received = self._wait_received()
-            except Exception as e:  # a thread's traceback would be lost
-                error = str(e) if isinstance(e, LinkError) else f"trainer rank {trainer.rank}: {e!r}"
-                error = outlet.break_link(self._number, error)
-            finally:
-                self._read.set()
-        if trainer.on_delivered:
-            seconds = time.monotonic() - start
+        outlet, trainer = self.outlet, self.outlet.trainer
+        received, error = 0, outlet.given_up
+        if not error:
+            with outlet.busy:  # the last instructions of the update before may still run
+                try:
+                    self._send()
+                    if trainer.on_delivered:
+                        received = self._wait_received()
+                except Exception as e:  # a thread's traceback would be lost
+                    error = str(e) if isinstance(e, LinkError) else f"trainer rank {trainer.rank}: {e!r}"
+                    error = outlet.break_link(self._number, error)
+        self._read.set()
+        self._report(received, error)
+
+    def _report(self, received: int, error: str) -> None:
+        """Tells the controller how this update ended, once."""
+        trainer, outlet = self.outlet.trainer, self.outlet
+        if trainer.on_delivered and self._unreported.acquire(blocking=False):
+            seconds = time.monotonic() - self._begun
             trainer.on_delivered(outlet.engine, outlet.generation, self.version, seconds, received, error)
 
     def _send(self) -> None:

@@ -270,7 +270,11 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
         options._timeout = timeout / GLOO_TRIES  # for one attempt to connect; messages have deadlines of their own
         options._threads = 2
         # Lazy: only pairs that exchange messages connect, and no rank waits for another to make the group.
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # torch heeds it only where it makes the devices itself
+        make = functools.partial(dist.ProcessGroupGloo.create_device, lazy_init=True)
+        options._devices = [make(interface=name) for name in interfaces.split(",") if name] or [
+            dist.ProcessGroupGloo.create_default_device(lazy_init=True)
+        ]
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

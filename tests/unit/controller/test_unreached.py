@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -45,13 +46,14 @@ STEP_S = 0.5
 
 class StandInEngine:
     """The routes of an engine around the real end of a link. While it is `broken` it joins the link and says that it is
-    ready, but takes no message: as where a firewall is between the ports of the links."""
+    ready, but takes no message: as where a firewall is between the ports of the links. With a `complaint` it also says
+    at once that it has given up, as where connections are refused."""
 
-    def __init__(self, broken=False):
+    def __init__(self, broken=False, complaint=""):
         shapes = engine_layout.layout(MODEL, EngineSizes(), 0).parameters
         self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
         self._shard = Shard(self.parameters, reserve(self.parameters), EngineSizes(), 0)
-        self.broken, self.version = broken, -1
+        self.broken, self.complaint, self.version = broken, complaint, -1
         self._inlet = self._update = None
         self.joined = 0
 
@@ -77,6 +79,8 @@ class StandInEngine:
             case "/start_weight_update" if self.broken:
                 await asyncio.to_thread(self._inlet._joining.join)
                 self._inlet.link.say("ready/1/0", self._inlet.digest)
+                if self.complaint:
+                    self._inlet.link.say_failed(1, self.complaint)
             case "/start_weight_update":
                 self._update = Reception(self._inlet, after=self._update)
             case "/commit":
@@ -202,6 +206,21 @@ def test_an_engine_that_weights_do_not_reach_holds_the_trainers_twice_and_no_mor
             held = {value for tensor in broken.parameters.values() for value in tensor.unique().tolist()}
             assert held == {0.0, float(whole.version)}, "whole and of one version; 0 is the vocabulary's padding"
             assert fleet.engines[1].status.state == "ready"
+
+    asyncio.run(asyncio.wait_for(play(), 90))
+
+
+def test_an_engine_that_gives_up_holds_the_trainers_for_a_moment(tmp_path, monkeypatch):
+    """The trainer's own thread stays inside a message until the timeout: nobody waits for it, nor the next update."""
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 15.0)
+
+    async def play():
+        whole, broken = StandInEngine(), StandInEngine(broken=True, complaint="connection refused")
+        async with scene(tmp_path, [whole, broken]) as (_, fleet, training, _):
+            held, _ = zip(*[await training.update() for _ in range(4)], strict=True)
+            assert max(held) < 5 and broken.joined == 2
+            assert fleet.engines[1].status.state == "unreached" and whole.version == 4
+            broken.complaint = ""
 
     asyncio.run(asyncio.wait_for(play(), 90))
 

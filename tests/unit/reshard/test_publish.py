@@ -1,9 +1,10 @@
-"""The parameters that a publisher refuses before it sends anything."""
+"""What a publisher refuses before it sends anything, and what its links are made of."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from areal_megatron.reshard import trainer_layout
+from areal_megatron.reshard import trainer_layout, transport
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
@@ -67,3 +68,13 @@ def test_parameters_that_are_not_the_layouts_are_refused(parameters):
         LayoutError, match=r"trainer rank 0: decoder.final_layernorm.weight has shape \[63\], expected \[64\]"
     ):
         publisher(parameters)
+
+
+def test_a_link_uses_the_network_interface_that_the_run_uses(monkeypatch):
+    """Without one it would take the address of this machine's name, which may be 127.0.0.1."""
+    arguments = dist.HashStore(), 0, 1, torch.device("cpu"), 5.0
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    transport._process_group(*arguments)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(RuntimeError, match="none0"):
+        transport._process_group(*arguments)
