@@ -10,16 +10,19 @@ from areal_megatron.config import Config, ConfigError
 _OWN = 256
 """What the controller has open besides connections: libraries, logs, pipes."""
 _PIPES_PER_WORKER = 3
+_MOST = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raises this process's limit of open files as far as the system lets it, and returns it.
+    """Raises this process's limit of open files as far as the system lets it, up to a million, and returns it.
 
-    The usual soft limit of 1,024 is kept low for programs that call select(), which none of ours does.
+    The usual soft limit of 1,024 is kept low for programs that call select(), which none of ours does. Some containers
+    allow a billion, and programs that close every number up to their limit before they start would take minutes.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(soft, min(hard, _MOST) if hard != resource.RLIM_INFINITY else _MOST)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def needed(config: Config) -> int:

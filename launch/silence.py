@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+
+from areal_megatron.lateness import AttendedTime
 
 SIGN_S = 5.0
 """Interval between two signs of life at most; a sixth of the least machine.silence_s."""
@@ -36,8 +37,8 @@ class Repeater:
         self._thread.join(self._interval_s)  # no longer: it may wait for a file system that does not answer
 
 
-class AwakeClock:
-    """Seconds in which this process has been awake, to measure the silence of others with. To be read often.
+class AwakeClock(AttendedTime):
+    """Attended time (lateness.py) of a loop that reads it at each turn, to measure the silence of others with.
 
     The time between two readings counts at most as one interval between signs of life: a process that was stopped,
     whose machine was moved, or that waited for a file system has not listened meanwhile. What was said to it is still
@@ -45,10 +46,8 @@ class AwakeClock:
     """
 
     def __init__(self, silence_s: float):
-        self._longest_s = sign_interval(silence_s)
-        self._awake, self._read = 0.0, time.monotonic()
+        super().__init__(tick_s=sign_interval(silence_s))
 
     def now(self) -> float:
-        before, self._read = self._read, time.monotonic()
-        self._awake += min(self._read - before, self._longest_s)
-        return self._awake
+        self.tick()
+        return super().now()

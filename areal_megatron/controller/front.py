@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from areal_megatron import descriptors
 from areal_megatron.protocol import SOCKET_OPTIONS, public_key
 from areal_megatron.run import RunError, SecretKeys
 
@@ -164,8 +164,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends after the controller, which gets them too
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    descriptors.raise_limit()
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     pass_on(orders, sys.stdin.fileno())
 
