@@ -38,7 +38,7 @@ class Repeater:
 
 
 class AwakeClock(AttendedTime):
-    """Attended time (lateness.py) of a loop that reads it at each turn, to measure the silence of others with.
+    """Attended time (lateness.py) of a loop that reads it at each turn, from 0, to measure the silence of others with.
 
     The time between two readings counts at most as one interval between signs of life: a process that was stopped,
     whose machine was moved, or that waited for a file system has not listened meanwhile. What was said to it is still
@@ -47,7 +47,8 @@ class AwakeClock(AttendedTime):
 
     def __init__(self, silence_s: float):
         super().__init__(tick_s=sign_interval(silence_s))
+        self._begun = super().now()
 
     def now(self) -> float:
         self.tick()
-        return super().now()
+        return super().now() - self._begun
