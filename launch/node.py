@@ -1,4 +1,4 @@
-"""Supervises the processes of one node: `python -m launch.node [--pool POOL]`, started by launch.slurm over srun.
+"""Supervises the processes of one node; launch.slurm starts it over srun: `python -m launch.node --silence-s S`.
 
 Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). The supervisor ends all its
 processes when it is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a long silence.
@@ -109,7 +109,7 @@ def gpu_gib() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.node", description=__doc__.split("\n")[0])
     parser.add_argument("--pool", default="", choices=["", "trainer", "rollout"])
-    parser.add_argument("--silence-s", type=float, default=180.0, help="machine.silence_s of the run")
+    parser.add_argument("--silence-s", type=float, required=True, help="machine.silence_s of the run")
     options = parser.parse_args()
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

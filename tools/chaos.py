@@ -34,18 +34,17 @@ import psutil
 from areal_megatron.audit import audit
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import CONTROLLER, Run, is_engine
+from areal_megatron.run import CONTROLLER, Run, RunError, is_engine
 from launch.start import POOLS
 from tools import chaos_world
 from tools.chaos_world import INTERFACE, World
 
 ROOT = Path(__file__).resolve().parent.parent
+LAUNCHER = "launcher"
 STOP_S = (5.0, 60.0)
 """How long a process is stopped, or a machine cut off."""
 GONE_S = (5.0, 20.0)
 """How long the disk stays full, or the service of rewards away."""
-REFUSED_S = 5.0
-"""How soon a second launcher has to give up."""
 _CLOCK_S = 3600
 _PAUSE_S = (0.0, 5.0)
 _RECOVERY_S = 900.0
@@ -77,6 +76,7 @@ class Victim:
         self.run, self.world, self.command, self._service_command = run, world, command or [], service or []
         self._service: subprocess.Popen | None = None
         self._launcher: subprocess.Popen | None = None
+        self._found: psutil.Process | None = None
         self._adding: subprocess.Popen | None = None
         place = world.disk if world else run.folder.parent
         self.output, self._added_output = place / "launcher.out", place / "engines.out"
@@ -116,15 +116,18 @@ class Victim:
     def launcher(self) -> psutil.Process | None:
         if self.command:
             return psutil.Process(self._launcher.pid) if self._launcher.poll() is None else None
-        controller = self.process(CONTROLLER)
-        return controller and controller.parent()
+        if self._found is None and (controller := self.process(CONTROLLER)):
+            self._found = controller.parent()  # it outlives its controllers
+        return self._found if self._found and self._found.is_running() else None
 
     def process(self, name: str) -> psutil.Process | None:
         """Returns the process of the run with this name, None if it has none now."""
+        if name == LAUNCHER:
+            return self.launcher()
         if is_engine(name):  # vLLM's server, which knows nothing of a run
             try:
                 words = ("--port", self.run.endpoint(name).rpartition(":")[2])
-            except Exception:
+            except (RunError, OSError):
                 return None
             return _find(lambda command: _has(command, *words))
         module = "areal_megatron.controller.controller" if name == CONTROLLER else "areal_megatron.train"
@@ -144,6 +147,7 @@ class Victim:
             "engine": [name for name in self.run.announced_engines() if self.process(name)],
             "trainer": [name for name in logs if re.fullmatch(r"trainer-\d+", name) and self.process(name)],
             CONTROLLER: [CONTROLLER] if self.process(CONTROLLER) else [],
+            LAUNCHER: [LAUNCHER] if self.launcher() else [],
         }
         return {role: names for role, names in roles.items() if names}
 
@@ -159,6 +163,17 @@ class Victim:
 
     def _begin_service(self) -> subprocess.Popen:
         return _begin(self._service_command, self.output.with_name("service.out"))
+
+    def any_of(self, names: list[str], rng: random.Random) -> tuple[str, psutil.Process]:
+        """Returns one of the names and its process. Raises NotNow if there is none."""
+        name = rng.choice(names) if names else ""
+        if not name or (process := self.process(name)) is None:
+            raise NotNow
+        return name, process
+
+    def anyone(self, rng: random.Random) -> tuple[str, psutil.Process]:
+        """Returns the name and the process of any that lives."""
+        return self.any_of([name for names in self.living().values() for name in names], rng)
 
     def add_engine(self) -> None:
         """Starts one more engine, on the second machine if there is one."""
@@ -199,18 +214,15 @@ class Victim:
 
 
 def kill(victim: Victim, role: str, rng: random.Random) -> str:
-    names = victim.living().get(role)
-    if not names:
-        raise NotNow
-    name = rng.choice(names)
-    victim.process(name).kill()
+    name, process = victim.any_of(victim.living().get(role, []), rng)
+    process.kill()
     return name
 
 
 def kill_launcher(victim: Victim, rng: random.Random) -> str:
     if not victim.command:
         raise NotNow
-    victim.launcher().kill()
+    kill(victim, LAUNCHER, rng)
     return "its guardian ends the run; it is started again"
 
 
@@ -233,12 +245,8 @@ def kill_service(victim: Victim, rng: random.Random) -> str:
 
 def stop(victim: Victim, rng: random.Random) -> str:
     """Stops one process and what it has started, as a machine does that is moved or swaps."""
-    names = [name for names in victim.living().values() for name in names] + ["launcher"]
-    name, seconds = rng.choice(names), rng.uniform(*STOP_S)
-    process = victim.launcher() if name == "launcher" else victim.process(name)
-    if process is None:
-        raise NotNow
-    stopped = [process] if name == "launcher" else [process, *process.children(recursive=True)]
+    (name, process), seconds = victim.anyone(rng), rng.uniform(*STOP_S)
+    stopped = [process] if name == LAUNCHER else [process, *process.children(recursive=True)]
     for each in stopped:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.suspend()
@@ -252,11 +260,7 @@ def stop(victim: Victim, rng: random.Random) -> str:
 def set_clock(victim: Victim, rng: random.Random) -> str:
     if not (victim.world and victim.world.has_clocks):
         raise NotNow
-    names = [name for names in victim.living().values() for name in names] + ["launcher"]
-    name, ahead_s = rng.choice(names), rng.choice((-_CLOCK_S, _CLOCK_S))
-    process = victim.launcher() if name == "launcher" else victim.process(name)
-    if process is None:
-        raise NotNow
+    (name, process), ahead_s = victim.anyone(rng), rng.choice((-_CLOCK_S, _CLOCK_S))
     victim.world.set_clock(process.pid, ahead_s)
     return f"of {name} by {ahead_s:+d} s"
 
@@ -274,7 +278,7 @@ def tear_lines(victim: Victim, rng: random.Random) -> str:
     """Ends everything at once and leaves half a line at the end of every record, as a loss of power does."""
     if not victim.command:
         raise NotNow
-    launcher = victim.launcher()
+    _, launcher = victim.any_of([LAUNCHER], rng)
     dying = [launcher, *launcher.children(recursive=True)]
     for process in dying:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -320,7 +324,7 @@ def add_or_drain(victim: Victim, rng: random.Random) -> str:
         capture_output=True,
         text=True,
     )
-    return f"{name} is to leave: {(drained.stdout + drained.stderr).strip().splitlines()[-1]}"
+    return f"{name} is to leave: {(drained.stdout + drained.stderr).strip()}"
 
 
 FAULTS: dict[str, Callable[[Victim, random.Random], str]] = {

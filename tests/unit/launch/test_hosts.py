@@ -30,7 +30,7 @@ SLEEPS = (
 def nodes(monkeypatch):
     """Nodes with one supervisor, that of node n1."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    with Nodes(Srun([[sys.executable, "-m", "launch.node"]], 180), 180) as nodes:
+    with Nodes(Srun([[sys.executable, "-m", "launch.node", "--silence-s=180"]], 180), 180) as nodes:
         assert nodes.gather(["n1"], 20)[0].cpus >= 1
         yield nodes
 
@@ -80,7 +80,9 @@ def test_one_that_hangs_is_ended_with_its_descendants(nodes, tmp_path):
 
 
 def test_a_supervisor_that_is_terminated_while_it_waits_for_orders_does_not_abort():
-    with subprocess.Popen([sys.executable, "-m", "launch.node"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+    with subprocess.Popen(
+        [sys.executable, "-m", "launch.node", "--silence-s=180"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as node:
         node.stdout.readline()
         node.terminate()
         assert node.wait(20) == 128 + signal.SIGTERM
@@ -172,7 +174,7 @@ def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
 
 def test_processes_end_with_their_launcher(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    channel = Srun([[sys.executable, "-m", "launch.node"]], 180)
+    channel = Srun([[sys.executable, "-m", "launch.node", "--silence-s=180"]], 180)
     nodes = Nodes(channel, 180)
     nodes.gather(["n1"], 20)
     pid = int(eventually(start(nodes, tmp_path, SLEEPS).last_lines))
