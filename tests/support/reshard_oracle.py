@@ -20,6 +20,8 @@ SIZES = {
     "vocab_size": 203,
     "max_position_embeddings": 512,
 }
+CONFIG = {"architectures": ["Qwen2ForCausalLM"], **SIZES, "num_hidden_layers": 2, "tie_word_embeddings": True}
+"""A config.json, for tests that need layouts and no model."""
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),

@@ -26,17 +26,8 @@ from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from tests.support.link_store import open_store
+from tests.support.reshard_oracle import CONFIG
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "tie_word_embeddings": True,
-}
 BUCKET = 4000
 """Elements of a message: dozens of them, of which only two fit into the buffers of the trainer."""
 TIMEOUT_S = 2.0
@@ -50,7 +41,7 @@ class StandInEngine:
     at once that it has given up, as where connections are refused."""
 
     def __init__(self, broken=False, complaint=""):
-        shapes = engine_layout.layout(MODEL, EngineSizes(), 0).parameters
+        shapes = engine_layout.layout(CONFIG, EngineSizes(), 0).parameters
         self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
         self._shard = Shard(self.parameters, reserve(self.parameters), EngineSizes(), 0)
         self.broken, self.complaint, self.version = broken, complaint, -1
@@ -103,11 +94,11 @@ class Training:
     def __init__(self, folder, fleet, schedule, store):
         self._fleet, self._schedule, self._loop = fleet, schedule, asyncio.get_running_loop()
         self._open, self._store = store, f"127.0.0.1:{store.port}"
-        shapes = trainer_layout.layout(MODEL, MegatronSizes(), 0).parameters
+        shapes = trainer_layout.layout(CONFIG, MegatronSizes(), 0).parameters
         self._live = {name: torch.zeros(shape) for name, shape in shapes.items()}
         self._publisher = Publisher(
             parameters=lambda: self._live,
-            planner=Planner(MODEL, MegatronSizes(), EngineSizes(), BUCKET),
+            planner=Planner(CONFIG, MegatronSizes(), EngineSizes(), BUCKET),
             rank=0,
             engines=2,
             dtype="float32",
@@ -163,7 +154,7 @@ async def scene(folder, engines, first=2):
         endpoints = [one, two]
         for index in range(first):
             run.announce(f"engine-{index}", endpoints[index])
-        fleet = Fleet(config, run, MODEL, schedule, Changed(), Events())
+        fleet = Fleet(config, run, CONFIG, schedule, Changed(), Events())
         await fleet.connect()
         running, training = asyncio.create_task(fleet.run()), Training(folder, fleet, schedule, open_store())
         try:

@@ -11,17 +11,7 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import RunError
-
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "tie_word_embeddings": True,
-}
+from tests.support.reshard_oracle import CONFIG
 
 
 def publisher(parameters, check_finite=False):
