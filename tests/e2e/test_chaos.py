@@ -13,7 +13,7 @@ from areal_megatron.run import Run
 from tests.conftest import ROOT
 from tools.chaos import FAULTS
 
-UPDATES = 1500
+UPDATES = 800
 LAST = 5
 """The number of evaluations, the last ones, that are compared: a quarter of the run."""
 
@@ -28,7 +28,7 @@ def overrides(world: Path, model: Path, seed: int) -> list[str]:
         "batch_size": 64,
         "eval_every": UPDATES // 20,
         "optimizer.schedule": "constant",
-        "optimizer.lr": 5e-5,
+        "optimizer.lr": 1e-4,
         "ppo.minibatches": 1,
         "rollout.engines": 2,
         "trainer.pp": 2,
