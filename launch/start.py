@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +82,12 @@ class Beginning:
     """None: the run begins with the model of model.path."""
 
     def begin(self) -> None:
-        """Begins an incarnation. Raises Replaced."""
-        self.run.check_current()
-        self.run.renew_secret()
-        config_file.save(self.config, self.run.config)
-        begin(self.run, self.checkpoint)
+        """Begins an incarnation. Raises Replaced, and ConfigError if the run folder cannot be written."""
+        with _writing(self.run):
+            self.run.check_current()
+            self.run.renew_secret()
+            config_file.save(self.config, self.run.config)
+            begin(self.run, self.checkpoint)
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def lease(config: Config) -> Iterator[Lease]:
     """Holds the lease on the config's run. To be taken before anything slow: a second start is to be told at once.
 
     Leaves no folder of a run that never began. Raises ConfigError if the run exists and is not to be resumed, if others
-    may write its folder, or if another launcher runs it.
+    may write its folder, if that cannot be written, or if another launcher runs it.
     """
     run = Run(config.run_dir)
     made = not run.folder.exists()
@@ -103,11 +104,21 @@ def lease(config: Config) -> Iterator[Lease]:
     if not made:
         run.check_private()
     try:
-        with Lease(run, config.machine.lease_s) as held:
+        with ExitStack() as stack:
+            with _writing(run):
+                held = stack.enter_context(Lease(run, config.machine.lease_s))
             yield held
     finally:
         if made and not run.starts():
             shutil.rmtree(run.folder, ignore_errors=True)
+
+
+@contextmanager
+def _writing(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:  # as of a full disk
+        raise ConfigError(f"runs_dir: {run.folder} cannot be written: {e.strerror or e}") from e
 
 
 def check(

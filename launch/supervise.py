@@ -30,6 +30,8 @@ from launch.start import Beginning
 _POLL_S = 0.1
 _RECORD_S = 0.5
 _END_S = 30.0
+_DISK_S = 1.0
+"""The pause before a file system is asked again to take what it has refused."""
 _LAST_LOOK_S = 60.0
 """Patience with the last status: it says whether the run is done or was stopped."""
 
@@ -65,12 +67,7 @@ def supervise(
     try:
         with hosts:
             while (failure := watch.incarnation()) and watch.may_restart(failure):
-                if hosts.lost:
-                    raise HostError(f"{', '.join(sorted(hosts.lost))} cannot be started again: their node is lost")
-                checkpoint = start.newest(beginning.run)
-                keep = watch.kept() if checkpoint else set()
-                hosts.end(watch.parts(keep))
-                start.begin(beginning.run, checkpoint, keep | watch.added())
+                watch.begin_again()
     except KeyboardInterrupt:
         print("interrupted: all processes of the run have been ended", file=sys.stderr)
         outcome = Outcome.INTERRUPTED
@@ -125,6 +122,33 @@ class _Watch:
             for name, why in self._health.to_end().items():
                 self._end(name, why)
             time.sleep(_POLL_S)
+
+    def begin_again(self) -> None:
+        """Ends what the next incarnation cannot use and begins it, when the disk takes what that writes.
+
+        Raises HostError if a node is lost, and if the run folder cannot be written for machine.gather_s.
+        """
+        if self._hosts.lost:
+            raise HostError(f"{', '.join(sorted(self._hosts.lost))} cannot be started again: their node is lost")
+        run = self._beginning.run
+        checkpoint = start.newest(run)
+        keep = self.kept() if checkpoint else set()
+        self._hosts.end(self.parts(keep))
+        deadline, waiting = time.monotonic() + self._beginning.config.machine.gather_s, False
+        while True:
+            try:
+                start.begin(run, checkpoint, keep | self.added())
+                return
+            except OSError as e:  # as of a full disk
+                problem = f"{run.folder} cannot be written: {e.strerror or e}"
+                if time.monotonic() > deadline:
+                    raise HostError(f"{problem}; mend that, and the same command resumes the run") from None
+            if not waiting:
+                print(f"warning: {problem}; the run goes on when it can", file=sys.stderr, flush=True)
+            waiting = True
+            self._lease.check()
+            self._on_poll()
+            time.sleep(_DISK_S)
 
     def kept(self) -> set[str]:
         """Returns the engines that the next incarnation can use: those alive that the controller has not given up, but

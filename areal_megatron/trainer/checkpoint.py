@@ -158,6 +158,7 @@ class Saver:
             self._copy(settled)
             path.mkdir(parents=True, exist_ok=True)
             crc = self._image.write(path / file_name(self._parallel.rank))
+            self._trainer.settle_ledger()
             part = _Part(Written(self._image.size, crc))
         except Exception as e:  # a thread's traceback would be lost
             error = f"the checkpoint in {path} could not be written by trainer-{self._parallel.rank}: {_said(e)}"

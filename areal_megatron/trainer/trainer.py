@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import numpy as np
@@ -21,6 +20,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.models.logits import chunk_tokens
+from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import partition
 from areal_megatron.ppo.advantage import Rewards, over_tokens
@@ -106,6 +106,8 @@ class Trainer:
         return self
 
     def __exit__(self, *_) -> None:
+        if self.parallel.is_leader:
+            self._ledger.close()
         process_groups.leave()
         self.timeline.close()
 
@@ -306,7 +308,7 @@ class Trainer:
             sampled.kept = own
 
     def _record(self, part: BatchPart, applied: bool) -> None:
-        """Writes the trajectories that this replica has trained as a line of its ledger.
+        """Has the trajectories that this replica has trained written as a line of its ledger, in the background.
 
         The ledger is independent of what the controller records. Raises Replaced.
         """
@@ -323,7 +325,16 @@ class Trainer:
             "admission_versions": [t.admission_version for t in part.trajectories],
             "tokens": sum(int(t.loss_mask.sum()) for t in part.trajectories),
         }
-        with self.run.ledger(self.parallel.replica).open("a") as ledger:
-            ledger.write(json.dumps(line) + "\n")
-            ledger.flush()
-            os.fsync(ledger.fileno())
+        self._ledger.write(json.dumps(line).encode() + b"\n")
+
+    @cached_property
+    def _ledger(self) -> AppendedFile:
+        return AppendedFile(self.run.ledger(self.parallel.replica), kept=True, check=self.run.check_current)
+
+    def settle_ledger(self) -> None:
+        """Returns when all trained batches are in the ledger, which a checkpoint that holds them asks for.
+
+        Raises OSError if the disk does not take them, and Replaced.
+        """
+        if self.parallel.is_leader and not self._ledger.flush():
+            raise OSError(f"the ledger cannot be written, see the log of trainer-{self.parallel.rank}")

@@ -1,11 +1,14 @@
 """Runs that are killed and resumed: from the newest whole checkpoint, nothing lost, nothing trained twice."""
 
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,51 +129,81 @@ def test_a_run_that_is_killed_again_and_again_goes_on(local_run, world):
     assert trained(run) == list(range(1, last + 1)) and audit(run) == []
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(local_run, world, tmp_path):
-    """The checkpoints lie on a small file system of their own, which is filled after the first one and emptied later;
-    and filled again when the run is asked to stop."""
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 48 MiB, and what fills it to the last byte; `unlink` of that makes room again."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a file system")
-    try:
-        changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
-        started = local_run("full", *small(world, **changes))
-        run = Run(started.folder)
-        started.wait_for(lambda: run.checkpoints.is_dir())
-        run.checkpoints.rmdir()
-        run.checkpoints.symlink_to(disk)
-        started.wait_for(lambda: complete(run))
-        filling = disk / "filling"
+    filling = disk / "filling"
 
-        def saves() -> list[dict]:
-            return [line for line in read_metrics(run) if line["kind"] == "checkpoint"]
+    def fill() -> Path:
+        # unbuffered: what a full disk left in a buffer would be written, and fail, again as the file is closed
+        with filling.open("wb", buffering=0) as file:
+            for size in (2**16, 1):
+                with pytest.raises(OSError, match="No space left"):
+                    while True:
+                        file.write(bytes(size))
+        return filling
 
-        def fill_until_one_is_lost() -> None:
-            before = len(saves())
-            # unbuffered: what a full disk left in a buffer would be written, and fail, again as the file is closed
-            with filling.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-                while True:
-                    file.write(bytes(2**16))
-            lost = started.wait_for(lambda: [line for line in saves()[before:] if line["failed"]])
-            assert "No space left" in lost[0]["error"] and "training goes on" in lost[0]["error"]
-            assert newest(run)[0] and not newest(run)[1]
+    yield disk, fill
+    subprocess.run(["umount", "--lazy", disk], check=True)
 
-        fill_until_one_is_lost()
-        filling.unlink()
-        lost = saves()[-1]["version"]
-        started.wait_for(lambda: newest(run)[0].version > lost)
-        fill_until_one_is_lost()
-        last = newest(run)[0]
-        run.stop.touch()
-        assert started.wait() == 75, started.output
-        assert "No space left" in started.output
-        assert newest(run) == (last, []) and not list(disk.glob(".*"))
-        filling.unlink()
-        settings = small(world, **changes | {"updates": trained(run)[-1] + 1, "resume": "auto"})
-        again = local_run("full", *settings)
-        assert again.wait() == 0, again.output
-        assert f"policy version {last.version}" in again.output and audit(run) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
+
+def test_a_full_disk_is_waited_for_by_trainers_and_launcher(local_run, world, small_disk):
+    """Everything of the run lies on the small disk. While it is full the run trains on; the launcher of a run that
+    died meanwhile starts it again as soon as there is room."""
+    disk, fill = small_disk
+    changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
+    started = local_run("short", *small(world, **changes), f"runs_dir={disk}", "--restarts=1")
+    run = Run(disk / "short")
+    started.wait_for(lambda: complete(run))
+    filling = fill()
+    time.sleep(3)
+    os.kill(started.pid("trainer-0"), signal.SIGKILL)
+    started.wait_for(lambda: "the run goes on when it can" in started.output)
+    filling.unlink()
+    before = trained(run)[-1]
+    started.wait_for(lambda: trained(run)[-1] > before + 3)
+    run.stop.touch()
+    assert started.wait() == 75, started.output
+    assert audit(run) == []
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(local_run, world, small_disk):
+    """The checkpoints lie on a small file system of their own, which is filled after the first one and emptied later;
+    and filled again when the run is asked to stop."""
+    disk, fill = small_disk
+    changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
+    started = local_run("full", *small(world, **changes))
+    run = Run(started.folder)
+    started.wait_for(lambda: run.checkpoints.is_dir())
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(disk)
+    started.wait_for(lambda: complete(run))
+
+    def saves() -> list[dict]:
+        return [line for line in read_metrics(run) if line["kind"] == "checkpoint"]
+
+    def fill_until_one_is_lost() -> Path:
+        before, filling = len(saves()), fill()
+        lost = started.wait_for(lambda: [line for line in saves()[before:] if line["failed"]])
+        assert "No space left" in lost[0]["error"] and "training goes on" in lost[0]["error"]
+        assert newest(run)[0] and not newest(run)[1]
+        return filling
+
+    fill_until_one_is_lost().unlink()
+    lost = saves()[-1]["version"]
+    started.wait_for(lambda: newest(run)[0].version > lost)
+    filling = fill_until_one_is_lost()
+    last = newest(run)[0]
+    run.stop.touch()
+    assert started.wait() == 75, started.output
+    assert "No space left" in started.output
+    assert newest(run) == (last, []) and not list(disk.glob(".*"))
+    filling.unlink()
+    settings = small(world, **changes | {"updates": trained(run)[-1] + 1, "resume": "auto"})
+    again = local_run("full", *settings)
+    assert again.wait() == 0, again.output
+    assert f"policy version {last.version}" in again.output and audit(run) == []

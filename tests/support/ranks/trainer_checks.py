@@ -285,6 +285,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
         assert abs(subject.sft_step(sft_examples(step))["loss"] - loss) < 1e-4
     assert_parameters(subject, expected["parameters"], atol=3e-5)
     if subject.parallel.is_leader:
+        subject.settle_ledger()
         lines = [json.loads(line) for line in subject.run.ledger(subject.parallel.replica).read_text().splitlines()]
         assert [line["version"] for line in lines] == [0, 1]
         assert lines[1]["uids"] == [t.uid for t in part.trajectories]
@@ -405,6 +406,7 @@ def check_replaced(folder: Path, rank: int) -> None:
     run = Run(folder / "begun", incarnation=0)
     with Trainer(make_config(folder, "qwen2", {}), run, rank) as subject:
         train_once(subject)
+        subject.settle_ledger()
         before = {path: path.read_text() for path in (run.folder / "ledger").iterdir()}
         assert len(before) == 1
         Run(run.folder).begin()
