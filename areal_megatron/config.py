@@ -297,6 +297,8 @@ class RewardConfig:
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
     timeout_s: float = key(10.0, above=0)
     """An answer whose reward takes longer, twice, is counted as wrong, and as a failure."""
+    away_s: float = key(600.0, at_least=0)
+    """How long a service of rewards may be away, in seconds, until the run ends; answers wait for it meanwhile."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
     """Reward of a wrong answer (score 0)."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)

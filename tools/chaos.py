@@ -175,6 +175,17 @@ class Victim:
         """Returns the name and the process of any that lives."""
         return self.any_of([name for names in self.living().values() for name in names], rng)
 
+    def kill_all(self) -> None:
+        """Kills the launcher and everything that it has started. Raises NotNow if there is none."""
+        if (launcher := self.launcher()) is None:
+            raise NotNow
+        others = launcher.children(recursive=True)
+        for process in (launcher, *others):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(others, 60)
+        self._launcher.wait(60)  # psutil would take its exit code
+
     def add_engine(self) -> None:
         """Starts one more engine, on the second machine if there is one."""
         python = [*self.world.far(), self.world.python] if self.world else [sys.executable]
@@ -278,12 +289,7 @@ def tear_lines(victim: Victim, rng: random.Random) -> str:
     """Ends everything at once and leaves half a line at the end of every record, as a loss of power does."""
     if not victim.command:
         raise NotNow
-    _, launcher = victim.any_of([LAUNCHER], rng)
-    dying = [launcher, *launcher.children(recursive=True)]
-    for process in dying:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(dying, 60)
+    victim.kill_all()
     torn = 0
     for path in sorted(victim.run.folder.rglob("*.jsonl")):
         if lines := path.read_bytes().splitlines():

@@ -14,7 +14,7 @@ import math_verify
 from sympy import Add, Basic, MatrixBase, Mul, Pow, Rational, Symbol
 from sympy.core.function import AppliedUndef
 
-from areal_megatron.reward.function import AnswerRefused
+from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.numeral import LONGEST_BARE, bare, is_name, numeral, words
 
 _DEEPEST = 12

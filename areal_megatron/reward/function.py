@@ -18,12 +18,6 @@ A score is a number from −LARGEST_SCORE to LARGEST_SCORE: 1 is correct, 0 is w
 in proportion: reward = (1 − score) · incorrect + score · correct. Feedback is a text for a model that may try again.
 """
 
-
-class AnswerRefused(Exception):
-    """What a reward function raises for an answer in a form that it does not accept: it scores 0, which is no failure
-    of the function, and is counted. The text is feedback for the model."""
-
-
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
 LARGEST_SCORE = 1e6
 """A larger one is a fault of the function: of one enormous reward, all other advantages of the batch would be 0."""

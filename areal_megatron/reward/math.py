@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from areal_megatron.reward.function import AnswerRefused
+from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.numeral import LONGEST, bare, numeral
 
 _BRACES = re.compile(r"\\boxed\{|\\.|\{++|\}++", re.DOTALL)

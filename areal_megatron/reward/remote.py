@@ -1,5 +1,10 @@
 """Asks a service for scores: POST {"prompt", "response", "answer"}, answered by {"score": number}, optionally with a
-text "feedback"."""
+text "feedback".
+
+A service that is away is no reason to call an answer wrong. It is away while it cannot be connected to or says so
+itself (statuses 429, 502, 503 and 504). Where it hangs up it may have been stopped, so it is asked again; but an answer
+at which it hangs up three times is one that it cannot bear.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,12 @@ import aiohttp
 from areal_megatron.config import ConfigError
 from areal_megatron.json_input import parse_json
 from areal_megatron.lateness import within
+from areal_megatron.reward.no_score import ServiceAway
 
 _REPLY_BYTES = 1 << 20
+_AWAY = {429, 502, 503, 504}
+_HANG_UPS = 3
+_PAUSE_S = 0.1
 
 
 def function(url: str, limit_s: float):
@@ -39,7 +48,7 @@ def function(url: str, limit_s: float):
 def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
     """Returns the service's score and feedback, unchecked.
 
-    Raises ValueError for any other reply, and OSError (TimeoutError among them) if there is no reply.
+    Raises ServiceAway, ValueError for any other reply, and OSError (TimeoutError among them) if there is no reply.
     """
     question = {"prompt": prompt, "response": response, "answer": answer}
     return asyncio.run(_ask(url, question, limit_s))
@@ -47,9 +56,11 @@ def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) 
 
 async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[object, object]:
     try:
-        body = await within(limit_s, _post(url, question))
+        body = await within(limit_s, _reply(url, question))
     except TimeoutError:
         raise TimeoutError(f"{url} did not answer within {limit_s:g} s") from None
+    except aiohttp.ClientConnectorError as e:
+        raise ServiceAway(f"{url}: {e}") from None
     except aiohttp.ClientError as e:
         raise OSError(f"{url}: {e}") from None
     try:
@@ -59,12 +70,25 @@ async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[obje
         raise ValueError(f'{url} answered {bytes(body[:100])!r}, expected {{"score": number}}') from None
 
 
+async def _reply(url: str, question: dict[str, str]) -> bytearray:
+    for _ in range(_HANG_UPS - 1):
+        try:
+            return await _post(url, question)
+        except aiohttp.ClientConnectorError:
+            raise
+        except aiohttp.ClientConnectionError:
+            await asyncio.sleep(_PAUSE_S)
+    return await _post(url, question)
+
+
 async def _post(url: str, question: dict[str, str]) -> bytearray:
     body = bytearray()
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
         session.post(url, json=question, allow_redirects=False) as reply,
     ):
+        if reply.status in _AWAY:
+            raise ServiceAway(f"{url} answered with status {reply.status}")
         if reply.status != 200:
             raise ValueError(f"{url} answered with status {reply.status}, expected 200")
         async for chunk in reply.content.iter_any():

@@ -13,6 +13,7 @@ import resource
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,9 +22,14 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.reward.function import AnswerRefused, checked, load_function
+from areal_megatron.reward.function import checked, load_function
+from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
 
 HEADER = struct.Struct("<I")
+_AWAY_PAUSE_S = 1.0
+_AWAY_PAUSE_SHARE = 0.1
+"""The longest pause before a service that is away is asked again, also as a share of reward.timeout_s: a worker says
+something within that."""
 _LONGEST_PROBLEM = 500
 """Characters of an exception's text that are logged: it may quote a response."""
 MEMORY_MB = 512
@@ -61,6 +67,8 @@ class Scored(msgspec.Struct):
     """Whether the reward function did not accept the form of the answer; the score is 0 then."""
     last: bool = False
     """Whether the worker must be replaced now, since an answer has used up its memory."""
+    away: bool = False
+    """Whether this is no score yet: the service that knows it is away, see `problem`, and will be asked again."""
 
 
 def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -75,6 +83,21 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
         """Whether answers have left half of the limit in use, as after a MemoryError that math-verify caught."""
         return limit is not None and _held_bytes() > limit - (MEMORY_MB << 19)
 
+    def score(answer: Answer) -> Scored:
+        try:
+            text = answer.response
+            if answer.tokens is not None:
+                text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
+            found, feedback = checked(function(answer.prompt, text, answer.answer))
+            feedback.encode()  # raises for what is no Unicode, which could not be sent
+            return Scored(found, feedback=feedback)
+        except AnswerRefused as e:
+            return Scored(0.0, feedback=str(e).encode(errors="replace").decode(), refused=True)
+        except ServiceAway as e:
+            return Scored(0.0, _problem(e, answer.where), away=True)
+        except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
+            return Scored(0.0, _problem(e, answer.where), last=isinstance(e, MemoryError))
+
     try:
         function = load_function(function_name, timeout_s)
         tokenizer = Tokenizer(model) if model else None
@@ -86,16 +109,11 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
     decode = msgspec.msgpack.Decoder(list[Answer]).decode
     while header := requests.read(HEADER.size):
         for answer in decode(requests.read(HEADER.unpack(header)[0])):
-            try:
-                text = answer.response
-                if answer.tokens is not None:
-                    text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
-                score, feedback = checked(function(answer.prompt, text, answer.answer))
-                reply(Scored(score, feedback=feedback, last=worn_out()))
-            except AnswerRefused as e:
-                reply(Scored(0.0, feedback=str(e), refused=True, last=worn_out()))
-            except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
-                reply(Scored(0.0, _problem(e, answer.where), last=isinstance(e, MemoryError) or worn_out()))
+            while (scored := score(answer)).away:
+                reply(scored)
+                time.sleep(min(_AWAY_PAUSE_S, _AWAY_PAUSE_SHARE * timeout_s))
+            scored.last = scored.last or worn_out()
+            reply(scored)
 
 
 def _problem(error: Exception, where: str) -> str:

@@ -16,13 +16,16 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import ConfigError, RewardConfig
-from areal_megatron.lateness import within
+from areal_megatron.errors import printable
+from areal_megatron.lateness import now, within
 from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
+from areal_megatron.run import RunError
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120
 _TRIES = 2
 _RETRY_S = 1.0
+_REMIND_S = 60.0
 _decode_ready = msgspec.msgpack.Decoder(Ready).decode
 _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
@@ -50,6 +53,8 @@ class RewardWorkers:
         self._workers: set[_Worker] = set()
         self.failures = 0
         """The number of answers whose scoring raised, took too long, or returned no finite number."""
+        self._away_since: float | None = None
+        self._reminded = 0.0
         self.refused = 0
         """The number of answers whose form the reward function did not accept."""
 
@@ -59,7 +64,10 @@ class RewardWorkers:
             self._free.put_nowait(worker)
 
     async def score(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns the score of each answer, in order; a failure scores 0.0 (wrong) and is counted in `failures`."""
+        """Returns the score of each answer, in order; a failure scores 0.0 (wrong) and is counted in `failures`.
+
+        Raises RunError if the service of rewards is away for reward.away_s.
+        """
         return [scored.score for scored in await self.judge(answers)]
 
     async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
@@ -80,7 +88,7 @@ class RewardWorkers:
                     if (scored := await self._next_score(worker, tries)) is not None:
                         scores.append(scored)
                     tries = 1 if scored is not None else tries + 1
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RunError):
             await worker.kill()  # it would still write scores that nobody reads
             raise
         finally:
@@ -94,7 +102,9 @@ class RewardWorkers:
         """Returns the score of the answer that the worker is at, for the `tries`-th time; None: ask another worker."""
         limit = self._config.timeout_s
         try:
-            scored = await within(limit, worker.next_scored())
+            while (scored := await within(limit, worker.next_scored())).away:
+                self._wait_for_service(scored.problem)
+            self._away_since = None
         except TimeoutError:
             await worker.kill()
             if tries < _TRIES:
@@ -107,12 +117,23 @@ class RewardWorkers:
             await worker.kill()
         return self._counted(scored)
 
+    def _wait_for_service(self, problem: str) -> None:
+        """Raises RunError if the service of rewards has been away for longer than reward.away_s."""
+        if self._away_since is None:
+            self._away_since, self._reminded = now(), now() - _REMIND_S
+        away_s = now() - self._away_since
+        if away_s > self._config.away_s:
+            raise RunError(f"reward.function: away for {away_s:.0f} s (reward.away_s): {printable(problem, 500)}")
+        if now() - self._reminded >= _REMIND_S:
+            self._reminded = now()
+            log.warning("answers wait for their scores since %.0f s: %s", away_s, printable(problem, 500))
+
     def _counted(self, scored: Scored) -> Scored:
         self.refused += scored.refused
         if scored.problem:
             self.failures += 1
             if self.failures <= 10 or self.failures % 1000 == 0:
-                log.warning("reward failure %d: %s", self.failures, scored.problem)
+                log.warning("reward failure %d: %s", self.failures, printable(scored.problem, 1000))
         return scored
 
     async def _replace(self, worker: _Worker) -> _Worker:

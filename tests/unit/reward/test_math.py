@@ -3,8 +3,8 @@
 import math_verify
 import pytest
 
-from areal_megatron.reward.function import AnswerRefused
 from areal_megatron.reward.math import final_answer, last_boxed, score
+from areal_megatron.reward.no_score import AnswerRefused
 
 
 def grade(response: str, answer: str) -> float:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,15 +13,18 @@ from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.run import RunError
 
 
 class Service(BaseHTTPRequestHandler):
-    """A service that replies with what the answer says."""
+    """A service that replies with what the answer says, unless it says that it is away."""
+
+    away = ""
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.headers["Content-Type"].startswith("application/json")
-        kind = question["answer"]
+        kind = self.away or question["answer"]
         if kind == "score":
             assert set(question) == {"prompt", "response", "answer"}
             return self.reply(json.dumps({"score": len(question["prompt"]) + 0.5 * len(question["response"])}))
@@ -56,12 +60,17 @@ class Service(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+def serve(port: int) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", port), Service)
     server.handle_error = lambda *_: None  # clients that go away are what is tested
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.fixture
+def url():
+    server = serve(0)
     yield f"http://127.0.0.1:{server.server_port}/reward"
     server.shutdown()
     server.server_close()
@@ -123,9 +132,45 @@ def test_a_slow_service_is_given_up_before_the_worker_would_be_killed(url, caplo
     assert "did not answer within 4 s" in caplog.text
 
 
-def test_no_service_is_a_counted_zero(caplog):
-    assert scored("http://127.0.0.1:1/", [Answer("", "", "score")]) == ([0.0], 1, True)
-    assert "OSError: http://127.0.0.1:1/: Cannot connect to host 127.0.0.1:1" in caplog.text
+@pytest.mark.parametrize("kind", ["nobody listens", "503 ", "429 "])
+def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch):
+    """None of them counts as wrong meanwhile."""
+    port, back = int(url.split(":")[2].split("/")[0]), threading.Event()
+    if kind == "nobody listens":
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = unused.getsockname()[1]
+        threading.Thread(target=lambda: back.wait() and serve(port), daemon=True).start()
+    else:
+        monkeypatch.setattr(Service, "away", kind)
+
+    async def scores():
+        pool = RewardWorkers(RewardConfig(function=f"http://127.0.0.1:{port}/", timeout_s=20.0), count=2)
+        await pool.start()
+        try:
+            asked = [asyncio.ensure_future(pool.score([Answer("ab", "", "score")] * 2)) for _ in range(3)]
+            finished, _ = await asyncio.wait(asked, timeout=3)
+            assert not finished
+            back.set()
+            monkeypatch.setattr(Service, "away", "")
+            return await asyncio.gather(*asked), pool.failures
+        finally:
+            await pool.close()
+
+    assert asyncio.run(asyncio.wait_for(scores(), 60)) == ([[2.0, 2.0]] * 3, 0)
+    assert caplog.text.count("answers wait for their scores") == 1
+
+
+def test_a_service_that_stays_away_ends_the_run(caplog):
+    async def scores():
+        pool = RewardWorkers(RewardConfig(function="http://127.0.0.1:1/", timeout_s=2.0, away_s=1.0), count=1)
+        await pool.start()
+        try:
+            await pool.score([Answer("", "", "score")])
+        finally:
+            await pool.close()
+
+    with pytest.raises(RunError, match=r"away for \d+ s \(reward.away_s\): .*Cannot connect to host 127.0.0.1:1"):
+        asyncio.run(asyncio.wait_for(scores(), 60))
 
 
 @pytest.mark.parametrize(
