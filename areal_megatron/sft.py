@@ -11,7 +11,7 @@ from areal_megatron.config import Config
 from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
-from areal_megatron.run import Replaced, Run, from_command_line
+from areal_megatron.run import Replaced, Run, RunError, from_command_line
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
 
@@ -26,7 +26,10 @@ def fine_tune(config: Config, run: Run, trainer: Trainer) -> None:
             metrics.write("sft", step, values)
             status = {"phase": "training", "version": step, "updates": config.updates, "engines": [], "last": values}
             shown.write(status | {"elapsed_s": time.monotonic() - start})
-    save_hf(config, run, trainer)
+    try:
+        save_hf(config, run, trainer)
+    except OSError as e:
+        raise RunError(f"the trained model could not be written: {e}; make room and start again") from e
     if metrics:
         metrics.close()
         shown.close()
@@ -46,7 +49,7 @@ def main() -> None:
     try:
         with Trainer(config, run, rank) as trainer:
             fine_tune(config, run, trainer)
-    except Replaced as e:
+    except (Replaced, RunError) as e:
         sys.exit(f"error: {e}")
 
 
