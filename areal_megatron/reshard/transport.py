@@ -5,6 +5,7 @@ tell each other they write under keys of the trainers' TCPStore, with a prefix o
 
 | key | set by | value |
 |---|---|---|
+| library | the first rank of either side that joined | what carries its messages, and who it is |
 | ready/N/R | engine rank R | digest of the plan it follows; it waits for update N |
 | sending/N/S | trainer rank S | its first message of update N is on its way |
 | sent/N/S | trainer rank S | it read every parameter before any could change |
@@ -32,6 +33,7 @@ only if one is dead.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -128,9 +130,25 @@ class Link:
         self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
         pairs = dist.PrefixStore("pairs", self._keys)
         ranks = trainers + engine_ranks
+        self._agree_on_library(f"trainer rank {rank}" if rank < trainers else f"engine rank {rank - trainers}")
         self._group = _process_group(pairs, rank, ranks, device, timeout_s)
         self._longest_pause_s = max(POLL_S[1], POLL_S_PER_RANK * ranks)
         self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
+
+    def _agree_on_library(self, who: str) -> None:
+        """Raises LinkError, after telling the other ranks, if this rank's library is not that of the first to join. Two
+        versions of NCCL do not connect, and the reason is in NCCL's own log at most."""
+        mine = library(self.device)
+        try:
+            theirs, _, other = self._keys.compare_set("library", "", f"{mine} of {who}").decode().partition(" of ")
+        except RuntimeError as e:
+            raise LinkError(self._lost(e)) from None
+        if theirs != mine:
+            reason = (
+                f"{self.name}: {who} has {mine}, but {other} has {theirs}; install the same torch and nvidia-nccl for "
+                "trainers and engines (docs/operations.md)"
+            )
+            raise LinkError(self.say_failed(1, reason))
 
     def stream(self) -> contextlib.AbstractContextManager:
         """Returns a context in which copies and messages run on a stream of the link, beside training or generation."""
@@ -261,6 +279,19 @@ def _copy(targets: list, sources: list) -> None:
             np.copyto(target, source)  # memcpy, which may go past the caches (launch/orders.py); torch's copy does not
     else:
         torch._foreach_copy_(targets, sources)
+
+
+def library(device: torch.device) -> str:
+    """Returns what carries messages between devices of this kind: "gloo", or NCCL with its version."""
+    if device.type == "cpu":
+        return "gloo"
+    version = ctypes.c_int()
+    try:  # the one that torch has loaded, which need not be the one whose headers it was built with
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
+    except OSError:  # NCCL is part of torch's own library
+        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    major, rest = divmod(version.value, 10_000)
+    return f"NCCL {major}.{rest // 100}.{rest % 100}"
 
 
 def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float):

@@ -1,16 +1,25 @@
 """What a publisher refuses before it sends anything, and what its links are made of."""
 
+import queue
+import threading
+import time
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from areal_megatron.reshard import trainer_layout, transport
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard import engine_layout, trainer_layout, transport
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import RunError
+from tests.support.link_store import open_store
 from tests.support.reshard_oracle import CONFIG
 
 
@@ -68,3 +77,51 @@ def test_a_link_uses_the_network_interface_that_the_run_uses(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError, match="none0"):
         transport._process_group(*arguments)
+
+
+@pytest.mark.parametrize("first", ["trainer", "engine"])
+def test_two_versions_of_nccl_are_named_on_both_sides_at_once(parameters, tmp_path, monkeypatch, first):
+    def library(_):
+        return "NCCL 2.27.5" if threading.current_thread().name.startswith("join") else "NCCL 2.29.3"
+
+    monkeypatch.setattr(transport, "library", library)
+    store, delivered, begun = open_store(), queue.Queue(), time.monotonic()
+    planner = Planner(CONFIG, MegatronSizes(), EngineSizes())
+    timeline = Timeline(tmp_path / "timeline.jsonl", "trainer-0")
+    address = f"127.0.0.1:{store.port}"
+    shapes = engine_layout.layout(CONFIG, EngineSizes(), 0).parameters
+    shard = Shard(held := {n: torch.zeros(s) for n, s in shapes.items()}, reserve(held), EngineSizes(), 0)
+    sizes = asdict(MegatronSizes()), asdict(EngineSizes())
+
+    def publish():
+        Publisher(
+            parameters=lambda: parameters,
+            planner=planner,
+            rank=0,
+            engines=1,
+            dtype="float32",
+            store=address,
+            timeout_s=60,
+            on_delivered=lambda *report: delivered.put(report[-1]),
+            timeline=timeline,
+        ).publish(1, [(0, 1)])
+
+    def receive():
+        return Reception(Inlet(shard, LinkInfo(0, 1, address, CONFIG, *sizes, "float32", 60), lambda _: None), None)
+
+    if first == "trainer":
+        publish()
+        time.sleep(0.5)
+        update = receive()
+    else:
+        update = receive()
+        time.sleep(0.5)
+        publish()
+    error = delivered.get(timeout=20)
+    update._thread.join(20)
+    versions = {"trainer": "engine rank 0 has NCCL 2.27.5, but trainer rank 0 has NCCL 2.29.3"}
+    versions["engine"] = "trainer rank 0 has NCCL 2.29.3, but engine rank 0 has NCCL 2.27.5"
+    for said in (error, update.problem()):
+        assert f"link to engine 0, generation 1: {versions[first]}; install the same torch" in said
+        assert "\n" not in said
+    assert time.monotonic() - begun < 20
