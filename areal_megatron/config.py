@@ -77,6 +77,9 @@ class MachineConfig:
     lease_s: float = key(90.0, at_least=5)
     """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
     heartbeat in the run folder has stood still for so many seconds; longer than a file server's failover."""
+    check_versions: bool = key(True)
+    """Refuse to start with other versions of torch, megatron-core, vLLM and TransformerEngine than those that this code
+    was written for (areal_megatron/extras.py)."""
 
     @property
     def is_cpu(self) -> bool:

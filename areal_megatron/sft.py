@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from areal_megatron import config_file
 from areal_megatron.config import Config
@@ -12,12 +13,16 @@ from areal_megatron.data.prompts import Example, cursor, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.run import Replaced, Run, RunError, from_command_line
-from areal_megatron.trainer.trainer import Trainer
-from areal_megatron.weights import save_hf
+from areal_megatron.versions import require
+
+if TYPE_CHECKING:
+    from areal_megatron.trainer.trainer import Trainer
 
 
 def fine_tune(config: Config, run: Run, trainer: Trainer) -> None:
     """Trains on config.updates batches, then saves the model; rank 0 writes metrics and status."""
+    from areal_megatron.weights import save_hf
+
     metrics, shown = (MetricsWriter(run), StatusWriter(run)) if trainer.parallel.is_first else (None, None)
     start = time.monotonic()
     for step, examples in enumerate(batches(config), 1):
@@ -46,6 +51,9 @@ def batches(config: Config) -> Iterator[list[Example]]:
 def main() -> None:
     run, rank = from_command_line("areal_megatron.sft")
     config = config_file.load(run.config)
+    require("trainer", config)  # before these import megatron-core, which may fail with other versions
+    from areal_megatron.trainer.trainer import Trainer
+
     try:
         with Trainer(config, run, rank) as trainer:
             fine_tune(config, run, trainer)

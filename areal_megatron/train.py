@@ -7,14 +7,17 @@ most rollout.max_staleness versions behind, and the decoupled objective corrects
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from areal_megatron import config_file
-from areal_megatron.checkpoints import Checkpoints
-from areal_megatron.controller_port import ControllerPort
-from areal_megatron.experience import Experience
 from areal_megatron.run import Replaced, RunError, from_command_line
-from areal_megatron.trainer.trainer import Trainer
-from areal_megatron.weights import Weights
+from areal_megatron.versions import require
+
+if TYPE_CHECKING:
+    from areal_megatron.checkpoints import Checkpoints
+    from areal_megatron.experience import Experience
+    from areal_megatron.trainer.trainer import Trainer
+    from areal_megatron.weights import Weights
 
 
 def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoints: Checkpoints, batches: int) -> None:
@@ -50,6 +53,13 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 def main() -> None:
     run, rank = from_command_line("areal_megatron.train")
     config = config_file.load(run.config)
+    require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
+    from areal_megatron.checkpoints import Checkpoints
+    from areal_megatron.controller_port import ControllerPort
+    from areal_megatron.experience import Experience
+    from areal_megatron.trainer.trainer import Trainer
+    from areal_megatron.weights import Weights
+
     try:
         with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
             experience = Experience(trainer, controller)

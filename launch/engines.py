@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_running(run)
         config = config_file.load(run.config)
         if options.action == "add":
+            start.check_packages(config, options.python, ["rollout"])
             return add(run, config, options)
         return drain(run, options.engines, options.timeout_s, config.machine.silence_s)
     except ConfigError as e:

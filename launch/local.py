@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.dry_run:
             print(start.check(config, [_node(config)], gpu_gib=gpu_gib).plan.table())
             return 0
+        start.check_packages(config, options.python)
         with start.lease(config) as lease:
             beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib, run=lease.run)
             beginning.begin()

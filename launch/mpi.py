@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = config_file.load(options.config, options.overrides)
         with start.lease(config) as lease:
+            start.check_packages(config, options.python)
             start.check_input(config)
             nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
             found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)

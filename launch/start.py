@@ -6,12 +6,12 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import config_file
+from areal_megatron import config_file, versions
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
@@ -143,6 +143,15 @@ def check(
         if warning := checkpoint_folder.shortage(run, config.checkpoint, size):
             print(f"warning: {warning}", file=sys.stderr)
     return Beginning(config, run, outcome, checkpoint)
+
+
+def check_packages(config: Config, python: Mapping[str, Sequence[str]], pools: Sequence[str] = POOLS) -> None:
+    """Raises ConfigError if one of `pools` cannot run with the packages of this interpreter. A pool to which `python`
+    gives another is left out: its processes look themselves, when they start."""
+    needed = {"trainer", "rollout"} if config.mode == "rl" else {"trainer"}
+    for pool in pools:
+        if pool in needed and pool not in python and (problem := versions.problem(pool, config)):
+            raise ConfigError(problem)
 
 
 def check_input(config: Config) -> None:

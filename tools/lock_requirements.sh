@@ -1,13 +1,21 @@
 #!/bin/sh
-# Writes the hashes of requirements-cpu.lock anew, after a version in it was edited: sh tools/lock_requirements.sh. Needs uv.
+# Writes both lock files anew, after a version in requirements-cpu.lock or in setup.py was edited. Needs uv, and the
+# package index; of packages it fetches the metadata alone: sh tools/lock_requirements.sh
 set -eu
-lock=requirements-cpu.lock
-versions=$(grep -o '^[^# ]*==[^ ]*' "$lock")
-hashed=$(echo "$versions" | grep -v '^torch==' |
-    uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header --python-version 3.11 -)
-{
-    sed -n '/^#/p' "$lock"
-    echo "$versions" | grep '^torch=='
-    echo "$hashed"
-} >"$lock.new"
-mv "$lock.new" "$lock"
+versions() { grep -o '^[^# ]*==[^ ]*' requirements-cpu.lock; }
+replace() { # the body of lock file $1 by what comes in; its comments stay
+    { sed -n '/^#/p' "$1"; cat; } >"$1.new"
+    mv "$1.new" "$1"
+}
+compile() { uv pip compile --quiet --generate-hashes --no-annotate --no-header "$@"; }
+
+hashed=$(versions | grep -v '^torch==' | compile --no-deps --python-version 3.11 -)
+{ versions | grep '^torch=='; echo "$hashed"; } | replace requirements-cpu.lock
+
+# What the file that uv writes to holds, it keeps where it can: the versions that the tests ran with.
+resolved=$(mktemp)
+versions | grep -v '^torch==' >"$resolved"
+compile --python-version 3.12 --python-platform x86_64-manylinux_2_31 --extra gpu --extra data --extra mpi setup.py \
+    --output-file "$resolved" >/dev/null
+replace requirements-gpu.lock <"$resolved"
+rm "$resolved"

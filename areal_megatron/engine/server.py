@@ -27,6 +27,7 @@ from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS, SECRET_FIL
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import KEEP_ALIVE_S, address, socket_settings
 from areal_megatron.run import Run, engine_name, from_command_line
+from areal_megatron.versions import require
 
 SERVED_MODEL = "policy"
 
@@ -135,6 +136,7 @@ def reserve_port(host: str) -> tuple[int, socket.socket]:
 def main() -> None:
     run, index = from_command_line("areal_megatron.engine.server")
     config = load(run.config)
+    require("rollout", config)
     allowed = os.environ.get(CPUS) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     cpus = [int(cpu) for cpu in allowed.split(",")]
     if config.machine.is_cpu:

