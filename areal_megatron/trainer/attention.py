@@ -7,8 +7,9 @@ of the same length.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -160,11 +161,18 @@ def _causal(query, key, value, scale):
 
 def _packed_varlen(query, key, value, packed, scale):
     """[T, heads, d] → the same"""
-    from torch.nn.attention.varlen import varlen_attn  # imports compiler machinery that a CPU does without
+    from torch.nn.attention import varlen  # imports compiler machinery that a CPU does without
 
     starts, longest, grouped = packed.boundaries, max(packed.lengths), query.size(1) != key.size(1)
     sequences = (starts, starts, longest, longest)
-    return varlen_attn(query, key, value, *sequences, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
+    flag = {"enable_gqa": True} if grouped and _asks_for_groups(varlen.varlen_attn) else {}
+    return varlen.varlen_attn(query, key, value, *sequences, scale=scale, window_size=(-1, 0), **flag)
+
+
+@cache
+def _asks_for_groups(attend) -> bool:
+    """Whether grouped queries need a flag, as from torch 2.12 on; the kernel has always taken them."""
+    return "enable_gqa" in inspect.signature(attend).parameters
 
 
 def _packed_blocks(query, key, value, packed, scale):

@@ -1,0 +1,47 @@
+"""Attention of packed sequences asks torch for what the torch that is there knows."""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
+
+LENGTHS = (5, 1, 7)
+
+
+def attend(query, key, value, starts, _starts, _longest, _longest_key, scale):
+    packed = Packed(lengths=tuple(starts.diff().tolist()))
+    return _packed_blocks(query, key, value, packed, scale)
+
+
+def of_torch_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert window_size == (-1, 0)
+    return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale)
+
+
+def of_torch_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    if key.size(1) != query.size(1) and not enable_gqa:
+        raise ValueError("key has fewer heads; set enable_gqa")
+    return of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("function", [of_torch_2_11, of_torch_2_13])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_grouped_queries_are_asked_for_where_torch_wants_that(monkeypatch, function, groups):
+    """The functions have torch's signatures; the kernel behind them runs on GPUs alone (tests marked gpu)."""
+    monkeypatch.setattr(varlen, "varlen_attn", function)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(sum(LENGTHS), heads, 8) for heads in (4, groups, groups))
+    packed = Packed(lengths=LENGTHS)
+    expected = _packed_blocks(query, key, value, packed, 0.3)
+    assert torch.equal(_packed_varlen(query, key, value, packed, 0.3), expected)
+
+
+def test_the_torch_that_is_here_has_what_the_call_needs():
+    assert {"scale", "window_size"} <= set(inspect.signature(varlen.varlen_attn).parameters)
