@@ -58,10 +58,15 @@ def model_state(name: str, learner: Learner) -> dict[int, Any]:
 
 
 def load_model(name: str, learner: Learner, state: dict[int, Any]) -> None:
-    """Puts loaded tensors into the model; `state` is what model_state returns, with the tensors loaded."""
+    """Puts loaded tensors into the model; `state` is what model_state returns, with the tensors loaded and no objects.
+
+    Raises KeyError if a tensor of the model is missing.
+    """
     for number, chunk in enumerate(learner.chunks):
         loaded = {key.removeprefix(prefix(name)): value for key, value in state[number].items()}
-        chunk.module.load_state_dict(loaded, strict=True)
+        wrong = chunk.module.load_state_dict(loaded, strict=False)
+        if other := [key for key in wrong.missing_keys if not key.endswith("_extra_state")] + wrong.unexpected_keys:
+            raise KeyError(f"{', '.join(other)} of model {name}")
 
 
 def stored_tensors(model: dict[int, Any], optimizer: ModelOptimizer) -> Iterator[Stored]:

@@ -118,5 +118,16 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=checkpoint_names(config),
         ),
     )
+
+
+def checkpoint_names(config: TransformerConfig) -> dict[str, str]:
+    """Returns prefix of a local layer's parameters → that of TransformerEngine's, under which checkpoints hold both.
+
+    Megatron's own local layers call the norm before experts that of a linear layer, too, which TransformerEngine's do
+    not.
+    """
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return names if config.num_moe_experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

@@ -35,6 +35,19 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
 
 
 @pytest.mark.parametrize(
+    ("model", "layout", "critic"),
+    [("qwen3", {"tp": 2}, True), ("qwen3_moe", {"dp": 2, "ep": 2}, False)],
+    ids=["dense", "experts"],
+)
+def test_runs_go_on_with_and_without_transformer_engine(tmp_path, on_ranks, model, layout, critic):
+    save_model(model, tmp_path / model)
+    for saved in ("local", "engine", "old"):
+        for run in (f"saved-{saved}", f"resumed-local-{saved}", f"resumed-engine-{saved}"):
+            Run(tmp_path / run).create()
+    on_ranks("checkpoint_checks:check_layers", 2, model=model, layout=layout, critic=critic)
+
+
+@pytest.mark.parametrize(
     ("check", "run", "world"),
     [("full_disk", "full", 2), ("no_room_for_the_model", "room", 1), ("clock", "clock", 1)],
 )

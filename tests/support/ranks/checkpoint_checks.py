@@ -9,13 +9,14 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import FileSystemReader
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoints import Checkpoints
@@ -24,11 +25,12 @@ from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
 from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.train import train
-from areal_megatron.trainer import checkpoint, checkpoint_tensors
+from areal_megatron.trainer import checkpoint, checkpoint_tensors, layers
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer
+from tests.support.transformer_engine import transformer_engine
 from tools.bench.checkpoint_peers import save_as_megatron_does
 
 UPDATES = 4
@@ -123,9 +125,53 @@ def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool
             for name, value in held(subject).items():
                 assert torch.equal(value, before[name]), name
             return
-        for found, wanted in zip(metrics, expected, strict=True):
-            for key, value in wanted.items():
-                assert abs(found[key] - value) <= 1e-6 * max(1.0, abs(value)), (key, found[key], value)
+        same_metrics(metrics, expected)
+
+
+@contextmanager
+def names_of_local_layers() -> Iterator[None]:
+    """Trainers that are made here have local layers whose norms have names of their own in checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "checkpoint_names", lambda config: {})
+        yield
+
+
+LAYERS = {"local": nullcontext, "engine": transformer_engine, "old": names_of_local_layers}
+RESUMED_BY = {"local": ("engine",), "engine": ("local",), "old": ("local", "engine")}
+"""Layers that saved a checkpoint → those that resume from it."""
+
+
+def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool) -> None:
+    """Checkpoints of TransformerEngine's layers and of local ones have the same tensors; each go on from the other's, and
+    from older ones of local layers, whose names differ."""
+    ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=CRITIC if critic else CriticConfig())
+    config = make_config(folder, model, layout, ppo=ppo)
+    expected, names = None, {}
+    for saved, resumed_by in RESUMED_BY.items():
+        with LAYERS[saved](), open_trainer(folder, rank, config, f"saved-{saved}") as subject:
+            saver = checkpoint.Saver(subject)
+            update(subject, 0, 1, saver)
+            saver.begin(folder / saved)
+            metrics = update(subject, 1, 2, saver)
+            saver.wait()
+            dist.barrier()
+        expected = expected or metrics
+        same_metrics(metrics, expected)
+        names[saved] = set(FileSystemReader(folder / saved).read_metadata().state_dict_metadata)
+        for kind in resumed_by:
+            with LAYERS[kind](), open_trainer(folder, rank, config, f"resumed-{kind}-{saved}") as subject:
+                assert any("linear_qkv.layer_norm" in name for name in held(subject)) == (kind == "engine")
+                checkpoint.load(subject, folder / saved)
+                same_metrics(update(subject, 1, 2), expected)
+    tensors = {kind: {name for name in of if "_extra_state" not in name} for kind, of in names.items()}
+    assert tensors["local"] == tensors["engine"] != tensors["old"]
+    assert names["local"] != names["engine"]  # TransformerEngine's norms have entries of their own
+
+
+def same_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for key, value in theirs.items():
+            assert abs(ours[key] - value) <= 1e-6 * max(1.0, abs(value)), (key, ours[key], value)
 
 
 class Port:
