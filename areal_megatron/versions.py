@@ -48,7 +48,7 @@ def problem(pool: str, config: Config) -> str:
 
 def require(pool: str, config: Config) -> None:
     """Ends this process, with one line and exit code 2, if it cannot be one of `pool` with its packages."""
-    if wrong := problem(pool, config) or (_broken_engine() if pool == "trainer" else ""):
+    if wrong := problem(pool, config) or (_installed_in_part() if pool == "trainer" else ""):
         print(f"error: {wrong}", file=sys.stderr)
         sys.exit(2)
 
@@ -59,17 +59,25 @@ def _installed(name: str) -> str | None:
     return next(found, None)
 
 
-def _broken_engine() -> str:
-    """Returns one line if TransformerEngine is there and cannot be imported. megatron-core would fail with a traceback,
-    or train without it, and more slowly, as if it had not been installed."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return ""
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except Exception as e:
+def _installed_in_part() -> str:
+    """Returns one line if TransformerEngine or apex is there and cannot be used. megatron-core would fail with a
+    traceback, or train without it, and more slowly, as if it had not been installed."""
+    if _can_import("transformer_engine"):
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as e:
+            return (
+                f"pool trainer, {sys.executable}: TransformerEngine is installed in part and cannot be imported "
+                f"({type(e).__name__}: {first_line(e)}); install all of the extra te, or remove it: "
+                "pip uninstall transformer-engine"
+            )
+    elif _can_import("apex") and _can_import("apex.optimizers") and not _can_import("amp_C"):
         return (
-            f"pool trainer, {sys.executable}: TransformerEngine is installed in part and cannot be imported "
-            f"({type(e).__name__}: {first_line(e)}); install all of the extra te, or remove it: "
-            "pip uninstall transformer-engine"
+            f"pool trainer, {sys.executable}: apex was built without its CUDA extensions, which it needs; "
+            "build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or remove it: pip uninstall apex"
         )
     return ""
+
+
+def _can_import(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -20,6 +20,20 @@ from launch import start
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU_NODE = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
 
+APEX = {
+    "apex/__init__.py": "",
+    "apex/optimizers/__init__.py": "class FusedAdam: ...\nclass FusedSGD: ...\n",
+    "apex/multi_tensor_apply/__init__.py": "def multi_tensor_applier(): ...\n",
+}
+EXTENSIONS = {"amp_C.py": "def multi_tensor_l2norm(): ...\ndef multi_tensor_scale(): ...\n"}
+WEB_TOOLKIT = {"apex/__init__.py": ""}  # what PyPI calls apex
+CHOICE = """
+from areal_megatron.trainer import optimizer as _
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads
+print(optimizer.Adam.__module__, clip_grads.l2_norm_impl.__module__)
+"""
+
 
 def locked(name):
     return dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / name).read_text(), re.M))
@@ -43,6 +57,12 @@ def install(folder, name, version):
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def write(folder, files):
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
 
 
 @pytest.fixture
@@ -81,6 +101,15 @@ def test_vllm_and_megatron_have_what_they_declare_in_the_gpu_lock_file():
                 assert held["torch"] == Version(pin.version).public
             else:
                 assert requirement.specifier.contains(held[name], prereleases=True), requirement
+
+
+def test_the_documentation_names_the_same_versions():
+    text = (ROOT / "docs" / "operations.md").read_text().partition("## Versions")[2].partition("\n## ")[0]
+    for requirement in map(Requirement, EXTRAS["gpu"]):
+        [pin] = requirement.specifier
+        assert re.search(rf"^\| {requirement.name}[^|]* \| {pin.version} \|", text, re.M | re.I), requirement
+    assert f"{versions.LEAST_TORCH} is the least" in text
+    assert "| 2.9 to 2.11, what megatron-core declares |" in text and EXTRAS["te"][0].endswith(">=2.9.0a0,<2.12.0")
 
 
 def test_the_gpu_lock_file_has_one_nccl_and_hashes_of_all():
@@ -197,3 +226,24 @@ def test_transformer_engine_in_part_is_one_line(packages, begun, program, error)
     (package / "__init__.py").write_text(f"raise {error}('no transformer-engine-cu13 is\\ninstalled')\n")
     line = refused(program, begun)
     assert f"TransformerEngine is installed in part and cannot be imported ({error}: no transformer-engine-cu13" in line
+
+
+def test_apex_without_its_extensions_is_one_line(packages, begun):
+    write(packages, APEX)
+    assert "apex was built without its CUDA extensions" in refused("train", begun)
+
+
+@pytest.mark.parametrize(
+    ("files", "adam", "norm"),
+    [
+        ({}, "torch.optim.adamw", "megatron.core.utils"),
+        (WEB_TOOLKIT, "torch.optim.adamw", "megatron.core.utils"),
+        (APEX | EXTENSIONS, "apex.optimizers", "amp_C"),
+    ],
+    ids=["none", "web toolkit", "apex"],
+)
+def test_the_trainer_takes_adam_and_norms_from_apex_if_it_is_there(packages, files, adam, norm):
+    """Empty functions in the place of apex's: what is tested is the choice alone, since the kernels need a GPU."""
+    write(packages, files)
+    done = subprocess.run([sys.executable, "-c", CHOICE], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == [adam, norm], done.stderr

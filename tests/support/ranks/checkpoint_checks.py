@@ -142,8 +142,8 @@ RESUMED_BY = {"local": ("engine",), "engine": ("local",), "old": ("local", "engi
 
 
 def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool) -> None:
-    """Checkpoints of TransformerEngine's layers and of local ones have the same tensors; each go on from the other's, and
-    from older ones of local layers, whose names differ."""
+    """Checkpoints of TransformerEngine's layers and of local ones have the same tensors. Each resume from the other's,
+    and both from older ones of local layers, whose names differ."""
     ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=CRITIC if critic else CriticConfig())
     config = make_config(folder, model, layout, ppo=ppo)
     expected, names = None, {}
