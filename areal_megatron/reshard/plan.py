@@ -44,7 +44,8 @@ within 1/32."""
 _SMALLEST_CUT = 2**16
 """The number of elements below which a box is not cut for balance: the fixed cost of a message outweighs its bytes."""
 BALANCED = 1.05
-"""The load of the busiest replica of a shard over their mean up to which no engine rank takes from two of them."""
+"""No engine rank takes from two replicas of a shard as long as the busiest of them sends at most 1.05 times what the
+busiest sender must."""
 
 
 def largest_bucket(on_cuda: bool) -> int:
@@ -157,10 +158,8 @@ class Traffic:
 
     sent: tuple[int, ...]
     """Trainer rank → the elements that it sends."""
-    links: tuple[int, ...]
-    """Trainer rank → the engines to which it sends: its communicators."""
     peers: tuple[tuple[int, ...], ...]
-    """Trainer rank → the ranks to which it sends, of each of those engines."""
+    """Trainer rank → for each engine to which it sends, to how many of its ranks."""
     sources: int
     """The most trainer ranks from which an engine rank receives."""
     least: float
@@ -203,12 +202,17 @@ class Planner:
         for rank, layout in enumerate(self.sources):
             ranks[id(layout)].append(rank)
         self._replicas = list(ranks.values())
-        self._wanted = needs([self.sources[own[0]] for own in self._replicas], self.destinations)
-        self._parts = assign(self._wanted, list(map(len, self._replicas)))
+        counts = list(map(len, self._replicas))
+        wanted = needs([self.sources[own[0]] for own in self._replicas], self.destinations)
+        self._parts = assign(wanted, counts)
+        self._least = engines * least_load(wanted, counts)
         of_shard: dict[int, list[Part]] = defaultdict(list)
         for part in self._parts:
             of_shard[part.shard].append(part)
-        self._shares = {shard: Shares(self._replicas[shard], engines, parts) for shard, parts in of_shard.items()}
+        self._shares = {
+            shard: Shares(self._replicas[shard], engines, parts, BALANCED * self._least)
+            for shard, parts in of_shard.items()
+        }
 
     @classmethod
     def of(cls, config: Config, hf_config: Mapping[str, Any], trainers: trainer_layout.MegatronSizes) -> Planner:
@@ -243,13 +247,7 @@ class Planner:
             most = max(most, *Counter(destination for _, destination in pairs).values())
             for source, _ in pairs:
                 peers[source][engine] += 1
-        return Traffic(
-            tuple(sent),
-            tuple(map(len, peers)),
-            tuple(tuple(own.values()) for own in peers),
-            most,
-            self._engines * least_load(self._wanted, list(map(len, self._replicas))),
-        )
+        return Traffic(tuple(sent), tuple(tuple(own.values()) for own in peers), most, self._least)
 
 
 class Shares:
@@ -257,10 +255,11 @@ class Shares:
 
     What the engines take, one engine after another, is a line, and each replica sends an equal stretch of it. So as few
     engines as can be take from two replicas, and as few replicas as can be send to two engines. Stretches end between
-    two engine ranks; only where the loads would not be equal then, they end inside what one engine rank takes.
+    two engine ranks; only where a replica would send more than `limit` elements then, they end inside what one engine
+    rank takes.
     """
 
-    def __init__(self, ranks: Sequence[int], engines: int, parts: Sequence[Part]):
+    def __init__(self, ranks: Sequence[int], engines: int, parts: Sequence[Part], limit: float):
         self._ranks, self._engines = ranks, engines
         self._demand = sum(part.receive.box.size for part in parts)
         """Elements that one engine takes."""
@@ -273,8 +272,7 @@ class Shares:
         for destination, size in sizes.items():
             self._middles[destination] = 2 * start + size
             start += size
-        fair = self._demand * engines / len(ranks)
-        self._cut = max(int(fair) // _SHARES, _SMALLEST_CUT)
+        self._cut = max(self._demand * engines // (len(ranks) * _SHARES), _SMALLEST_CUT)
         self._whole = len(ranks) == 1
         """Whether an engine rank takes everything from one replica."""
         if not self._whole:
@@ -282,7 +280,7 @@ class Shares:
             for engine in range(engines):
                 for destination, middle in self._middles.items():
                     load[self._rank(engine, middle)] += sizes[destination]
-            self._whole = max(load.values(), default=0) <= BALANCED * fair
+            self._whole = max(load.values()) <= limit
 
     def sources(self, engine: int, part: Part) -> Iterator[tuple[int, Box]]:
         """Yields who sends which box of a part to engine number `engine`."""
@@ -327,29 +325,37 @@ def needs(shards: Sequence[Layout], destinations: Sequence[Layout]) -> list[Need
 def cover(wanted: Sequence[Need], replicas: Sequence[int]) -> dict[int, set[int]]:
     """Returns destination → the shards from which it takes: as few as hold all that it needs.
 
-    The shard that holds most of what is left is taken first, and of those the one with the least load so far. In
-    general that need not give the smallest number. Here it does: a shard is one tensor-parallel part and one
-    expert-parallel part of a stage, and parts that are together anywhere are together in every combination.
+    What one shard alone holds decides first. Then the shard that holds most of what is left is taken, and of several
+    the one with the least load so far. In general that need not give the smallest number. Here it does: a shard is one
+    tensor-parallel part and one expert-parallel part of a stage, and the parts that occur together are all pairs of
+    some of the one kind and some of the other.
     """
     load = [0.0] * len(replicas)
-    result = {}
+    chosen: dict[int, set[int]] = {}
+    needed: dict[int, Counter[frozenset[int]]] = {}
     for destination, own in groupby(wanted, key=lambda need: need.destination):
-        elements: Counter[frozenset[int]] = Counter()
+        elements = needed[destination] = Counter()
         for need in own:
             elements[frozenset(need.holders)] += need.receive.box.size
+        chosen[destination] = {shard for holders in elements if len(holders) == 1 for shard in holders}
+        for holders in list(elements):
+            if taken := holders & chosen[destination]:
+                size = elements.pop(holders)
+                for shard in taken:
+                    load[shard] += size / len(taken) / replicas[shard]
+    for destination, elements in needed.items():
         # what is on more shards than something else that is needed comes with that
         left = [holders for holders in elements if not any(other < holders for other in elements)]
         holds = Counter(shard for holders in left for shard in holders)
-        chosen = result[destination] = set()
         while left:
             best = min(holds, key=lambda shard: (-holds[shard], load[shard], shard))
-            chosen.add(best)
+            chosen[destination].add(best)
             for holders in left:
                 if best in holders:
                     holds.subtract(holders)
                     load[best] += elements[holders] / replicas[best]
             left = [holders for holders in left if best not in holders]
-    return result
+    return chosen
 
 
 def assign(wanted: Sequence[Need], replicas: Sequence[int]) -> list[Part]:
@@ -384,8 +390,8 @@ def assign(wanted: Sequence[Need], replicas: Sequence[int]) -> list[Part]:
 
 
 def least_load(wanted: Sequence[Need], replicas: Sequence[int]) -> float:
-    """Returns the elements that the busiest sender has at least, whoever sends what: what only some shards hold, over
-    the ranks on which they are, for the set of shards where that is most."""
+    """Returns a lower bound of what the busiest sender sends to one engine, in elements, whoever sends what: what only
+    some shards hold, over the ranks on which they are. Of all sets of shards those are tried that hold one box."""
     elements: Counter[frozenset[int]] = Counter()
     for need in wanted:
         elements[frozenset(need.holders)] += need.receive.box.size
