@@ -239,14 +239,13 @@ class Planner:
         sent, peers = [0] * len(self.sources), [Counter() for _ in self.sources]
         most = 0
         for engine in range(self._engines):
-            pairs = set()
-            for part in self._parts:
-                for source, box in self._shares[part.shard].sources(engine, part):
-                    sent[source] += box.size
-                    pairs.add((source, part.destination))
-            most = max(most, *Counter(destination for _, destination in pairs).values())
-            for source, _ in pairs:
+            pairs: Counter[tuple[int, int]] = Counter()
+            for shares in self._shares.values():
+                shares.count(engine, pairs)
+            for (source, _), elements in pairs.items():
+                sent[source] += elements
                 peers[source][engine] += 1
+            most = max(most, *Counter(destination for _, destination in pairs).values())
         return Traffic(tuple(sent), tuple(tuple(own.values()) for own in peers), most, self._least)
 
 
@@ -260,16 +259,17 @@ class Shares:
     """
 
     def __init__(self, ranks: Sequence[int], engines: int, parts: Sequence[Part], limit: float):
-        self._ranks, self._engines = ranks, engines
+        self._ranks, self._engines, self._parts = ranks, engines, parts
         self._demand = sum(part.receive.box.size for part in parts)
         """Elements that one engine takes."""
-        sizes: Counter[int] = Counter()
+        self._sizes: Counter[int] = Counter()
+        """Engine rank → the elements that it takes."""
         for part in parts:
-            sizes[part.destination] += part.receive.box.size
+            self._sizes[part.destination] += part.receive.box.size
         self._middles: dict[int, int] = {}
         """Engine rank → twice the place of the middle of what it takes; places are counted as Part.start."""
         start = 0
-        for destination, size in sizes.items():
+        for destination, size in self._sizes.items():
             self._middles[destination] = 2 * start + size
             start += size
         self._cut = max(self._demand * engines // (len(ranks) * _SHARES), _SMALLEST_CUT)
@@ -279,7 +279,7 @@ class Shares:
             load: Counter[int] = Counter()
             for engine in range(engines):
                 for destination, middle in self._middles.items():
-                    load[self._rank(engine, middle)] += sizes[destination]
+                    load[self._rank(engine, middle)] += self._sizes[destination]
             self._whole = max(load.values()) <= limit
 
     def sources(self, engine: int, part: Part) -> Iterator[tuple[int, Box]]:
@@ -296,6 +296,16 @@ class Shares:
         for piece in box.cut(self._cut):
             yield self._rank(engine, start + piece.size), piece
             start += 2 * piece.size
+
+    def count(self, engine: int, pairs: Counter[tuple[int, int]]) -> None:
+        """Adds to `pairs` the elements that each (trainer rank, engine rank) of engine number `engine` exchange."""
+        if self._whole:
+            for destination, middle in self._middles.items():
+                pairs[self._rank(engine, middle), destination] += self._sizes[destination]
+            return
+        for part in self._parts:
+            for source, box in self.sources(engine, part):
+                pairs[source, part.destination] += box.size
 
     def _rank(self, engine: int, place: int) -> int:
         """Returns who sends what is at half of `place`."""

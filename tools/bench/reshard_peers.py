@@ -71,7 +71,8 @@ class RawLink:
 
     def __init__(self, init_info: Mapping[str, Any], rank: int):
         trainers, engine = MegatronSizes(**init_info["sizes"]), EngineSizes(**init_info["engine_sizes"])
-        plan = Planner(init_info["hf_config"], trainers, engine).plan(init_info["engine"])
+        sizes = trainers, engine, init_info["bucket_elements"], init_info["engines"]
+        plan = Planner(init_info["hf_config"], *sizes).plan(init_info["engine"])
         self._sends = rank < trainers.ranks
         own = merged(plan.sent_by(rank) if self._sends else plan.received_by(rank - trainers.ranks))
         dtype = getattr(torch, init_info["dtype"])
@@ -198,7 +199,7 @@ class TrainerRank:
         hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
         self._publisher = Publisher(
             parameters=lambda: self._parameters,
-            planner=Planner(hf_config, sizes, EngineSizes.of(config.rollout)),
+            planner=Planner.of(config, hf_config, sizes),
             rank=rank,
             engines=config.rollout.engines,
             dtype=config.model.dtype,

@@ -1,4 +1,4 @@
-"""From whom an engine takes its weights: few sources and equal loads, against brute force over the layouts' elements."""
+"""From whom an engine takes its weights: few sources and equal loads, against brute force over the layouts."""
 
 from collections import Counter
 from itertools import combinations
