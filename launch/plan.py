@@ -99,8 +99,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(found.table())
         if options.json:
             write_json(options.json, found.report())
-    except (ConfigError, OSError) as e:
+    except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: --json: cannot write {options.json}: {e.strerror}", file=sys.stderr)
         return 2
     return 0
 

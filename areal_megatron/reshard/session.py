@@ -23,7 +23,7 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS, largest_bucket
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Planner, largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ABORT_BODY = {"update_info": {"action": "abort"}}
@@ -50,6 +50,11 @@ class LinkInfo:
     bucket_elements: int = BUCKET_ELEMENTS
     engines: int = 1
     """How many engines the run has by its config, among which the trainer ranks are divided."""
+
+    def planner(self) -> Planner:
+        """Returns the planner that the trainers have too. Raises ConfigError if the sizes do not fit the model."""
+        sizes = MegatronSizes(**self.sizes), EngineSizes(**self.engine_sizes)
+        return Planner(self.hf_config, *sizes, self.bucket_elements, self.engines)
 
 
 def init_body(

@@ -26,7 +26,7 @@ from torch import Tensor
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import Bucket, Plan, Planner, largest_bucket
+from areal_megatron.reshard.plan import Bucket, Plan, largest_bucket
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, unpack
@@ -93,8 +93,7 @@ class Inlet:
                     device=shard.staging.device,
                     timeout_s=info.timeout_s,
                 )
-                planner = Planner(info.hf_config, trainers, engine, info.bucket_elements, info.engines)
-                self._bind(planner.plan(info.engine))
+                self._bind(info.planner().plan(info.engine))
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 

@@ -104,7 +104,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
     problem = (
         f"a {found.holder} needs {_gib(found.total)} GiB "
         f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}, of which "
-        f"{USABLE:.0%} may be planned, {USABLE * gpu_gib:.2f}"
+        f"it may need {USABLE:.0%}, {USABLE * gpu_gib:.2f}"
     )
     for text, trainer in _smaller_trainers(config):
         try:

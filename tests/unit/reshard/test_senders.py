@@ -6,9 +6,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from areal_megatron.config import Config, MachineConfig, ModelConfig, RolloutConfig, TrainerConfig
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard import plan as plan_module
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import Planner
+from areal_megatron.reshard.plan import Planner, largest_bucket
+from areal_megatron.reshard.session import LinkInfo, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.reshard_oracle import CONFIG as TIED
 
@@ -174,3 +177,30 @@ def test_an_engine_that_is_added_has_the_senders_of_one_there_was_from_the_start
     planner = Planner(UNTIED, MegatronSizes(dp=4), EngineSizes(), engines=4)
     assert len({planner.plan(engine).digest for engine in range(4)}) == 4
     assert [planner.plan(4 + engine).digest for engine in range(8)] == 2 * [planner.plan(n).digest for n in range(4)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_derives_the_plan_of_its_trainers_from_what_it_is_told(device):
+    config = Config(
+        name="x",
+        updates=1,
+        model=ModelConfig("m"),
+        machine=MachineConfig(device=device),
+        trainer=TrainerConfig(tp=2, dp=4),
+        rollout=RolloutConfig(engines=6, tp=2),
+    )
+    trainers = Planner.of(config, UNTIED, MegatronSizes.of(config.trainer))
+    digests = set()
+    for engine in range(8):
+        body = init_body(config=config, engine=engine, generation=1, store="127.0.0.1:1", hf_config=UNTIED)
+        plan = LinkInfo(**body["init_info"]).planner().plan(engine)
+        assert plan.digest == trainers.plan(engine).digest
+        assert plan.bucket_elements == largest_bucket(device == "cuda")
+        digests.add(plan.digest)
+    assert len(digests) == 6
+
+
+def test_messages_on_a_gpu_are_of_64_to_256_mib():
+    for bytes_of_an_element in set(ITEMSIZE.values()):
+        assert 64 <= largest_bucket(on_cuda=True) * bytes_of_an_element / 2**20 <= 256
+    assert largest_bucket(on_cuda=False) * ITEMSIZE["bfloat16"] == 8 * 2**20
