@@ -63,6 +63,7 @@ class Explained:
             "received_gb_per_engine_rank": received / 1e9,
             "sent_gb_per_trainer_rank_max": sent / 1e9,
             "sources_per_engine_rank": self.traffic.sources,
+            "messages_per_engine_rank": max(len(self.plans[0].received_by(rank)) for rank in range(self.engine.ranks)),
             "communicators_per_trainer_rank": max(map(len, self.traffic.peers)),
             "busiest_sender_over_mean": self.traffic.busiest_over_mean,
             "busiest_sender_over_least": self.traffic.busiest_over_least,
@@ -97,8 +98,8 @@ def describe(explained: Explained, link: float, memory: float) -> str:
     lines += [
         "",
         f"each engine rank receives at most {figures['received_gb_per_engine_rank']:,.3f} GB, "
-        f"{figures['bytes_over_minimum']:.3f} of its own slice, from at most {figures['sources_per_engine_rank']} "
-        "trainer ranks",
+        f"{figures['bytes_over_minimum']:.3f} of its own slice, in at most "
+        f"{figures['messages_per_engine_rank']:,} messages from {figures['sources_per_engine_rank']} trainer ranks",
         f"the busiest trainer rank sends {figures['sent_gb_per_trainer_rank_max']:,.3f} GB, "
         f"{figures['busiest_sender_over_mean']:.3f} of the mean and {figures['busiest_sender_over_least']:.3f} of the "
         "least that the layouts allow",

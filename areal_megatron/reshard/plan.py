@@ -8,7 +8,7 @@ Trainer ranks that hold the same (data-parallel replicas) have one layout betwee
 1. `needs` cuts each destination's boxes where the shards' boxes end, and lists all shards that hold each of them.
 2. `cover` chooses for each destination as few shards as have everything that it needs.
 3. `assign` chooses one of those for each box, so that all carry about the same load.
-4. A Planner divides what all engines take from a shard among the shard's replicas (`Shares`).
+4. A Planner divides what all engines take from a shard among the shard's replicas (`Stretches`).
 5. A `Plan` has the transfers of one engine; a rank asks it for its own, in buckets.
 
 Steps 1 to 3 are the same for all engines. Boxes span layers and experts, so their number hardly grows with the model;
@@ -209,8 +209,8 @@ class Planner:
         of_shard: dict[int, list[Part]] = defaultdict(list)
         for part in self._parts:
             of_shard[part.shard].append(part)
-        self._shares = {
-            shard: Shares(self._replicas[shard], engines, parts, BALANCED * self._least)
+        self._stretches = {
+            shard: Stretches(self._replicas[shard], engines, parts, BALANCED * self._least)
             for shard, parts in of_shard.items()
         }
 
@@ -224,7 +224,7 @@ class Planner:
         """Returns the plan from all trainer ranks to the ranks of engine number `engine`."""
         transfers = []
         for part in self._parts:
-            for source, box in self._shares[part.shard].sources(engine, part):
+            for source, box in self._stretches[part.shard].sources(engine, part):
                 if box is part.receive.box:
                     transfers.append(Transfer(source, part.send, part.destination, part.receive))
                 else:
@@ -240,8 +240,8 @@ class Planner:
         most = 0
         for engine in range(self._engines):
             pairs: Counter[tuple[int, int]] = Counter()
-            for shares in self._shares.values():
-                shares.count(engine, pairs)
+            for stretches in self._stretches.values():
+                stretches.count(engine, pairs)
             for (source, _), elements in pairs.items():
                 sent[source] += elements
                 peers[source][engine] += 1
@@ -249,7 +249,7 @@ class Planner:
         return Traffic(tuple(sent), tuple(tuple(own.values()) for own in peers), most, self._least)
 
 
-class Shares:
+class Stretches:
     """How the replicas of a shard divide what all engines take from it.
 
     What the engines take, one engine after another, is a line, and each replica sends an equal stretch of it. So as few

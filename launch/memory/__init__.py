@@ -60,13 +60,12 @@ class MemoryPlan:
         return "\n".join([*lines, disk, *([self._weights()] if self.traffic else [])])
 
     def _weights(self) -> str:
-        figures = self.report()
+        found = self.report()
         return (
-            f"weights: to an engine rank from up to {figures['sources_per_engine_rank']} trainer ranks over "
-            f"{figures['communicators_per_engine_rank']} communicator; up to "
-            f"{figures['communicators_per_trainer_rank']} communicators on a trainer rank; the busiest sends "
-            f"{figures['busiest_sender_over_mean']:.3f} of the mean, {figures['busiest_sender_over_least']:.3f} of the "
-            "least that the layouts allow"
+            f"weights: sources per engine rank {found['sources_per_engine_rank']}; communicators per engine rank "
+            f"{found['communicators_per_engine_rank']}, per trainer rank {found['communicators_per_trainer_rank']}; "
+            f"the busiest sender has {found['busiest_sender_over_mean']:.3f} of the mean, "
+            f"{found['busiest_sender_over_least']:.3f} of the least that the layouts allow"
         )
 
 

@@ -45,7 +45,7 @@ def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, 
     ]
     if on_cuda:
         peers, own = weight_traffic(config, hf_config).sources, COMMUNICATOR * (sizes.ranks > 1)
-        note = f"a communicator with {peers} trainer ranks, and the one that takes its place; an allowance"
+        note = f"a communicator with {peers} of the trainers, and the one that takes its place; an allowance"
         parts += [
             MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"),
             MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),

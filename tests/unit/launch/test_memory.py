@@ -364,8 +364,8 @@ def test_json_holds_what_the_table_prints(capsys, monkeypatch, tmp_path):
             assert line in lines
     assert f"checkpoint: {found['memory']['checkpoint']['bytes'] / GIB:.2f} GiB" in table
     assert (found["trainer_ranks"], found["engines"], found["nodes"]) == (192, 24, 48)
-    assert f"from up to {found['sources_per_engine_rank']} trainer ranks" in table
-    assert f"up to {found['communicators_per_trainer_rank']} communicators on a trainer rank" in table
+    assert f"sources per engine rank {found['sources_per_engine_rank']}; communicators per engine rank 1," in table
+    assert f" per trainer rank {found['communicators_per_trainer_rank']};" in table
     assert f"{found['busiest_sender_over_mean']:.3f} of the mean" in table
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 

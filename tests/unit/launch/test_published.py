@@ -194,7 +194,7 @@ def test_few_and_evenly_loaded_trainers_send(run, capsys, monkeypatch, tmp_path)
         assert found["memory"][pool]["bytes"] <= share * GPU_GIB * GIB
     names = {part["name"] for part in found["memory"]["engine"]["parts"] + found["memory"]["trainer"]["parts"]}
     assert names >= {"link", "links", "sending weights", "staging", "KV cache", "activations", "optimizer"}
-    assert f"from up to {sources} trainer ranks over 1 communicator" in capsys.readouterr().out
+    assert f"weights: sources per engine rank {sources}; communicators per engine rank 1," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("run", PUBLISHED)
