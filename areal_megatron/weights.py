@@ -9,7 +9,6 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError, Delivered
-from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.run import Run
@@ -27,7 +26,7 @@ class Weights:
         self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         self._publisher = Publisher(
             parameters=trainer.parameters,
-            planner=Planner(trainer.hf_config, trainer.sizes, EngineSizes.of(config.rollout)),
+            planner=Planner.of(config, trainer.hf_config, trainer.sizes),
             rank=trainer.parallel.rank,
             engines=config.rollout.engines,
             dtype=config.model.dtype,

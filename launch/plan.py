@@ -11,9 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.files import write_json
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from launch.memory import MemoryPlan, plan_memory
@@ -27,6 +30,16 @@ class ClusterPlan:
 
     def table(self) -> str:
         return f"{self.placement.table()}\n\n{self.memory.table()}"
+
+    def report(self) -> dict[str, Any]:
+        """Returns what `--json` writes; sizes in bytes."""
+        engines = self.placement.pool("rollout")
+        return {
+            "nodes": len(self.placement.nodes),
+            "trainer_ranks": len(self.placement.pool("trainer")),
+            "engines": len(engines),
+            **self.memory.report(),
+        }
 
 
 def plan(
@@ -68,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--gpu-gb", type=float, default=0, help="GiB of a GPU; without it nothing is refused for its memory"
     )
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_intermixed_args(arguments)
     try:
         if options.nodes < 1 or options.gpus < 1 or options.gpu_gb < 0:
@@ -81,9 +95,15 @@ def main(arguments: list[str] | None = None) -> int:
             Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))
             for number in range(1, options.nodes + 1)
         ]
-        print(plan(config, nodes, gpu_gib=options.gpu_gb, weights=False).table())
+        found = plan(config, nodes, gpu_gib=options.gpu_gb, weights=False)
+        print(found.table())
+        if options.json:
+            write_json(options.json, found.report())
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: --json: cannot write {options.json}: {e.strerror}", file=sys.stderr)
         return 2
     return 0
 

@@ -41,24 +41,20 @@ class Explained:
         self.trainers, self.engine = MegatronSizes.of(config.trainer), EngineSizes.of(config.rollout)
         self.element = BYTES[config.model.dtype]
         start = time.process_time()
-        planner = Planner(hf_config, self.trainers, self.engine)
+        planner = Planner.of(config, hf_config, self.trainers)
         self.plans = [planner.plan(number) for number in range(config.rollout.engines)]
         self.seconds = time.process_time() - start
         self.slices = [layout.size for layout in planner.destinations]
-        self.sent = [0] * self.trainers.ranks
+        self.traffic = planner.traffic
         self.received = [[0] * self.engine.ranks for _ in self.plans]
-        self.peers: list[set[tuple[int, int]]] = [set() for _ in self.sent]
         for number, plan in enumerate(self.plans):
             for transfer in plan.transfers:
-                self.sent[transfer.source] += transfer.receive.box.size
                 self.received[number][transfer.destination] += transfer.receive.box.size
-                self.peers[transfer.source].add((number, transfer.destination))
 
     def figures(self, link: float, memory: float) -> dict[str, float]:
         """Returns what --json writes; `link` and `memory` in GB/s."""
-        sent, received = max(self.sent) * self.element, max(map(max, self.received)) * self.element
+        sent, received = max(self.traffic.sent) * self.element, max(map(max, self.received)) * self.element
         shard = max(self.slices) * self.element
-        senders = [size for size in self.sent if size]
         return {
             "model_gb": sum(map(prod, self.model.canonical.values())) * self.element / 1e9,
             "bytes_over_minimum": max(
@@ -66,7 +62,11 @@ class Explained:
             ),
             "received_gb_per_engine_rank": received / 1e9,
             "sent_gb_per_trainer_rank_max": sent / 1e9,
-            "sender_load_max_over_mean": max(senders) / (sum(senders) / len(senders)),
+            "sources_per_engine_rank": self.traffic.sources,
+            "messages_per_engine_rank": max(len(self.plans[0].received_by(rank)) for rank in range(self.engine.ranks)),
+            "communicators_per_trainer_rank": max(map(len, self.traffic.peers)),
+            "busiest_sender_over_mean": self.traffic.busiest_over_mean,
+            "busiest_sender_over_least": self.traffic.busiest_over_least,
             "predicted_transfer_s": max(sent, received) / 1e9 / link,
             "predicted_commit_s": 2 * shard / 1e9 / memory,
             "planning_s": self.seconds,
@@ -84,21 +84,25 @@ def describe(explained: Explained, link: float, memory: float) -> str:
         f"{config.rollout.engines} engines of {explained.engine.ranks} ranks: tp {explained.engine.tp}"
         + (", expert parallel" if explained.engine.expert_parallel else ""),
         "",
-        f"{'trainer rank':>12}{'tp':>4}{'dp':>4}{'pp':>4}{'ep':>4}{'MB sent':>12}{'to engine ranks':>17}",
+        f"{'trainer rank':>12}{'tp':>4}{'dp':>4}{'pp':>4}{'ep':>4}{'MB sent':>12}"
+        f"{'to engines':>12}{'to their ranks':>16}",
     ]
     for rank in range(min(trainers.ranks, ROWS)):
-        at, megabytes = trainers.coordinates(rank), explained.sent[rank] * explained.element / 1e6
+        at, megabytes = trainers.coordinates(rank), explained.traffic.sent[rank] * explained.element / 1e6
+        peers = explained.traffic.peers[rank]
         lines.append(
-            f"{rank:>12}{at.tp:>4}{at.dp:>4}{at.pp:>4}{at.ep:>4}{megabytes:>12,.2f}{len(explained.peers[rank]):>17}"
+            f"{rank:>12}{at.tp:>4}{at.dp:>4}{at.pp:>4}{at.ep:>4}{megabytes:>12,.2f}{len(peers):>12}{sum(peers):>16}"
         )
     if trainers.ranks > ROWS:
         lines.append(f"{'…':>12}  and {trainers.ranks - ROWS} more; --rank N lists what one of them sends")
     lines += [
         "",
         f"each engine rank receives at most {figures['received_gb_per_engine_rank']:,.3f} GB, "
-        f"{figures['bytes_over_minimum']:.3f} of its own slice",
+        f"{figures['bytes_over_minimum']:.3f} of its own slice, in at most "
+        f"{figures['messages_per_engine_rank']:,} messages from {figures['sources_per_engine_rank']} trainer ranks",
         f"the busiest trainer rank sends {figures['sent_gb_per_trainer_rank_max']:,.3f} GB, "
-        f"{figures['sender_load_max_over_mean']:.3f} of the mean",
+        f"{figures['busiest_sender_over_mean']:.3f} of the mean and {figures['busiest_sender_over_least']:.3f} of the "
+        "least that the layouts allow",
         f"predicted: transfer {figures['predicted_transfer_s']:.3f} s at {link:g} GB/s a rank, while engines generate; "
         f"commit {1e3 * figures['predicted_commit_s']:.1f} ms at {memory:g} GB/s, plus vLLM's fixed pause",
         f"planned in {figures['planning_s']:.2f} s of one core with {figures['planning_peak_mb']:,.0f} MB",

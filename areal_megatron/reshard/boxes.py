@@ -60,7 +60,8 @@ class Box:
         return Box(start, tuple(b + offset for b, offset in zip(self.stop, by, strict=True)))
 
     def cut(self, elements: int) -> Iterator[Box]:
-        """Yields parts of at most `elements`, cut along the first axes, in row-major order."""
+        """Yields parts of at most `elements`, cut along the first axes, in row-major order; as equal as their rows
+        allow."""
         return self._cut(elements, 0)
 
     def singles(self, axes: int) -> Iterator[Box]:
@@ -72,7 +73,9 @@ class Box:
         if self.size <= elements:
             yield self
             return
-        step = max(elements // (self.size // self.shape[axis]), 1)
+        rows = self.shape[axis]
+        most = max(elements // (self.size // rows), 1)
+        step = -(-rows // -(-rows // most))
         for start in range(self.start[axis], self.stop[axis], step):
             stop = min(start + step, self.stop[axis])
             part = Box(

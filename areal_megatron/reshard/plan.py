@@ -1,47 +1,66 @@
-"""Who sends which box to whom: the intersections of two layouts, balanced over the senders and put into buckets.
+"""Who sends which box to whom: the intersections of two layouts, from few and evenly loaded senders, in buckets.
 
-Every rank on both sides derives the same plan from the model's config and the parallel sizes alone, so no rank tells
-another what it is about to send. Pure Python: no torch, no process group.
+Every rank on both sides derives the same plan from the model's config, the parallel sizes and the number of engines
+alone, so no rank tells another what it is about to send. Pure Python: no torch, no process group.
 
-1. `needs` cuts each destination's boxes where the sources' boxes end, and lists all sources that hold each of them.
-2. `assign` chooses one source for each, so that all senders carry about the same load.
-3. A `Plan` has the transfers of one engine; a rank asks it for its own, in buckets.
+Trainer ranks that hold the same (data-parallel replicas) have one layout between them, a `shard`.
 
-Boxes span layers and experts, so their number hardly grows with the model; only a rank's own buckets are made.
+1. `needs` cuts each destination's boxes where the shards' boxes end, and lists all shards that hold each of them.
+2. `cover` chooses for each destination as few shards as have everything that it needs.
+3. `assign` chooses one of those for each box, so that all carry about the same load.
+4. A Planner divides what all engines take from a shard among the shard's replicas (`Stretches`).
+5. A `Plan` has the transfers of one engine; a rank asks it for its own, in buckets.
+
+Steps 1 to 3 are the same for all engines. Boxes span layers and experts, so their number hardly grows with the model;
+only a rank's own buckets are made.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import prod
 from typing import Any
 
+from areal_megatron.config import Config
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, LayoutError, Piece, numbers
 
 BUCKET_ELEMENTS = 4 * 2**20
-"""The number of elements of the largest message between two ranks (8 MiB in bfloat16)."""
-DIRECT_ELEMENTS = 2**19
-"""The number of elements from which a tensor's part is a message of its own. A sender that need neither cast nor gather
-such a part sends it from the parameter itself, without a copy."""
+"""The number of elements of the largest message between two ranks on CPUs (8 MiB in bfloat16)."""
+CUDA_BUCKET_ELEMENTS = 32 * 2**20
+"""The same on GPUs (64 MiB in bfloat16): each message is a kernel on either side and a rendezvous of two streams, which
+only large messages make up for."""
+_DIRECT = 8
+"""A part of a tensor that has at least 1/8 of a bucket is a message of its own. A sender that need neither cast nor
+gather such a part sends it from the parameter itself, without a copy."""
 _SHARES = 32
-"""Boxes with several holders are cut to at most 1/32 of a sender's fair load, so loads are balanced to within 1/32."""
+"""Boxes that several senders may send are cut to at most 1/32 of a sender's fair load, so that loads are balanced to
+within 1/32."""
 _SMALLEST_CUT = 2**16
 """The number of elements below which a box is not cut for balance: the fixed cost of a message outweighs its bytes."""
+BALANCED = 1.05
+"""No engine rank takes from two replicas of a shard as long as the busiest of them sends at most 1.05 times what the
+busiest sender must."""
+
+
+def largest_bucket(on_cuda: bool) -> int:
+    """Returns the number of elements of the largest message between two ranks of a run on CUDA, or on CPUs."""
+    return CUDA_BUCKET_ELEMENTS if on_cuda else BUCKET_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One box that a destination rank needs, with the sources that hold it."""
+    """One box that a destination rank needs, with the shards that hold it."""
 
     destination: int
     receive: Piece
     holders: Mapping[int, Piece]
-    """Source rank → its piece, of the whole box from which this one is cut."""
+    """Number of a shard → its piece, of the whole box from which this one is cut."""
 
     def narrow(self, box: Box) -> Need:
         return Need(self.destination, self.receive.narrow(box), self.holders)
@@ -121,10 +140,51 @@ class Plan:
         )
 
 
-class Planner:
-    """Makes the plans of engines of equal sizes; they differ only in which of a box's holders sends it.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box that a destination rank of every engine takes from a shard."""
 
-    Raises ConfigError if the sizes do not fit the model.
+    shard: int
+    send: Piece
+    destination: int
+    receive: Piece
+    start: int
+    """Elements that the ranks of an engine take from the shard before this box."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an update of all engines makes each trainer rank do."""
+
+    sent: tuple[int, ...]
+    """Trainer rank → the elements that it sends."""
+    peers: tuple[tuple[int, ...], ...]
+    """Trainer rank → for each engine to which it sends, to how many of its ranks."""
+    sources: int
+    """The most trainer ranks from which an engine rank receives."""
+    least: float
+    """The elements that the busiest trainer rank sends at least, whatever the plan: boxes that are on few ranks."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.sent) / len(self.sent)
+
+    @property
+    def busiest_over_mean(self) -> float:
+        """The load of the busiest trainer rank over the mean of all, those that send nothing included."""
+        return max(self.sent) / self.mean
+
+    @property
+    def busiest_over_least(self) -> float:
+        """The load of the busiest trainer rank over what the layouts allow at best."""
+        return max(self.sent) / self.least
+
+
+class Planner:
+    """Makes the plans of `engines` engines of equal sizes; they differ only in which replica of a shard sends.
+
+    Engine number n takes from the same ranks as engine n − `engines`, so that engines which are added later have plans
+    too, and those of the others stay. Raises ConfigError if the sizes do not fit the model.
     """
 
     def __init__(
@@ -133,30 +193,132 @@ class Planner:
         trainers: trainer_layout.MegatronSizes,
         engine: engine_layout.EngineSizes,
         bucket_elements: int = BUCKET_ELEMENTS,
+        engines: int = 1,
     ):
         self.sources = trainer_layout.layouts(hf_config, trainers)
         self.destinations = [engine_layout.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
-        self._bucket_elements = bucket_elements
-        total = sum(layout.size for layout in self.destinations)
-        cut = max(total // (len(self.sources) * _SHARES), _SMALLEST_CUT)
-        self._wanted = [
-            need.narrow(box)
-            for need in needs(self.sources, self.destinations)
-            for box in need.receive.box.cut(cut if len(need.holders) > 1 else total)
-        ]
+        self._bucket_elements, self._engines = bucket_elements, engines
+        ranks: dict[int, list[int]] = defaultdict(list)
+        for rank, layout in enumerate(self.sources):
+            ranks[id(layout)].append(rank)
+        self._replicas = list(ranks.values())
+        counts = list(map(len, self._replicas))
+        wanted = needs([self.sources[own[0]] for own in self._replicas], self.destinations)
+        self._parts = assign(wanted, counts)
+        self._least = engines * least_load(wanted, counts)
+        of_shard: dict[int, list[Part]] = defaultdict(list)
+        for part in self._parts:
+            of_shard[part.shard].append(part)
+        self._stretches = {
+            shard: Stretches(self._replicas[shard], engines, parts, BALANCED * self._least)
+            for shard, parts in of_shard.items()
+        }
+
+    @classmethod
+    def of(cls, config: Config, hf_config: Mapping[str, Any], trainers: trainer_layout.MegatronSizes) -> Planner:
+        """Returns the planner of a run; `trainers` has what the run's config asks for."""
+        engine, bucket = engine_layout.EngineSizes.of(config.rollout), largest_bucket(not config.machine.is_cpu)
+        return cls(hf_config, trainers, engine, bucket, config.rollout.engines)
 
     def plan(self, engine: int) -> Plan:
         """Returns the plan from all trainer ranks to the ranks of engine number `engine`."""
-        transfers = assign(self._wanted, len(self.sources), engine)
+        transfers = []
+        for part in self._parts:
+            for source, box in self._stretches[part.shard].sources(engine, part):
+                if box is part.receive.box:
+                    transfers.append(Transfer(source, part.send, part.destination, part.receive))
+                else:
+                    transfers.append(
+                        Transfer(source, part.send.narrow(box), part.destination, part.receive.narrow(box))
+                    )
         return Plan(tuple(transfers), len(self.sources), len(self.destinations), self._bucket_elements)
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What the trainers send to all engines together."""
+        sent, peers = [0] * len(self.sources), [Counter() for _ in self.sources]
+        most = 0
+        for engine in range(self._engines):
+            pairs: Counter[tuple[int, int]] = Counter()
+            for stretches in self._stretches.values():
+                stretches.count(engine, pairs)
+            for (source, _), elements in pairs.items():
+                sent[source] += elements
+                peers[source][engine] += 1
+            most = max(most, *Counter(destination for _, destination in pairs).values())
+        return Traffic(tuple(sent), tuple(tuple(own.values()) for own in peers), most, self._least)
 
-def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Need]:
-    """Returns every box of every destination, cut where the sources' boxes end, in the order of the model.
 
-    Raises LayoutError unless the sources' boxes tile every canonical tensor; two of them must be equal or disjoint.
+class Stretches:
+    """How the replicas of a shard divide what all engines take from it.
+
+    What the engines take, one engine after another, is a line, and each replica sends an equal stretch of it. So as few
+    engines as can be take from two replicas, and as few replicas as can be send to two engines. Stretches end between
+    two engine ranks; only where a replica would send more than `limit` elements then, they end inside what one engine
+    rank takes.
     """
-    held = _holdings(sources)
+
+    def __init__(self, ranks: Sequence[int], engines: int, parts: Sequence[Part], limit: float):
+        self._ranks, self._engines, self._parts = ranks, engines, parts
+        self._demand = sum(part.receive.box.size for part in parts)
+        """Elements that one engine takes."""
+        self._sizes: Counter[int] = Counter()
+        """Engine rank → the elements that it takes."""
+        for part in parts:
+            self._sizes[part.destination] += part.receive.box.size
+        self._middles: dict[int, int] = {}
+        """Engine rank → twice the place of the middle of what it takes; places are counted as Part.start."""
+        start = 0
+        for destination, size in self._sizes.items():
+            self._middles[destination] = 2 * start + size
+            start += size
+        self._cut = max(self._demand * engines // (len(ranks) * _SHARES), _SMALLEST_CUT)
+        self._whole = len(ranks) == 1
+        """Whether an engine rank takes everything from one replica."""
+        if not self._whole:
+            load: Counter[int] = Counter()
+            for engine in range(engines):
+                for destination, middle in self._middles.items():
+                    load[self._rank(engine, middle)] += self._sizes[destination]
+            self._whole = max(load.values()) <= limit
+
+    def sources(self, engine: int, part: Part) -> Iterator[tuple[int, Box]]:
+        """Yields who sends which box of a part to engine number `engine`."""
+        box = part.receive.box
+        if self._whole:
+            yield self._rank(engine, self._middles[part.destination]), box
+            return
+        start = 2 * part.start
+        first, last = self._rank(engine, start), self._rank(engine, start + 2 * box.size - 1)
+        if first == last:
+            yield first, box
+            return
+        for piece in box.cut(self._cut):
+            yield self._rank(engine, start + piece.size), piece
+            start += 2 * piece.size
+
+    def count(self, engine: int, pairs: Counter[tuple[int, int]]) -> None:
+        """Adds to `pairs` the elements that each (trainer rank, engine rank) of engine number `engine` exchange."""
+        if self._whole:
+            for destination, middle in self._middles.items():
+                pairs[self._rank(engine, middle), destination] += self._sizes[destination]
+            return
+        for part in self._parts:
+            for source, box in self.sources(engine, part):
+                pairs[source, part.destination] += box.size
+
+    def _rank(self, engine: int, place: int) -> int:
+        """Returns who sends what is at half of `place`."""
+        along = 2 * self._demand * (engine % self._engines) + place
+        return self._ranks[along * len(self._ranks) // (2 * self._demand * self._engines)]
+
+
+def needs(shards: Sequence[Layout], destinations: Sequence[Layout]) -> list[Need]:
+    """Returns every box of every destination, cut where the shards' boxes end, in the order of the model.
+
+    Raises LayoutError unless the shards' boxes tile every canonical tensor; two of them must be equal or disjoint.
+    """
+    held = _holdings(shards)
     result = []
     for rank, layout in enumerate(destinations):
         for piece in layout.pieces:
@@ -166,41 +328,103 @@ def needs(sources: Sequence[Layout], destinations: Sequence[Layout]) -> list[Nee
     wanted = sum(layout.size for layout in destinations)
     found = sum(need.receive.box.size for need in result)
     if found != wanted:
-        raise LayoutError(f"the sources hold {found} of the {wanted} elements that the destinations need")
+        raise LayoutError(f"the trainers hold {found} of the {wanted} elements that the engine's ranks need")
     return result
 
 
-def assign(wanted: Sequence[Need], sources: int, engine: int) -> list[Transfer]:
-    """Returns a transfer for each need; every rank chooses the same sources.
+def cover(wanted: Sequence[Need], replicas: Sequence[int]) -> dict[int, set[int]]:
+    """Returns destination → the shards from which it takes: as few as hold all that it needs.
 
-    Needs are taken one by one and given to their least loaded holder: those with the fewest holders first, since the
-    others can make up for their imbalance, and among those the largest first. `engine` decides ties, so that several
-    engines do not all load the same source.
+    What one shard alone holds decides first. Then the shard that holds most of what is left is taken, and of several
+    the one with the least load so far. In general that need not give the smallest number. Here it does: a shard is one
+    tensor-parallel part and one expert-parallel part of a stage, and the parts that occur together are all pairs of
+    some of the one kind and some of the other.
     """
-    load = [0] * sources
-    chosen = [0] * len(wanted)
-    for i in sorted(range(len(wanted)), key=lambda i: (len(wanted[i].holders), -wanted[i].receive.box.size, i)):
-        chosen[i] = min(wanted[i].holders, key=lambda source: (load[source], (source + engine) % sources))
-        load[chosen[i]] += wanted[i].receive.box.size
-    return [
-        Transfer(source, need.holders[source].narrow(need.receive.box), need.destination, need.receive)
-        for source, need in zip(chosen, wanted, strict=True)
-    ]
+    load = [0.0] * len(replicas)
+    chosen: dict[int, set[int]] = {}
+    needed: dict[int, Counter[frozenset[int]]] = {}
+    for destination, own in groupby(wanted, key=lambda need: need.destination):
+        elements = needed[destination] = Counter()
+        for need in own:
+            elements[frozenset(need.holders)] += need.receive.box.size
+        chosen[destination] = {shard for holders in elements if len(holders) == 1 for shard in holders}
+        for holders in list(elements):
+            if taken := holders & chosen[destination]:
+                size = elements.pop(holders)
+                for shard in taken:
+                    load[shard] += size / len(taken) / replicas[shard]
+    for destination, elements in needed.items():
+        # what is on more shards than something else that is needed comes with that
+        left = [holders for holders in elements if not any(other < holders for other in elements)]
+        holds = Counter(shard for holders in left for shard in holders)
+        while left:
+            best = min(holds, key=lambda shard: (-holds[shard], load[shard], shard))
+            chosen[destination].add(best)
+            for holders in left:
+                if best in holders:
+                    holds.subtract(holders)
+                    load[best] += elements[holders] / replicas[best]
+            left = [holders for holders in left if best not in holders]
+    return chosen
 
 
-def _holdings(sources: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]]]:
-    """Returns canonical tensor → its boxes → the ranks that hold the box → the first piece where each has it."""
+def assign(wanted: Sequence[Need], replicas: Sequence[int]) -> list[Part]:
+    """Returns from which shard each need is met, in the order of `wanted`; shard n is on replicas[n] ranks.
+
+    Needs that several shards of the destination's `cover` hold are cut, and given one by one to the shard whose
+    replicas are the least loaded: those with the fewest holders first, since the others can make up for their
+    imbalance, and among those the largest first.
+    """
+    covers = cover(wanted, replicas)
+    cut = max(sum(need.receive.box.size for need in wanted) // (len(replicas) * _SHARES), _SMALLEST_CUT)
+    pieces: list[tuple[Need, list[int]]] = []
+    for need in wanted:
+        candidates = [shard for shard in need.holders if shard in covers[need.destination]]
+        if len(candidates) == 1:
+            pieces.append((need, candidates))
+        else:
+            pieces += [(need.narrow(box), candidates) for box in need.receive.box.cut(cut)]
+    load = [0.0] * len(replicas)
+    chosen = [0] * len(pieces)
+    for i in sorted(range(len(pieces)), key=lambda i: (len(pieces[i][1]), -pieces[i][0].receive.box.size, i)):
+        need, candidates = pieces[i]
+        chosen[i] = min(candidates, key=lambda shard: (load[shard], shard))
+        load[chosen[i]] += need.receive.box.size / replicas[chosen[i]]
+    taken = [0] * len(replicas)
+    parts = []
+    for (need, _), shard in zip(pieces, chosen, strict=True):
+        box = need.receive.box
+        parts.append(Part(shard, need.holders[shard].narrow(box), need.destination, need.receive, taken[shard]))
+        taken[shard] += box.size
+    return parts
+
+
+def least_load(wanted: Sequence[Need], replicas: Sequence[int]) -> float:
+    """Returns a lower bound of what the busiest sender sends to one engine, in elements, whoever sends what: what only
+    some shards hold, over the ranks on which they are. Of all sets of shards those are tried that hold one box."""
+    elements: Counter[frozenset[int]] = Counter()
+    for need in wanted:
+        elements[frozenset(need.holders)] += need.receive.box.size
+    every = frozenset(range(len(replicas)))
+    return max(
+        sum(size for holders, size in elements.items() if holders <= shards) / sum(replicas[n] for n in shards)
+        for shards in {*elements, every}
+    )
+
+
+def _holdings(shards: Sequence[Layout]) -> dict[str, dict[Box, dict[int, Piece]]]:
+    """Returns canonical tensor → its boxes → the shards that hold the box → the first piece where each has it."""
     held: dict[str, dict[Box, dict[int, Piece]]] = defaultdict(lambda: defaultdict(dict))
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, layout in enumerate(sources):
+    for shard, layout in enumerate(shards):
         shapes |= layout.canonical
         for piece in layout.pieces:
-            held[piece.tensor][piece.box].setdefault(rank, piece)
+            held[piece.tensor][piece.box].setdefault(shard, piece)
     for tensor, boxes in held.items():
         covered = sum(box.size for box in boxes)
         if covered != prod(shapes[tensor]):
             raise LayoutError(
-                f"{tensor} of shape {list(shapes[tensor])}: the sources' boxes hold {covered} elements "
+                f"{tensor} of shape {list(shapes[tensor])}: the trainers' boxes hold {covered} elements "
                 f"instead of {prod(shapes[tensor])}"
             )
     return held
@@ -212,7 +436,7 @@ def _fill(transfers: Iterable[Transfer], elements: int) -> Iterator[list[Transfe
     for transfer in transfers:
         box = transfer.receive.box
         tensor = prod(box.shape[numbers(transfer.receive.tensor) :])
-        if tensor >= min(DIRECT_ELEMENTS, elements):
+        if tensor >= elements // _DIRECT:
             for part in box.cut(tensor):
                 yield from ([transfer.narrow(cut)] for cut in part.cut(elements))
         else:

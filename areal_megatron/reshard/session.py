@@ -23,7 +23,7 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS
+from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Planner, largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ABORT_BODY = {"update_info": {"action": "abort"}}
@@ -48,6 +48,13 @@ class LinkInfo:
     timeout_s: float
     """How long an update may take."""
     bucket_elements: int = BUCKET_ELEMENTS
+    engines: int = 1
+    """How many engines the run has by its config, among which the trainer ranks are divided."""
+
+    def planner(self) -> Planner:
+        """Returns the planner that the trainers have too. Raises ConfigError if the sizes do not fit the model."""
+        sizes = MegatronSizes(**self.sizes), EngineSizes(**self.engine_sizes)
+        return Planner(self.hf_config, *sizes, self.bucket_elements, self.engines)
 
 
 def init_body(
@@ -63,6 +70,8 @@ def init_body(
         engine_sizes=asdict(EngineSizes.of(config.rollout)),
         dtype=config.model.dtype,
         timeout_s=config.reshard.timeout_s,
+        bucket_elements=largest_bucket(not config.machine.is_cpu),
+        engines=config.rollout.engines,
     )
     return {"init_info": asdict(info)}
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Bucket, Plan, Planner
+from areal_megatron.reshard.plan import Bucket, Plan, largest_bucket
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, unpack
@@ -54,7 +54,7 @@ def reserve(parameters: Mapping[str, Tensor], streamed: bool = False) -> Tensor:
         layers: dict[str, int] = defaultdict(int)
         for name, parameter in parameters.items():
             layers[re.sub(r"(layers\.\d+\.).*", r"\1", name)] += parameter.numel()
-        size = min(size, max(*layers.values(), 2 * BUCKET_ELEMENTS))
+        size = min(size, max(*layers.values(), 2 * largest_bucket(first.device.type != "cpu")))
     return torch.empty(size, dtype=first.dtype, device=first.device)
 
 
@@ -93,7 +93,7 @@ class Inlet:
                     device=shard.staging.device,
                     timeout_s=info.timeout_s,
                 )
-                self._bind(Planner(info.hf_config, trainers, engine, info.bucket_elements).plan(info.engine))
+                self._bind(info.planner().plan(info.engine))
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 

@@ -7,14 +7,16 @@ tables of models; what CUDA, NCCL and vLLM take besides is an allowance, and the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import machine_bytes
+from areal_megatron.reshard.plan import Traffic
 from launch.memory.activations import microbatch_tokens
 from launch.memory.engine import engine_memory, kv_tokens
-from launch.memory.parts import GIB, MemoryPart, RankMemory
+from launch.memory.parts import GIB, USABLE, MemoryPart, RankMemory
+from launch.memory.traffic import weight_traffic
 from launch.memory.trainer import checkpoint_bytes, trainer_memory
 
 
@@ -29,27 +31,55 @@ class MemoryPlan:
     """How many are on disk at a time, including the one being written; checkpoint.keep_every adds to them."""
     gpu_gib: float
     """Memory of one GPU in GiB; 0 if unknown."""
+    traffic: Traffic | None
+    """Who sends how much in an update of all engines; None without engines."""
+
+    def report(self) -> dict[str, Any]:
+        """Returns the figures of `table` for a JSON file."""
+        traffic = self.traffic
+        return {
+            "communicators_per_engine_rank": int(traffic is not None),
+            "communicators_per_trainer_rank": max(map(len, traffic.peers)) if traffic else 0,
+            "sources_per_engine_rank": traffic.sources if traffic else 0,
+            "busiest_sender_over_mean": traffic.busiest_over_mean if traffic else None,
+            "busiest_sender_over_least": traffic.busiest_over_least if traffic else None,
+            "memory": {
+                "gpu_gib": self.gpu_gib,
+                "trainer": asdict(self.trainer) | {"bytes": self.trainer.total},
+                "engine": asdict(self.engine) | {"bytes": self.engine.total} if self.engine else None,
+                "checkpoint": {"bytes": self.checkpoint, "at_a_time": self.checkpoints},
+            },
+        }
 
     def table(self) -> str:
-        """Returns a line for each part, in GiB, and one for the checkpoint."""
+        """Returns a line for each part, in GiB, one for the checkpoint, and one for how weights travel."""
         lines = [line for rank in (self.trainer, self.engine) if rank for line in _lines(rank, self.gpu_gib)]
         disk = f"checkpoint: {_gib(self.checkpoint)} GiB on disk"
         if self.checkpoints:
             disk += f", up to {self.checkpoints} at a time ({_gib(self.checkpoint * self.checkpoints)} GiB)"
-        return "\n".join([*lines, disk])
+        return "\n".join([*lines, disk, *([self._weights()] if self.traffic else [])])
+
+    def _weights(self) -> str:
+        found = self.report()
+        return (
+            f"weights: sources per engine rank {found['sources_per_engine_rank']}; communicators per engine rank "
+            f"{found['communicators_per_engine_rank']}, per trainer rank {found['communicators_per_trainer_rank']}; "
+            f"the busiest sender has {found['busiest_sender_over_mean']:.3f} of the mean, "
+            f"{found['busiest_sender_over_least']:.3f} of the least that the layouts allow"
+        )
 
 
 def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0, memory: int = 0) -> MemoryPlan:
     """Returns the memory that a run of `config` takes, whose machine.device must be decided.
 
     `gpu_gib` is the memory of a GPU in GiB; if it is 0, unknown, nothing is checked on CUDA. Raises ConfigError with
-    the figure, the limit and what to change for trainers that do not fit, and for engines whose KV cache cannot hold
-    one answer of full length. On CPU only the latter is checked, against the `memory` in bytes that all engines share
-    (0: that of this machine).
+    the figure, the limit and what to change for trainers that need more than USABLE of it, and for engines whose KV
+    cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in bytes that
+    all engines share (0: that of this machine).
     """
     on_cuda = config.machine.device == "cuda"
     trainer = trainer_memory(config, hf_config, on_cuda)
-    if on_cuda and gpu_gib and trainer.total > gpu_gib * GIB:
+    if on_cuda and gpu_gib and not _fits(trainer, gpu_gib):
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
     engine = None
     if config.mode == "rl":
@@ -60,22 +90,28 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
         if not on_cuda and engine.total * config.rollout.tp > memory:
             raise ConfigError(_machine_too_small(config, engine, memory))
     checkpoint, settings = checkpoint_bytes(config, hf_config), config.checkpoint
-    return MemoryPlan(trainer, engine, checkpoint, settings.keep + 1 if settings.every else 0, gpu_gib)
+    traffic = weight_traffic(config, hf_config) if engine else None
+    return MemoryPlan(trainer, engine, checkpoint, settings.keep + 1 if settings.every else 0, gpu_gib, traffic)
+
+
+def _fits(trainer: RankMemory, gpu_gib: float) -> bool:
+    return trainer.total <= USABLE * gpu_gib * GIB
 
 
 def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
     largest = sorted(found.parts, key=lambda part: -part.bytes)[:3]
     problem = (
         f"a {found.holder} needs {_gib(found.total)} GiB "
-        f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}"
+        f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}, of which "
+        f"it may need {USABLE:.0%}, {USABLE * gpu_gib:.2f}"
     )
     for text, trainer in _smaller_trainers(config):
         try:
-            total = trainer_memory(replace(config, trainer=trainer), hf_config, on_cuda=True).total
+            smaller = trainer_memory(replace(config, trainer=trainer), hf_config, on_cuda=True)
         except ConfigError:
             continue
-        if total <= gpu_gib * GIB:
-            return f"{problem}: with {text} it is {_gib(total)}"
+        if _fits(smaller, gpu_gib):
+            return f"{problem}: with {text} it is {_gib(smaller.total)}"
     return f"{problem}: no tp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
 
 

@@ -14,13 +14,17 @@ from areal_megatron.models.table import LAYER_PREFIX
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS
-from launch.memory.parts import COMMUNICATOR, CONTEXT, LINK, MemoryPart, RankMemory
+from areal_megatron.reshard.plan import largest_bucket
+from launch.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
+from launch.memory.traffic import weight_traffic
 
 UTILIZATION = 0.92
 """The share of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass of an engine on a GPU with 70 GiB or more (vLLM's default; fewer on smaller GPUs)."""
+GENERATIONS = 2
+"""Communicators of a link that an engine rank may have at a time: NCCL may still be ending the one of a generation that
+failed while the next one is made."""
 BLOCK_TOKENS = {True: 16, False: kv_cache.CPU_BLOCK_TOKENS}
 """Tokens of a KV block, on CUDA and on CPU."""
 
@@ -34,16 +38,18 @@ def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, 
     """
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
     layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
-    weights, staged = _elements(layout), _staging_elements(layout, config.reshard.staging == "streamed")
+    weights, staged = _elements(layout), _staging_elements(layout, config.reshard.staging == "streamed", on_cuda)
     parts = [
         MemoryPart("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
         MemoryPart("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
     ]
     if on_cuda:
-        communicators = COMMUNICATOR * (sizes.ranks > 1) + LINK
+        peers, own = weight_traffic(config, hf_config).sources, COMMUNICATOR * (sizes.ranks > 1)
+        note = f"a communicator with {peers} of the trainers, and the one that takes its place; an allowance"
         parts += [
             MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"),
-            MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + communicators, "an allowance"),
+            MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),
+            MemoryPart("link", communicator_bytes([peers] * GENERATIONS), note),
         ]
         size = int(UTILIZATION * available) - sum(part.bytes for part in parts)
     else:
@@ -67,7 +73,7 @@ def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: b
     )
 
 
-def _staging_elements(layout: Layout, streamed: bool) -> int:
+def _staging_elements(layout: Layout, streamed: bool, on_cuda: bool) -> int:
     """reshard/staging.reserve: a second copy of the shard, or, if `streamed`, room for its largest layer and for two
     buckets."""
     everything = _elements(layout)
@@ -75,7 +81,7 @@ def _staging_elements(layout: Layout, streamed: bool) -> int:
         return everything
     layer = sum(prod(shape[1:]) for name, shape in layout.held.items() if name.startswith(LAYER_PREFIX))
     others = (prod(shape) for name, shape in layout.held.items() if not name.startswith(LAYER_PREFIX))
-    return min(everything, max(layer, *others, 2 * BUCKET_ELEMENTS))
+    return min(everything, max(layer, *others, 2 * largest_bucket(on_cuda)))
 
 
 def _elements(layout: Layout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -9,8 +10,21 @@ CONTEXT = GIB
 """CUDA context, cuBLAS workspaces and the allocator's rounding. An allowance: it has not been measured."""
 COMMUNICATOR = 128 * 2**20
 """An NCCL communicator: 16 channels that send from and receive into NCCL_BUFFSIZE = 4 MiB each. Also an allowance."""
-LINK = 32 * 2**20
-"""A communicator that only sends to a few peers: four channels each way."""
+LINK = 64 * 2**20
+"""NCCL's communicator of a link, without its connections. It runs on four channels (max_ctas in reshard/transport.py),
+for which NCCL keeps 16 steps of up to 512 KiB each in a buffer that all peers on other nodes share: 32 MiB; as much
+again for its queues and for what is rounded up. An allowance: it has not been measured."""
+PEER = 16 * 2**20
+"""A connection of such a communicator to another rank: NCCL_BUFFSIZE = 4 MiB for each channel. Peers on other nodes
+need less, since they share. Also an allowance."""
+USABLE = 0.92
+"""The share of a GPU's memory that a trainer rank may need: micro-batches of every length leave gaps between what is
+allocated."""
+
+
+def communicator_bytes(links: Sequence[int]) -> int:
+    """Returns the bytes of the communicators of a rank's links, given the number of peers in each."""
+    return LINK * len(links) + PEER * sum(links)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import chunk_tokens
 from areal_megatron.reshard import trainer_layout
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS
+from areal_megatron.reshard.plan import largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
-from launch.memory.parts import COMMUNICATOR, CONTEXT, LINK, MemoryPart, RankMemory
+from launch.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
+from launch.memory.traffic import weight_traffic
 
 MOMENTS, MAIN = 8, 4
 """Bytes that a parameter takes in Adam's two moments, and in a float32 copy."""
@@ -84,7 +85,7 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
         _critic(config, hf_config, sizes, stage),
         kept,
         logprobs,
-        _sending(config, own),
+        *_sending(config, hf_config, own, sizes, stage, on_cuda),
         MemoryPart("CUDA and NCCL", _communication(config, hf_config, sizes) if on_cuda else 0, "an allowance"),
         MemoryPart("step or start", more, "beyond the backward pass"),
     )
@@ -138,23 +139,32 @@ def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes
     return MemoryPart("log-probabilities", size, "last stage only")
 
 
-def _sending(config: Config, own: Held) -> MemoryPart:
-    """reshard/publish.py: two buffers that each link uses in turn and keeps from update to update."""
-    engines = config.rollout.engines if config.mode == "rl" else 0
-    bucket = ITEMSIZE[config.model.dtype] * min(BUCKET_ELEMENTS, own.all)
-    return MemoryPart("sending weights", 2 * bucket * engines, f"two buckets for each of {engines} engines")
+def _sending(
+    config: Config, hf_config: Mapping[str, Any], own: Held, sizes: MegatronSizes, stage: int, on_cuda: bool
+) -> Iterator[MemoryPart]:
+    """reshard/publish.py: two buffers that each link uses in turn and keeps from update to update, and NCCL's buffers,
+    for the rank of the stage that has most of both."""
+    traffic = weight_traffic(config, hf_config)
+    if traffic is None:
+        return
+    ranks = sizes.ranks // sizes.pp
+    links = max(traffic.peers[stage * ranks : (stage + 1) * ranks], key=communicator_bytes)
+    bucket = ITEMSIZE[config.model.dtype] * min(largest_bucket(on_cuda), own.all)
+    yield MemoryPart("sending weights", 2 * bucket * len(links), f"two buckets for each of {len(links)} engines")
+    if on_cuda:
+        note = f"{len(links)} communicators with {sum(links)} engine ranks, an allowance"
+        yield MemoryPart("links", communicator_bytes(links), note)
 
 
 def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:
-    """Bytes of the CUDA context, of a communicator for each group of several ranks and for each link, and of the buffer
-    in which Megatron gathers a row of tokens over tp for sequence parallelism."""
+    """Bytes of the CUDA context, of a communicator for each group of several ranks, and of the buffer in which Megatron
+    gathers a row of tokens over tp for sequence parallelism."""
     t = config.trainer
     groups = [t.tp, t.dp, t.pp, sizes.ranks]
     if architecture(hf_config).dimensions.experts:
         groups += [sizes.ep * sizes.expert_tp, _expert_replicas(sizes)]
-    links = config.rollout.engines if config.mode == "rl" else 0
     gathered = ITEMSIZE[config.model.dtype] * microbatch_tokens(config) * hf_config["hidden_size"] if t.tp > 1 else 0
-    return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups) + LINK * links + gathered
+    return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups) + gathered
 
 
 def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ from areal_megatron.checkpoint.hf import checkpoint_layout
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Plan, Planner
+from areal_megatron.reshard.plan import Plan, Planner, largest_bucket
 from areal_megatron.reshard.publish import Outlet, TrainerRank
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import bind, pack, unpack
@@ -127,9 +127,11 @@ def _outlet(plan: Plan, rank: int, device: torch.device) -> Outlet:
 
 
 def measure(
-    device: torch.device, repetitions: int, hf_config: Mapping[str, Any], bucket_elements: int = BUCKET_ELEMENTS
+    device: torch.device, repetitions: int, hf_config: Mapping[str, Any], bucket_elements: int = 0
 ) -> dict[str, Any]:
-    """Returns what --json writes. Raises RuntimeError if a tensor arrives wrong."""
+    """Returns what --json writes; 0 bucket_elements are as many as a run on this device has. Raises RuntimeError if a
+    tensor arrives wrong."""
+    bucket_elements = bucket_elements or largest_bucket(device.type == "cuda")
     runs: list[dict[str, float]] = [{} for _ in range(repetitions)]
     for name, held in HELD.items():
         shards = Shards(hf_config, device, held, bucket_elements)

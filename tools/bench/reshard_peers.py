@@ -40,6 +40,7 @@ from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Deadline, Link, Message, connect
 from areal_megatron.run import Run, from_command_line
@@ -71,7 +72,7 @@ class RawLink:
 
     def __init__(self, init_info: Mapping[str, Any], rank: int):
         trainers, engine = MegatronSizes(**init_info["sizes"]), EngineSizes(**init_info["engine_sizes"])
-        plan = Planner(init_info["hf_config"], trainers, engine).plan(init_info["engine"])
+        plan = LinkInfo(**init_info).planner().plan(init_info["engine"])
         self._sends = rank < trainers.ranks
         own = merged(plan.sent_by(rank) if self._sends else plan.received_by(rank - trainers.ranks))
         dtype = getattr(torch, init_info["dtype"])
@@ -198,7 +199,7 @@ class TrainerRank:
         hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
         self._publisher = Publisher(
             parameters=lambda: self._parameters,
-            planner=Planner(hf_config, sizes, EngineSizes.of(config.rollout)),
+            planner=Planner.of(config, hf_config, sizes),
             rank=rank,
             engines=config.rollout.engines,
             dtype=config.model.dtype,

@@ -1,5 +1,6 @@
 """The configs and sbatch scripts of the published runs: sizes, hyper-parameters, and what the scripts start."""
 
+import json
 import os
 import re
 import signal
@@ -14,9 +15,11 @@ import yaml
 from areal_megatron import config_file
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.reshard.plan import Planner
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.engine import kv_tokens
 from launch.memory.parts import GIB
-from launch.plan import plan
+from launch.plan import main, plan
 from launch.pools import Node
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -158,6 +161,51 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
     assert found.memory.trainer.total <= 0.9 * GPU_GIB * GIB
     share = config.rollout.engines * config.rollout.tp / (8 * nodes)
     assert 0.6 <= share <= 0.85
+
+
+TRAFFIC = {
+    "r1_1.5b": (2, 6, 1.001),
+    "r1_7b": (1, 3, 1.001),
+    "r1_14b": (2, 3, 1.001),
+    "r1_32b": (4, 6, 1.05),
+    # 1,187 parts of 128 rows make a vocabulary of 151,936, so Megatron's two halves are not the engine's: a trainer
+    # rank of the first stage and one of the last more
+    "qwen3_8b": (4 + 2, 20, 1.16),  # the first and the last stage send the embedding and the output layer too
+    "qwen3_14b": (8 + 2, 20, 1.32),
+    "qwen3_32b": (4 + 2, 6, 1.05),
+    "qwen3_235b": (12 * 8, 24, 1.05),  # a part of every expert, and these are on 8 ranks of each of 12 stages
+}
+"""Trainer ranks from which an engine rank takes, engines to which a trainer rank sends, busiest over mean."""
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_few_and_evenly_loaded_trainers_send(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    config, file = load(run), tmp_path / "plan.json"
+    path, nodes = f"model.path={config.model.path}", len(planned(run)[1].placement.nodes)
+    assert main([f"configs/{run}.yaml", path, f"--nodes={nodes}", "--gpus=8", "--gpu-gb=80", f"--json={file}"]) == 0
+    found, (sources, communicators, busiest) = json.loads(file.read_text()), TRAFFIC[run]
+    assert found["sources_per_engine_rank"] == sources
+    assert found["communicators_per_engine_rank"] == 1
+    assert found["communicators_per_trainer_rank"] == communicators
+    assert found["busiest_sender_over_mean"] <= busiest
+    assert found["busiest_sender_over_least"] <= 1.005, "no plan has a busiest sender that sends less"
+    for pool, share in (("trainer", 0.9), ("engine", 0.92)):
+        assert found["memory"][pool]["bytes"] <= share * GPU_GIB * GIB
+    names = {part["name"] for part in found["memory"]["engine"]["parts"] + found["memory"]["trainer"]["parts"]}
+    assert names >= {"link", "links", "sending weights", "staging", "KV cache", "activations", "optimizer"}
+    assert f"weights: sources per engine rank {sources}; communicators per engine rank 1," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_each_element_is_sent_once_to_each_engine_rank_that_needs_it(run):
+    config = load(run)
+    planner = Planner.of(config, read_config(config.model.path), MegatronSizes.of(config.trainer))
+    for engine in (0, config.rollout.engines - 1):
+        received = [0] * len(planner.destinations)
+        for transfer in planner.plan(engine).transfers:
+            received[transfer.destination] += transfer.receive.box.size
+        assert received == [layout.size for layout in planner.destinations]
 
 
 @pytest.mark.parametrize("run", PUBLISHED)

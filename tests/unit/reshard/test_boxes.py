@@ -34,6 +34,12 @@ def test_cut_gives_the_elements_once_and_in_order(box, elements):
     assert len(parts) == 1 or box.size > elements
 
 
+def test_cut_gives_parts_as_equal_as_their_rows_allow():
+    assert [part.shape for part in whole((10, 3)).cut(27)] == [(5, 3), (5, 3)]
+    assert [part.shape for part in whole((7, 3)).cut(9)] == [(3, 3), (3, 3), (1, 3)]
+    assert [part.shape for part in whole((2, 9)).cut(8)] == [(1, 5), (1, 4)] * 2
+
+
 def test_singles_have_one_index_along_the_first_axes():
     box = Box((2, 0, 1), (4, 3, 6))
     assert list(box.singles(0)) == [box]

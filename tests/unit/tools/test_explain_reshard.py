@@ -43,7 +43,10 @@ def test_sums_of_a_large_model(tmp_path):
     own = (470.2e9 / 2 - 94 * (2 * 512 * 4096 + 128 * 4096)) / 16 + 94 * (2 * 128 * 4096 + 128 * 4096)
     assert figures["received_gb_per_engine_rank"] * 1e9 / 2 == pytest.approx(own, rel=1e-3)
     assert figures["bytes_over_minimum"] == 1.0
-    assert figures["sender_load_max_over_mean"] <= 1.05
+    assert figures["busiest_sender_over_mean"] <= 1.05
+    # each of the 4 stages has 8 parts of the experts, of which an engine rank needs a part each
+    assert figures["sources_per_engine_rank"] == 32 and " messages from 32 trainer ranks" in text
+    assert figures["communicators_per_trainer_rank"] == 2, "8 engines over 4 replicas"
     assert figures["predicted_transfer_s"] == figures["sent_gb_per_trainer_rank_max"] / 45
 
 
