@@ -48,6 +48,8 @@ class LinkInfo:
     timeout_s: float
     """How long an update may take."""
     bucket_elements: int = BUCKET_ELEMENTS
+    link: str = "device"
+    """The setting of that name: what messages travel through."""
 
 
 def init_body(
@@ -63,6 +65,7 @@ def init_body(
         engine_sizes=asdict(EngineSizes.of(config.rollout)),
         dtype=config.model.dtype,
         timeout_s=config.reshard.timeout_s,
+        link=config.reshard.link,
     )
     return {"init_info": asdict(info)}
 

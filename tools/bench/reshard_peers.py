@@ -41,7 +41,7 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Deadline, Link, Message, connect
+from areal_megatron.reshard.transport import Deadline, Link, Members, Message, connect
 from areal_megatron.run import Run, from_command_line
 
 BUCKET_BYTES = 2**30
@@ -64,7 +64,7 @@ def merged(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 class RawLink:
-    """One rank's end of the raw link to one engine; ranks as in transport.Link, the trainers' first.
+    """One rank's end of the raw link to one engine; engine rank R is `rank` trainers.ranks + R.
 
     `init_info` is what /init_weight_transfer_engine gets.
     """
@@ -76,22 +76,22 @@ class RawLink:
         own = merged(plan.sent_by(rank) if self._sends else plan.received_by(rank - trainers.ranks))
         dtype = getattr(torch, init_info["dtype"])
         self._buffers = [(bucket, torch.ones(bucket.elements, dtype=dtype)) for bucket in own]
-        self._trainers, self._timeout_s = trainers.ranks, init_info["timeout_s"]
+        self._timeout_s = init_info["timeout_s"]
         self._link = Link(
             engine=RAW + init_info["engine"],
             generation=init_info["generation"],
-            rank=rank,
-            trainers=trainers.ranks,
-            engine_ranks=engine.ranks,
             store=init_info["store"],
             device=torch.device("cpu"),
             timeout_s=self._timeout_s,
         )
+        members = Members.of(plan)
+        member = members.trainer(rank) if self._sends else members.engine(rank - trainers.ranks)
+        if member is not None:
+            self._link.join(members, member)
 
     def start(self) -> list[Message]:
-        if self._sends:
-            return [self._link.send(flat, self._trainers + b.destination, b) for b, flat in self._buffers]
-        return [self._link.receive(flat, b.source, b) for b, flat in self._buffers]
+        deadline, exchange = Deadline(self._timeout_s), self._link.send if self._sends else self._link.receive
+        return [exchange(flat, bucket, deadline) for bucket, flat in self._buffers]
 
     def finish(self, messages: Iterable[Message]) -> None:
         deadline = Deadline(self._timeout_s)
