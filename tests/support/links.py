@@ -23,13 +23,16 @@ BUCKET = 4000
 class Pools:
     """Trainer ranks that hold the checkpoint `tensors`, and engine 0, which holds zeros until it commits."""
 
-    def __init__(self, folder, tensors, config, *, sizes, tp, link="device", staging="full", timeout_s=20.0):
+    def __init__(
+        self, folder, tensors, config, *, sizes, tp, link="device", staging="full", device="cpu", timeout_s=20.0
+    ):
         self.tensors, self.config, self.sizes, self.tp = tensors, config, MegatronSizes(**sizes), tp
         self.store, self.delivered = open_store(), queue.Queue()
         self._address = f"127.0.0.1:{self.store.port}"
         self.planner = Planner(config, self.sizes, EngineSizes(tp=tp), BUCKET)
         self._link, self._timeout_s = link, timeout_s
-        sent = [megatron_shard(tensors, config, self.sizes, rank) for rank in range(self.sizes.ranks)]
+        shards = [megatron_shard(tensors, config, self.sizes, rank) for rank in range(self.sizes.ranks)]
+        sent = [{name: tensor.to(device) for name, tensor in held.items()} for held in shards]
         self.publishers = [
             Publisher(
                 parameters=functools.partial(sent.__getitem__, rank),
@@ -49,7 +52,7 @@ class Pools:
         self.shards = []
         for rank in range(tp):
             wanted = vllm_parameters(tensors, config, tp=tp, rank=rank)
-            held = {name: torch.zeros(tensor.shape) for name, tensor in wanted.items()}
+            held = {name: torch.zeros(tensor.shape, device=device) for name, tensor in wanted.items()}
             place = reserve(held)[: 2 * BUCKET] if staging == "streamed" else reserve(held)
             self.held.append(held)
             self.shards.append(Shard(held, place, EngineSizes(tp=tp), rank, staging == "streamed"))
@@ -93,7 +96,7 @@ class Pools:
         for rank, held in enumerate(self.held):
             wanted = vllm_parameters(self.tensors, self.config, tp=self.tp, rank=rank)
             for name, tensor in wanted.items():
-                assert torch.equal(held[name], tensor), name
+                assert torch.equal(held[name].cpu(), tensor), name
 
     def close(self):
         for publisher in self.publishers:

@@ -196,17 +196,21 @@ class TrainerRank:
         self._parameters = {name: parameter.data for name, parameter in self._model.module.named_parameters()}
         hf_config = read_config(config.model.path)
         hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
-        self._publisher = Publisher(
-            parameters=lambda: self._parameters,
-            planner=Planner(hf_config, sizes, EngineSizes.of(config.rollout)),
-            rank=rank,
-            engines=config.rollout.engines,
-            dtype=config.model.dtype,
-            store=run.endpoint(STORE),
-            timeout_s=self._timeout_s,
-            on_delivered=self._delivered,
-            timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
-        )
+        self._publishers = {
+            link: Publisher(
+                parameters=lambda: self._parameters,
+                planner=Planner(hf_config, sizes, EngineSizes.of(config.rollout)),
+                rank=rank,
+                engines=config.rollout.engines,
+                dtype=config.model.dtype,
+                store=run.endpoint(STORE),
+                timeout_s=self._timeout_s,
+                on_delivered=self._delivered,
+                timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
+                link=link,
+            )
+            for link in ("device", "host")
+        }
         self._gathering = Gathering(config, self._model, rank)
 
     def join(self, init_infos: list[dict[str, Any]]) -> None:
@@ -224,11 +228,14 @@ class TrainerRank:
         optimizer step."""
         torch._foreach_mul_(list(self._parameters.values()), factor)
 
-    def publish(self, version: int) -> float:
-        """Publishes our way; returns, once the parameters have been read, the monotonic time at which it began."""
+    def publish(self, version: int, link: tuple[int, str]) -> float:
+        """Publishes our way, over links of this generation and kind; returns, once the parameters have been read, the
+        monotonic time at which it began."""
         start = time.monotonic()
-        self._publisher.publish(version, [(engine, 1) for engine in range(self.config.rollout.engines)])
-        self._publisher.wait_until_read()
+        generation, kind = link
+        publisher = self._publishers[kind]
+        publisher.publish(version, [(engine, generation) for engine in range(self.config.rollout.engines)])
+        publisher.wait_until_read()
         return start
 
     def gather(self) -> None:
@@ -249,10 +256,15 @@ class TrainerRank:
             link.finish(sent)
         return start
 
+    def processor(self) -> float:
+        """Returns the processor seconds of this process so far."""
+        return time.process_time()
+
     def close(self) -> None:
         from areal_megatron.trainer.parallel import leave
 
-        self._publisher.close()
+        for publisher in self._publishers.values():
+            publisher.close()
         leave()
 
     def _delivered(self, engine: int, generation: int, version: int, seconds: float, received: int, error: str) -> None:
@@ -319,6 +331,9 @@ class EngineWorker:
             if thread != computes:
                 os.sched_setaffinity(thread, cores)
         return {"rank": self.rank}
+
+    def bench_processor(self) -> dict[str, Any]:
+        return {"rank": self.rank, "seconds": time.process_time()}
 
     def bench_bytes(self) -> dict[str, Any]:
         return {"rank": self.rank, "bytes": received_bytes()}

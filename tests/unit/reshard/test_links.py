@@ -219,22 +219,26 @@ def test_no_pair_has_two_messages_under_way(pools, record, monkeypatch, through)
             assert posted >= arrived, f"{pair}: a message was posted before the one before it had arrived"
 
 
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_CUDA)])
 @pytest.mark.parametrize("kind", ["full", "streamed"])
-def test_a_link_through_the_host_delivers_every_parameter(pools, kind):
-    link = pools(sizes={"tp": 2, "pp": 2}, tp=2, link="host", staging=kind)
+def test_a_link_through_the_host_delivers_every_parameter(pools, kind, device):
+    """Twice, so that its buffers are used again."""
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2, link="host", staging=kind, device=device)
     link.join(1)
-    links = []
     for version in (1, 2):
-        for held in link.held:
-            for tensor in held.values():
-                tensor.zero_()
+        for tensor in (tensor for held in link.held for tensor in held.values()):
+            tensor.zero_()
         link.update(version)
         link.assert_committed()
-        links = [inlet.link for inlet in link.inlets] + [p._outlets[0].link() for p in link.publishers]
+    links = [inlet.link for inlet in link.inlets] + [publisher._outlets[0].link() for publisher in link.publishers]
     own = {tensor.data_ptr() for publisher in link.publishers for tensor in publisher._parameters().values()}
     for end in links:
-        assert end._wires and all(len(turns) == 2 for turns in end._wires.values())
-        assert not own & {wire.data_ptr() for turns in end._wires.values() for wire in turns}
+        wires = [wire for turns in end._wires.values() for wire in turns]
+        assert len(wires) == 2 * len(end._wires) > 0 and not own & {wire.data_ptr() for wire in wires}
+        assert all(wire.is_pinned() == (device != "cpu") for wire in wires)
 
 
 def test_two_ends_that_go_through_different_memory_still_meet(pools):
