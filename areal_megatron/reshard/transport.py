@@ -31,12 +31,12 @@ are unusable after a timeout, so the controller gives the link a new generation.
 The controller waits twice as long because trainers that are alive report the end of their own limit; its limit passes
 only if one is dead.
 
-Of the messages that share a stream a rank has one on its way at most, and posts the next when it has seen that one
-arrive. A GPU holds the work of all its streams in a few queues: a second message that waited there for the first could
-hold up the all-reduce of a training step, which another rank needs before it gets to the message for which everybody
-waits. All messages between a pair of ranks share a stream, and over NCCL all messages of a rank's link, since these
-have one communicator. Both ends go through their messages in the plan's one order, so the earliest message that has
-not arrived is always the next one for both its ends.
+Over NCCL a rank has one message of a link on its way at most, and posts the next when it has seen that one arrive: a
+link has one communicator, and that has one stream. A GPU holds the work of all its streams in a few queues, and a
+second message that waited there for the first could hold up the all-reduce of a training step, which another rank needs
+before it gets to the message for which everybody waits. gloo has no such queues; there a pair has as many messages on
+their way as there are buffers for them. Both ends go through their messages in the plan's one order and wait for
+earlier ones only, so the earliest message that has not arrived is never held up.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 
 import numpy as np
 import torch
@@ -80,8 +81,11 @@ once, or some minutes later if a dump of what hangs is asked for, or if its moni
 _nccl_settings = threading.Lock()
 _NCCL_BLOCKS = 2, 4
 """The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
-_LOOK_AT_GPU_S = 0.0002
+_LOOK_AT_GPU_S = 0.0001
 """The pause between two looks whether a message on the GPU has arrived. torch's own wait looks every millisecond."""
+
+_WIRES = 2
+"""Buffers of the host for each peer: one is copied to or from while the other is on its way."""
 
 GLOO_TRIES = 5
 """How often gloo waits for a peer that does not connect before it gives up."""
@@ -173,14 +177,19 @@ class Link:
         self._group: dist.Backend | None = None
         self._longest_pause_s = POLL_S[1]
         self._stream: torch.Stream | None = None
-        self._under_way: dict[int, Message] = {}
-        """The last message of each stream."""
+        self._under_way: dict[int, deque[Message]] = defaultdict(deque)
+        """The messages of each stream that this rank has not seen arrive, the oldest first."""
         self._wires: dict[int, deque[Tensor]] = defaultdict(deque)
-        """Two buffers of the host for each peer, used in turns."""
+        """Buffers of the host for each peer, used in turns."""
 
     @property
     def uses_nccl(self) -> bool:
         return self.device.type != "cpu" and not self._through_host
+
+    @property
+    def _most(self) -> float:
+        """How many messages may be on their way: over NCCL of this rank, over gloo between a pair."""
+        return 1 if self.uses_nccl else _WIRES if self._through_host else inf
 
     def join(self, members: Members, member: int) -> None:
         """Makes this rank member number `member`, one of those that exchange messages."""
@@ -278,56 +287,49 @@ class Link:
         return f"{self.name}: lost the trainers' store: {first_line(error)}"
 
     def send(self, flat: Tensor, bucket: Bucket, deadline: Deadline) -> Message:
-        """Sends a bucket to its engine rank, as soon as the message before it on the same stream has arrived.
+        """Sends a bucket to its engine rank, as soon as earlier messages leave room for it.
 
         Raises LinkError, after which the link is unusable.
         """
-        peer, wire = self._members.engine(bucket.destination), None
+        peer = self._members.engine(bucket.destination)
+        self._make_room(peer, deadline)
         if self._through_host:
             wire = self._wire(peer, flat)  # filled while the message before is still on its way
             wire.copy_(flat, non_blocking=True)
             self.settle()
             flat = wire
-        self._before(peer, deadline)
         message = Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))
         return self._begin(peer, message)
 
     def receive(self, flat: Tensor, bucket: Bucket, deadline: Deadline) -> Message:
-        """Receives a bucket from its trainer rank, as soon as the message before it on the same stream has arrived.
+        """Receives a bucket from its trainer rank, as soon as earlier messages leave room for it.
 
         Raises LinkError, after which the link is unusable.
         """
-        peer = self._members.trainer(bucket.source)
-        before = self._before(peer, deadline)
-        place, deliver = flat, None
+        peer, place, deliver = self._members.trainer(bucket.source), flat, None
+        self._make_room(peer, deadline)
         if self._through_host:
-            self.settle()  # the message before the last was still to be copied out of this buffer
+            self.settle()  # what this buffer held may still be on its way to its place
             flat = self._wire(peer, place)
             deliver = functools.partial(place.copy_, flat, non_blocking=True)
         what = f"receive {_describe(bucket)}"
         message = Message(self, what, lambda: self._group.recv([flat], peer, bucket.number), deliver)
-        if before:
-            before.deliver()  # while this one is on its way
         return self._begin(peer, message)
 
-    def _before(self, peer: int, deadline: Deadline) -> Message | None:
-        """Waits for the last message on the stream of messages to and from `peer`, and returns it."""
-        before = self._under_way.pop(self._stream_of(peer), None)
-        if before:
-            before.arrive(deadline)
-        return before
+    def _make_room(self, peer: int, deadline: Deadline) -> None:
+        """Waits until another message to or from `peer` may be posted."""
+        posted = self._under_way[0 if self.uses_nccl else peer]
+        while posted and (posted[0].is_over or len(posted) >= self._most):
+            posted.popleft().wait(deadline)
 
     def _begin(self, peer: int, message: Message) -> Message:
-        self._under_way[self._stream_of(peer)] = message
+        self._under_way[0 if self.uses_nccl else peer].append(message)
         return message
 
-    def _stream_of(self, peer: int) -> int:
-        return 0 if self.uses_nccl else peer
-
     def _wire(self, peer: int, flat: Tensor) -> Tensor:
-        """Returns the buffer of the host that the last message did not use, as long as `flat`."""
+        """Returns the buffer of the host that was not used for longest, as long as `flat`."""
         turns = self._wires[peer]
-        wire = turns.popleft() if len(turns) == 2 else flat.new_empty(0)
+        wire = turns.popleft() if len(turns) == _WIRES else flat.new_empty(0)
         if wire.numel() < flat.numel():
             wire = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=self.device.type != "cpu")
         turns.append(wire)
@@ -344,7 +346,8 @@ class Message:
         self, link: Link, what: str, issue: Callable[[], dist.Work], deliver: Callable[[], object] | None = None
     ):
         self._what, self._on_gpu, self._deliver = f"{link.name}: {what}", link.uses_nccl, deliver
-        self._has_arrived = False
+        self.is_over = False
+        """Whether `wait` has returned."""
         try:
             self._work = issue()
         except RuntimeError as e:
@@ -352,15 +355,7 @@ class Message:
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when the buffer may be used again. Raises LinkError, after which the link is unusable."""
-        self.arrive(deadline)
-        self.deliver()
-
-    def arrive(self, deadline: Deadline) -> None:
-        """Returns when the message itself is over; what was received may still be in a buffer of the link.
-
-        Raises LinkError, after which the link is unusable.
-        """
-        if self._has_arrived:
+        if self.is_over:
             return
         try:
             # torch's wait puts one into the GPU's queues first, which holds up what comes after it there until the
@@ -370,13 +365,9 @@ class Message:
             self._work.wait(deadline.left)
         except RuntimeError as e:
             raise LinkError(f"{self._what}: {first_line(e)}") from None
-        self._has_arrived = True
-
-    def deliver(self) -> None:
-        """Copies what was received to its place, once."""
-        if deliver := self._deliver:
-            self._deliver = None
-            deliver()
+        if self._deliver:
+            self._deliver()
+        self.is_over = True
 
 
 Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.ndarray]]

@@ -148,8 +148,8 @@ class Bench:
         return max(ends) - start
 
     async def processor_times(self) -> tuple[float, float]:
-        """Makes an update and uses the raw link; returns the processor seconds of all ranks from the order to send until
-        everything had arrived, for both."""
+        """Makes an update and uses the raw link; returns the processor seconds that all ranks need for each, from the
+        order to send until everything has arrived."""
         version = await self._step()
         begin = await self._processor_s()
         for engine in self.engines:
