@@ -272,6 +272,9 @@ class ReshardConfig:
     staging: str = key("full", choices=("full", "streamed"))
     """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
     not fit, into room for one layer, while it is paused."""
+    link: str = key("device", choices=("device", "host"))
+    """What weights travel through: the network between the devices themselves, which is NCCL between GPUs; or gloo
+    between buffers in the memory of the host, which is slower but needs no NCCL between trainers and engines."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
     timeout_s: float = key(120.0, above=0)

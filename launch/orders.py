@@ -128,8 +128,8 @@ def start_order(
     cores: list[int] = []
     if config.machine.device == "cuda":
         settings["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.index) for s in process.slots)
-        if process.pool == "trainer":
-            settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron overlaps tp communication only in this order
+        # Megatron overlaps tp communication only in the order of one queue; links have streams beside computation
+        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if process.pool == "trainer" and config.trainer.tp > 1 else "32"
     elif process.slots:
         settings |= ON_CPU
         cores = [slot.index for slot in process.slots]

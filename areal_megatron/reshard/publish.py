@@ -27,7 +27,7 @@ from torch import Tensor
 
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.plan import Bucket, Plan, Planner
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, pack
+from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Members, Message, bind, pack
 from areal_megatron.run import RunError
 
 _LOOK_S = 0.5
@@ -43,7 +43,8 @@ class Publisher:
     Megatron's names, with every gather into them finished; their storage is read in place, so no step may change them
     between `publish` and the return of `wait_until_read`. `planner` knows the layouts of both sides; `engines` engines
     exist from the start, and hold `dtype`. `store` is host:port of the trainers' TCPStore, `timeout_s` the time that an
-    update may take. `on_delivered` is called on rank 0 alone, once for each version and link.
+    update may take, `link` the setting of that name. `on_delivered` is called on rank 0 alone, once for each version
+    and link.
 
     Raises LayoutError if the parameters are not those of the layout.
 
@@ -70,6 +71,7 @@ class Publisher:
         on_delivered: OnDelivered | None,
         timeline: Timeline,
         check_finite: bool = False,
+        link: str = "device",
     ):
         held = parameters()
         planner.sources[rank].check({name: p.shape for name, p in held.items()}, f"trainer rank {rank}")
@@ -83,6 +85,7 @@ class Publisher:
             timeout_s=timeout_s,
             on_delivered=on_delivered if rank == 0 else None,
             timeline=timeline,
+            through_host=link == "host",
         )
         for engine in range(engines):
             self._trainer.plan(engine)
@@ -163,6 +166,8 @@ class TrainerRank:
     on_delivered: OnDelivered | None
     """None on every rank but the first."""
     timeline: Timeline
+    through_host: bool = False
+    """Whether messages travel between buffers in the memory of the host."""
 
 
 class Outlet:
@@ -191,11 +196,12 @@ class Outlet:
         return self.plan.sent_by(self.trainer.rank)
 
     @cached_property
-    def senders(self) -> list[int]:
-        return sorted({transfer.source for transfer in self.plan.transfers})
+    def members(self) -> Members:
+        return Members.of(self.plan)
 
     def link(self) -> Link:
-        """Joins the link at the first call. Raises LinkError if an earlier update of this generation failed."""
+        """Opens the link at the first call, and joins it if this rank sends. Raises LinkError if an earlier update of
+        this generation failed."""
         if self._broken:
             raise LinkError(
                 f"engine {self.engine} needs a new generation after {self.generation}, which failed: {self._broken}"
@@ -204,13 +210,13 @@ class Outlet:
             self._link = Link(
                 engine=self.engine,
                 generation=self.generation,
-                rank=self.trainer.rank,
-                trainers=self.plan.sources,
-                engine_ranks=self.plan.destinations,
                 store=self.trainer.store,
                 device=self.trainer.device,
                 timeout_s=self.trainer.timeout_s,
+                through_host=self.trainer.through_host,
             )
+            if (member := self.members.trainer(self.trainer.rank)) is not None:
+                self._link.join(self.members, member)
         return self._link
 
     def break_link(self, update: int, reason: str) -> str:
@@ -363,6 +369,7 @@ class Transmission:
     def _send(self) -> None:
         outlet, trainer, n, link = self.outlet, self.outlet.trainer, self._number, self.outlet.link()
         if not outlet.buckets:
+            self._read.set()
             return
         ranks = range(outlet.plan.destinations)
         ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
@@ -373,15 +380,15 @@ class Transmission:
                     "the same release, with the same model and sizes?"
                 )
         link.say(f"sending/{n}/{trainer.rank}", "")
+        link.meet(self._deadline, update=n, stop=self._stop)
         size = sum(bucket.elements for bucket in outlet.buckets) * trainer.dtype.itemsize
         span = trainer.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
+        if self._settled:
+            self._settled.synchronize()
         with span, link.stream():
-            if self._settled:
-                self._settled.wait()
             self._send_buckets(link)
 
     def _send_buckets(self, link: Link) -> None:
-        first = self.outlet.plan.sources  # the engine's rank 0, in the link
         packed: deque[Message] = deque()
         direct: list[Message] = []
         for bucket, flat, copies in self.outlet.parcels(self._parameters):
@@ -392,7 +399,7 @@ class Transmission:
                 if copies is not None:
                     pack(copies)
                     link.settle()
-            (direct if copies is None else packed).append(link.send(flat, first + bucket.destination, bucket))
+            (direct if copies is None else packed).append(link.send(flat, bucket, self._deadline))
         for message in direct:
             message.wait(self._deadline)
         link.settle()
@@ -416,6 +423,6 @@ class Transmission:
         n, link, outlet = self._number, self.outlet.link(), self.outlet
         ranks = range(outlet.plan.destinations)
         received = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
-        sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.senders}
+        sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.members.senders}
         values = link.wait(received | sent, self._deadline, update=n, stop=lambda: None)
         return sum(map(int, values[: len(received)]))

@@ -51,6 +51,9 @@ class LinkInfo:
     engines: int = 1
     """How many engines the run has by its config, among which the trainer ranks are divided."""
 
+    link: str = "device"
+    """The setting of that name: what messages travel through."""
+
     def planner(self) -> Planner:
         """Returns the planner that the trainers have too. Raises ConfigError if the sizes do not fit the model."""
         sizes = MegatronSizes(**self.sizes), EngineSizes(**self.engine_sizes)
@@ -72,6 +75,7 @@ def init_body(
         timeout_s=config.reshard.timeout_s,
         bucket_elements=largest_bucket(not config.machine.is_cpu),
         engines=config.rollout.engines,
+        link=config.reshard.link,
     )
     return {"init_info": asdict(info)}
 

@@ -28,8 +28,7 @@ from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Plan, largest_bucket
 from areal_megatron.reshard.session import LinkInfo
-from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Message, bind, unpack
+from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Members, Message, bind, settle, unpack
 
 
 @dataclass(frozen=True)
@@ -78,22 +77,22 @@ class Inlet:
         self.slots = 0
         """How many messages fit into staging at the same time."""
         self.digest = ""
-        trainers, engine = MegatronSizes(**info.sizes), EngineSizes(**info.engine_sizes)
-        _check(shard, info.hf_config, engine, getattr(torch, info.dtype), self.name)
+        _check(shard, info.hf_config, EngineSizes(**info.engine_sizes), getattr(torch, info.dtype), self.name)
 
         def join() -> None:
             try:
                 self.link = Link(
                     engine=info.engine,
                     generation=info.generation,
-                    rank=trainers.ranks + shard.rank,
-                    trainers=trainers.ranks,
-                    engine_ranks=engine.ranks,
                     store=info.store,
                     device=shard.staging.device,
                     timeout_s=info.timeout_s,
+                    through_host=info.link == "host",
                 )
-                self._bind(info.planner().plan(info.engine))
+                plan = info.planner().plan(info.engine)
+                members = Members.of(plan)
+                self.link.join(members, members.engine(shard.rank))
+                self._bind(plan)
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
@@ -164,12 +163,17 @@ class Reception:
         return self._error and f"{self._inlet.name}: update {self._number} cannot be committed: {self._error}"
 
     def commit(self) -> None:
-        """Copies staging into the live parameters. Call it only if there is no `problem`."""
+        """Copies staging into the live parameters. Call it only if there is no `problem`.
+
+        Returns when the device is done, so that its time counts as the engine's pause, and the next update may write
+        into staging.
+        """
         shard = self._inlet.shard
         if not shard.streamed:
             for copies in self._inlet.copies:
                 unpack(copies)
         shard.repack()
+        settle(shard.staging.device)
 
     def _run(self, before: threading.Thread | None) -> None:
         inlet = self._inlet
@@ -194,12 +198,13 @@ class Reception:
         # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
         sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
         link.wait(sending, self._deadline, update=n, stop=self._stop)
+        link.meet(self._deadline, update=n, stop=self._stop)
         with link.stream():
             arriving: deque[tuple[Message, Copies]] = deque()
             for bucket, place, copies in zip(inlet.buckets, inlet.places, inlet.copies, strict=True):
                 if len(arriving) == inlet.slots:
                     self._arrive(*arriving.popleft())
-                arriving.append((link.receive(place, bucket.source, bucket), copies))
+                arriving.append((link.receive(place, bucket, self._deadline), copies))
             while arriving:
                 self._arrive(*arriving.popleft())
             link.settle()

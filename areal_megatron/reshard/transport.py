@@ -1,11 +1,13 @@
-"""One link: the trainer ranks and the ranks of one engine, for one generation.
+"""One link: the trainer ranks that send to one engine and the ranks of this engine, for one generation.
 
-Weights travel over a process group of the link's own (gloo between CPUs, NCCL between GPUs). What the ranks have to
-tell each other they write under keys of the trainers' TCPStore, with a prefix of the link's own:
+Weights travel over a process group of the link's own: gloo between CPUs, NCCL between GPUs, or gloo between buffers in
+the memory of the host (`reshard.link=host`). What the ranks have to tell each other they write under keys of the
+trainers' TCPStore, with a prefix of the link's own:
 
 | key | set by | value |
 |---|---|---|
 | library | the first rank of either side that joined | what carries its messages, and who it is |
+| member/M | member M | it is about to connect to all the others at once (NCCL only) |
 | ready/N/R | engine rank R | digest of the plan it follows; it waits for update N |
 | sending/N/S | trainer rank S | its first message of update N is on its way |
 | sent/N/S | trainer rank S | it read every parameter before any could change |
@@ -22,12 +24,20 @@ are unusable after a timeout, so the controller gives the link a new generation.
 | a trainer rank, from `publish` until its last message is sent; rank 0, until all have arrived | timeout_s | publish |
 | an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
 | an engine rank, from /start_weight_update until it has its last message | timeout_s | staging.Reception |
-| connecting to the store; an operation of an NCCL group | timeout_s | `connect`, `_process_group` |
-| one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_process_group` |
+| connecting to the store; an operation of an NCCL group | timeout_s | `connect`, `_nccl_group` |
+| a member that waits for the others, or for the name of NCCL's group | the update's own | `Link.meet` |
+| one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_gloo_group` |
 | the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
 
 The controller waits twice as long because trainers that are alive report the end of their own limit; its limit passes
 only if one is dead.
+
+Over NCCL a rank has one message of a link on its way at most, and posts the next when it has seen that one arrive: a
+link has one communicator, and that has one stream. A GPU holds the work of all its streams in a few queues, and a
+second message that waited there for the first could hold up the all-reduce of a training step, which another rank needs
+before it gets to the message for which everybody waits. gloo has no such queues; there a pair has as many messages on
+their way as there are buffers for them. Both ends go through their messages in the plan's one order and wait for
+earlier ones only, so the earliest message that has not arrived is never held up.
 """
 
 from __future__ import annotations
@@ -38,8 +48,11 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 
 import numpy as np
 import torch
@@ -47,7 +60,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.errors import first_line
-from areal_megatron.reshard.plan import Bucket
+from areal_megatron.reshard.plan import Bucket, Plan
 
 POLL_S = (0.001, 0.005)
 """The pause between two looks at the store: the first, and the longest, to which it grows."""
@@ -58,10 +71,23 @@ takes 36 µs of it."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → an integer dtype of that size."""
 
-_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
 """With these, torch's watchdog aborts a link's group when a peer dies, and no more. By default it ends the process: at
-once, or some minutes later if a dump of what hangs is asked for (ProcessGroupNCCL.cpp)."""
+once, or some minutes later if a dump of what hangs is asked for, or if its monitor sees no progress
+(ProcessGroupNCCL.cpp). The last one silences a warning that messages wait for each other, as here they should."""
 _nccl_settings = threading.Lock()
+_NCCL_BLOCKS = 2, 4
+"""The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
+_LOOK_AT_GPU_S = 0.0001
+"""The pause between two looks whether a message on the GPU has arrived. torch's own wait looks every millisecond."""
+
+_WIRES = 2
+"""Buffers of the host for each peer: one is copied to or from while the other is on its way."""
 
 GLOO_TRIES = 5
 """How often gloo waits for a peer that does not connect before it gives up."""
@@ -106,8 +132,38 @@ def connect(store: str, timeout_s: float) -> dist.TCPStore:
         raise LinkError(f"cannot reach the trainers' store at {store}: {first_line(e)}") from None
 
 
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a link, as the plan has them: first the trainer ranks that send to the engine, then the engine's."""
+
+    senders: Sequence[int]
+    """The trainer ranks, in ascending order."""
+    engine_ranks: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Members:
+        return cls(sorted({transfer.source for transfer in plan.transfers}), plan.destinations)
+
+    def __len__(self) -> int:
+        return len(self.senders) + self.engine_ranks
+
+    def trainer(self, rank: int) -> int | None:
+        """Returns the number of a trainer rank among the members, or None if it sends nothing."""
+        return self.senders.index(rank) if rank in self.senders else None
+
+    def engine(self, rank: int) -> int:
+        """Returns the number of an engine rank among the members."""
+        return len(self.senders) + rank
+
+    def name(self, member: int) -> str:
+        """Returns what a member is called in messages."""
+        sends = member < len(self.senders)
+        return f"trainer rank {self.senders[member]}" if sends else f"engine rank {member - len(self.senders)}"
+
+
 class Link:
-    """One rank's end of a link. The trainer ranks come first; rank R of the engine is rank `trainers` + R of the link.
+    """One rank's end of a link. Every rank of both sides may use the store; messages need `join` and, from update to
+    update, `meet`.
 
     One thread at a time may use it, but any thread may call `say_failed` and `failure`.
     """
@@ -117,28 +173,68 @@ class Link:
         *,
         engine: int,
         generation: int,
-        rank: int,
-        trainers: int,
-        engine_ranks: int,
         store: str,
         device: torch.device,
         timeout_s: float,
+        through_host: bool = False,
     ):
         self.name = f"link to engine {engine}, generation {generation}"
-        self.device = device
-        prefix = f"link/{engine}/{generation}"
-        self._keys = dist.PrefixStore(prefix, connect(store, timeout_s))
-        pairs = dist.PrefixStore("pairs", self._keys)
-        ranks = trainers + engine_ranks
-        self._agree_on_library(f"trainer rank {rank}" if rank < trainers else f"engine rank {rank - trainers}")
-        self._group = _process_group(pairs, rank, ranks, device, timeout_s)
-        self._longest_pause_s = max(POLL_S[1], POLL_S_PER_RANK * ranks)
-        self._stream = torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
+        self.device, self._timeout_s, self._through_host = device, timeout_s, through_host
+        self._keys = dist.PrefixStore(f"link/{engine}/{generation}", connect(store, timeout_s))
+        self._group: dist.Backend | None = None
+        self._longest_pause_s = POLL_S[1]
+        self._stream: torch.Stream | None = None
+        self._under_way: dict[int, deque[Message]] = defaultdict(deque)
+        """The messages of each stream that this rank has not seen arrive, the oldest first."""
+        self._wires: dict[int, deque[Tensor]] = defaultdict(deque)
+        """Buffers of the host for each peer, used in turns."""
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.device.type != "cpu" and not self._through_host
+
+    @property
+    def _most(self) -> float:
+        """How many messages may be on their way: over NCCL of this rank, over gloo between a pair."""
+        return 1 if self.uses_nccl else _WIRES if self._through_host else inf
+
+    def join(self, members: Members, member: int) -> None:
+        """Makes this rank member number `member`, one of those that exchange messages. Raises LinkError."""
+        self._members, self._member = members, member
+        self._agree_on_library(members.name(member))
+        self._longest_pause_s = max(POLL_S[1], POLL_S_PER_RANK * len(members))
+        if self.device.type != "cpu":
+            self._stream = torch.get_device_module(self.device).Stream(self.device)
+        if not self.uses_nccl:
+            pairs = dist.PrefixStore("pairs", self._keys)
+            self._group = _gloo_group(pairs, member, len(members), self._timeout_s)
+
+    def meet(self, deadline: Deadline, *, update: int, stop: Callable[[], None]) -> None:
+        """Connects all members over NCCL, once in a generation; gloo connects a pair at its first message.
+
+        What torch would wait for in the store without a deadline, and with every other link of the process waiting
+        behind it, is waited for here as in `wait`. Raises LinkError.
+        """
+        if not self.uses_nccl or self._group:
+            return
+        self.say(f"member/{self._member}", "")
+        here = {f"member/{number}": f"member {number} to connect" for number in range(len(self._members))}
+        self.wait(here, deadline, update=update, stop=stop)
+
+        def wait(key: str) -> str:
+            self.wait({f"pairs/{key}": f"NCCL's {key} of member 0"}, deadline, update=update, stop=stop)
+
+        self._pairs = _PolledStore(dist.PrefixStore("pairs", self._keys), wait)
+        self._group = _nccl_group(self._pairs, self._member, len(self._members), self._timeout_s)
+        try:
+            self._group.eager_connect_single_device(self.device)
+        except RuntimeError as e:
+            raise LinkError(f"{self.name}: cannot connect over NCCL: {first_line(e)}") from None
 
     def _agree_on_library(self, who: str) -> None:
         """Raises LinkError, after telling the other ranks, if this rank's library is not that of the first to join. Two
         versions of NCCL do not connect, and the reason is in NCCL's own log at most."""
-        mine = library(self.device)
+        mine = library() if self.uses_nccl else "gloo"
         try:
             theirs, _, other = self._keys.compare_set("library", "", f"{mine} of {who}").decode().partition(" of ")
         except RuntimeError as e:
@@ -162,7 +258,7 @@ class Link:
     def abort(self) -> None:
         """Ends messages on the GPU that no peer will send or take; the link is unusable then. gloo's end by themselves,
         at their timeout."""
-        if self._stream:
+        if self.uses_nccl and self._group:
             with contextlib.suppress(RuntimeError):  # the group may have failed already
                 self._group.abort()
 
@@ -213,18 +309,68 @@ class Link:
     def _lost(self, error: Exception) -> str:
         return f"{self.name}: lost the trainers' store: {first_line(error)}"
 
-    def send(self, flat: Tensor, peer: int, bucket: Bucket) -> Message:
-        return Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))
+    def send(self, flat: Tensor, bucket: Bucket, deadline: Deadline) -> Message:
+        """Sends a bucket to its engine rank, as soon as earlier messages leave room for it.
 
-    def receive(self, flat: Tensor, peer: int, bucket: Bucket) -> Message:
-        return Message(self, f"receive {_describe(bucket)}", lambda: self._group.recv([flat], peer, bucket.number))
+        Raises LinkError, after which the link is unusable.
+        """
+        peer = self._members.engine(bucket.destination)
+        self._make_room(peer, deadline)
+        if self._through_host:
+            wire = self._wire(peer, flat)  # filled while the message before is still on its way
+            wire.copy_(flat, non_blocking=True)
+            self.settle()
+            flat = wire
+        message = Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))
+        return self._begin(peer, message)
+
+    def receive(self, flat: Tensor, bucket: Bucket, deadline: Deadline) -> Message:
+        """Receives a bucket from its trainer rank, as soon as earlier messages leave room for it.
+
+        Raises LinkError, after which the link is unusable.
+        """
+        peer, place, deliver = self._members.trainer(bucket.source), flat, None
+        self._make_room(peer, deadline)
+        if self._through_host:
+            self.settle()  # what this buffer held may still be on its way to its place
+            flat = self._wire(peer, place)
+            deliver = functools.partial(place.copy_, flat, non_blocking=True)
+        what = f"receive {_describe(bucket)}"
+        message = Message(self, what, lambda: self._group.recv([flat], peer, bucket.number), deliver)
+        return self._begin(peer, message)
+
+    def _make_room(self, peer: int, deadline: Deadline) -> None:
+        """Waits until another message to or from `peer` may be posted."""
+        posted = self._under_way[0 if self.uses_nccl else peer]
+        while posted and (posted[0].is_over or len(posted) >= self._most):
+            posted.popleft().wait(deadline)
+
+    def _begin(self, peer: int, message: Message) -> Message:
+        self._under_way[0 if self.uses_nccl else peer].append(message)
+        return message
+
+    def _wire(self, peer: int, flat: Tensor) -> Tensor:
+        """Returns the buffer of the host that was not used for longest, as long as `flat`."""
+        turns = self._wires[peer]
+        wire = turns.popleft() if len(turns) == _WIRES else flat.new_empty(0)
+        if wire.numel() < flat.numel():
+            wire = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=self.device.type != "cpu")
+        turns.append(wire)
+        return wire[: flat.numel()]
 
 
 class Message:
-    """A message that is on its way, sent or received. Raises LinkError if it cannot be issued."""
+    """A message that is on its way, sent or received. Raises LinkError if it cannot be issued.
 
-    def __init__(self, link: Link, what: str, issue: Callable[[], dist.Work]):
-        self._what = f"{link.name}: {what}"
+    `deliver` copies what was received from a buffer of the link to its place, on the link's stream.
+    """
+
+    def __init__(
+        self, link: Link, what: str, issue: Callable[[], dist.Work], deliver: Callable[[], object] | None = None
+    ):
+        self._what, self._on_gpu, self._deliver = f"{link.name}: {what}", link.uses_nccl, deliver
+        self.is_over = False
+        """Whether `wait` has returned."""
         try:
             self._work = issue()
         except RuntimeError as e:
@@ -232,10 +378,19 @@ class Message:
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when the buffer may be used again. Raises LinkError, after which the link is unusable."""
+        if self.is_over:
+            return
         try:
+            # torch's wait puts one into the GPU's queues first, which holds up what comes after it there until the
+            # message has arrived.
+            while self._on_gpu and not self._work.is_completed() and not deadline.passed:
+                time.sleep(_LOOK_AT_GPU_S)
             self._work.wait(deadline.left)
         except RuntimeError as e:
             raise LinkError(f"{self._what}: {first_line(e)}") from None
+        if self._deliver:
+            self._deliver()
+        self.is_over = True
 
 
 Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.ndarray]]
@@ -272,6 +427,12 @@ def _array(view: Tensor) -> np.ndarray:
     return view.detach().view(_INTEGERS[view.dtype.itemsize]).numpy()
 
 
+def settle(device: torch.device) -> None:
+    """Returns when everything that this thread has issued on `device` is done."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
 @torch.no_grad()
 def _copy(targets: list, sources: list) -> None:
     if targets and isinstance(targets[0], np.ndarray):
@@ -281,10 +442,8 @@ def _copy(targets: list, sources: list) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def library(device: torch.device) -> str:
-    """Returns what carries messages between devices of this kind: "gloo", or NCCL with its version."""
-    if device.type == "cpu":
-        return "gloo"
+def library() -> str:
+    """Returns NCCL's name and version."""
     version = ctypes.c_int()
     try:  # the one that torch has loaded, which need not be the one whose headers it was built with
         ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
@@ -294,29 +453,59 @@ def library(device: torch.device) -> str:
     return f"NCCL {major}.{rest // 100}.{rest % 100}"
 
 
-def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float):
-    timeout = timedelta(seconds=timeout_s)
-    if device.type == "cpu":
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout / GLOO_TRIES  # for one attempt to connect; messages have deadlines of their own
-        options._threads = 2
-        # Lazy: only pairs that exchange messages connect, and no rank waits for another to make the group.
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # torch heeds it only where it makes the devices itself
-        make = functools.partial(dist.ProcessGroupGloo.create_device, lazy_init=True)
-        options._devices = [make(interface=name) for name in interfaces.split(",") if name] or [
-            dist.ProcessGroupGloo.create_default_device(lazy_init=True)
-        ]
-        return dist.ProcessGroupGloo(store, rank, size, options)
+def _gloo_group(store: dist.Store, member: int, members: int, timeout_s: float) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()
+    # for one attempt to connect; messages have deadlines of their own
+    options._timeout = timedelta(seconds=timeout_s) / GLOO_TRIES
+    options._threads = 2
+    # Lazy: only pairs that exchange messages connect, and no rank waits for another to make the group.
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # torch heeds it only where it makes the devices itself
+    make = functools.partial(dist.ProcessGroupGloo.create_device, lazy_init=True)
+    options._devices = [make(interface=name) for name in interfaces.split(",") if name] or [
+        dist.ProcessGroupGloo.create_default_device(lazy_init=True)
+    ]
+    return dist.ProcessGroupGloo(store, member, members, options)
+
+
+def _nccl_group(store: dist.Store, member: int, members: int, timeout_s: float) -> dist.Backend:
+    """Returns a group that has one communicator once `eager_connect_single_device` was called, which every member must.
+
+    Otherwise torch would make one for each pair that exchanges messages (ProcessGroupNCCL::pointToPoint), with buffers
+    of its own on both GPUs.
+    """
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 1
+    options.config.min_ctas, options.config.max_ctas = _NCCL_BLOCKS
+    # A pool of streams that nothing else draws from, so that no message shares a stream with training or generation.
+    options.is_high_priority_stream = True
     with _nccl_settings:
         before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
         os.environ.update(_NCCL_SETTINGS)
         try:
-            return dist.ProcessGroupNCCL(store, rank, size, options)  # reads the settings here only
+            return dist.ProcessGroupNCCL(store, member, members, options)  # reads the settings here only
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class _PolledStore(dist.Store):
+    """A store for torch that never waits inside torch: a TCPStore that waits for a key keeps all threads of the process
+    from using it. `wait` is called with each key that is asked for; it returns when the key is set, or raises."""
+
+    def __init__(self, keys: dist.Store, wait: Callable[[str], None]):
+        super().__init__()
+        self._keys, self._wait = keys, wait
+
+    def set(self, key: str, value: bytes) -> None:
+        self._keys.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._wait(key)
+        return self._keys.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._keys.check(keys)
 
 
 def _describe(bucket: Bucket) -> str:

@@ -20,7 +20,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_megatron.config import Config
@@ -37,6 +37,7 @@ AIMS = {
     "bytes_over_minimum": "aim: 1.000",
     "speedup_over_gather_broadcast": "aim: at least 2.5",
     "time_over_link_floor": "aim: at most 1.3",
+    "processor_time_over_raw_link": "aim: at most 1.3",
     "stall_over_baseline": "aim: at most 0.2",
     "commit_ms": "",
     "reprefill_ms": "",
@@ -48,6 +49,8 @@ PAUSE_SLEEPS_S = 0.02
 """vLLM's /pause sleeps this long before it returns, with the engine already paused (vLLM 0.32, async_llm.py)."""
 BYTES = 2
 """Bytes of an element of the model, bfloat16."""
+LINKS = ("host", "device")
+"""The links that are measured (`reshard.link`), one after the other, each in a generation of its own."""
 UNDISTURBED_TOKENS = 12
 """Tokens of each answer that are timed before an update."""
 
@@ -97,25 +100,28 @@ class Bench:
         self._checksums: dict[int, list[dict[str, str]]] = {}
 
     async def join(self) -> None:
-        store = self._run.endpoint("trainer-store")
-        bodies = [
-            init_body(config=self._config, engine=engine.index, generation=1, store=store, hf_config=self.hf_config)
-            for engine in self.engines
-        ]
-        infos = [body["init_info"] for body in bodies]
+        infos = [body["init_info"] for body in await self.use(LINKS[0])]
         workers = len(self.engines) * self._config.rollout.tp
         await asyncio.gather(
             self._trainers.order("join", init_infos=infos),
             *(engine.rpc("bench_join", info, workers) for engine, info in zip(self.engines, infos, strict=True)),
-            *(engine.join_link(body) for engine, body in zip(self.engines, bodies, strict=True)),
         )
         self._checksums[0] = await self._held()
+
+    async def use(self, link: str) -> list[dict]:
+        """Begins a generation of our links with this `reshard.link`; returns what the engines were told."""
+        self._link = (LINKS.index(link) + 1, link)
+        config = replace(self._config, reshard=replace(self._config.reshard, link=link))
+        told = {"generation": self._link[0], "store": self._run.endpoint("trainer-store"), "hf_config": self.hf_config}
+        bodies = [init_body(config=config, engine=engine.index, **told) for engine in self.engines]
+        await asyncio.gather(*(engine.join_link(body) for engine, body in zip(self.engines, bodies, strict=True)))
+        return bodies
 
     async def ours(self, *, clear_cache: bool = False) -> Update:
         """Makes one update in the way of controller/updates.py."""
         version = await self._step()
         start = time.monotonic()
-        published = asyncio.create_task(self._trainers.order("publish", version=version))
+        published = asyncio.create_task(self._trainers.order("publish", version=version, link=self._link))
         commits = await asyncio.gather(*(self._carry_out(engine, version, clear_cache) for engine in self.engines))
         return Update(start, min(await published), commits)
 
@@ -140,6 +146,27 @@ class Bench:
         start = min(await self._trainers.order("send_raw"))
         ends = [worker["at"] for engine in self.engines for worker in await engine.rpc("bench_raw_received")]
         return max(ends) - start
+
+    async def processor_times(self) -> tuple[float, float]:
+        """Makes an update and uses the raw link; returns the processor seconds that all ranks need for each, from the
+        order to send until everything has arrived."""
+        version = await self._step()
+        begin = await self._processor_s()
+        for engine in self.engines:
+            await engine.start_update()
+        await self._trainers.order("publish", version=version, link=self._link)
+        for engine in self.engines:
+            await self._trainers.delivered(engine.index, version)
+        ours_s = await self._processor_s() - begin
+        for engine in self.engines:
+            await engine.commit(version, clear_cache=False)
+        begin = await self._processor_s()
+        await self.raw()
+        return ours_s, await self._processor_s() - begin
+
+    async def _processor_s(self) -> float:
+        workers = [worker for engine in self.engines for worker in await engine.rpc("bench_processor")]
+        return sum(worker["seconds"] for worker in workers) + sum(await self._trainers.order("processor"))
 
     async def check(self) -> None:
         """Raises RuntimeError unless the engines hold the version that was sent last.
@@ -195,6 +222,7 @@ async def idle_repetition(bench: Bench) -> dict[str, float]:
     counters += [before, await bench.received()]
     await bench.check()
     raw_s = await bench.raw()
+    our_processor_s, raw_processor_s = await bench.processor_times()
     own, broadcast = (
         max((after - start) / size for start, after, size in zip(*pair, bench.slices(), strict=True))
         for pair in (counters[:2], counters[2:])
@@ -204,13 +232,27 @@ async def idle_repetition(bench: Bench) -> dict[str, float]:
         "bytes_over_minimum_of_gather_broadcast": broadcast,
         "speedup_over_gather_broadcast": theirs.seconds / ours.seconds,
         "time_over_link_floor": ours.transfer_s / raw_s,
+        "processor_time_over_raw_link": our_processor_s / raw_processor_s,
         "update_ms": 1e3 * ours.seconds,
         "transfer_ms": 1e3 * ours.transfer_s,
         "raw_link_ms": 1e3 * raw_s,
+        "processor_ms_of_transfer": 1e3 * our_processor_s,
+        "processor_ms_of_raw_link": 1e3 * raw_processor_s,
         "commit_ms_of_idle_engines": 1e3 * ours.stall_s,
         "gather_broadcast_ms": 1e3 * theirs.seconds,
         "gather_ms": 1e3 * (theirs.began - theirs.start),
         "broadcast_and_load_ms": 1e3 * theirs.transfer_s,
+    }
+
+
+async def host_repetition(bench: Bench) -> dict[str, float]:
+    """Measures the transfer to idle engines through the memory of the host, where the links go through it."""
+    update = await bench.ours()
+    await bench.check()
+    raw_s = await bench.raw()
+    return {
+        "transfer_ms_through_host": 1e3 * update.transfer_s,
+        "time_over_link_floor_through_host": update.transfer_s / raw_s,
     }
 
 
@@ -263,7 +305,7 @@ async def measure(out: Path, repetitions: int, small: bool, core_each: bool, sta
     """Returns what --json writes."""
     say(f"writing the model into {out}")
     run, config = prepare(out, SMALL if small else SIZES, core_each, staging)
-    idle, busy = [], []
+    host, idle, busy = [], [], []
     say(
         f"starting {config.trainer_ranks} trainer ranks and {config.rollout.engines} engines of "
         f"{config.rollout.tp} ranks"
@@ -271,6 +313,11 @@ async def measure(out: Path, repetitions: int, small: bool, core_each: bool, sta
     async with pools(run, config) as (trainers, engines):
         bench = Bench(run, config, trainers, engines)
         await bench.join()
+        await host_repetition(bench)  # makes the connections
+        for repetition in range(1, repetitions + 1):
+            host.append(await host_repetition(bench))
+            say("through the host, repetition {}: {transfer_ms_through_host:.0f} ms".format(repetition, **host[-1]))
+        await bench.use(LINKS[1])
         await warm_up(bench)
         for repetition in range(1, repetitions + 1):
             idle.append(await idle_repetition(bench))
@@ -289,7 +336,7 @@ async def measure(out: Path, repetitions: int, small: bool, core_each: bool, sta
                 await engine.rpc("bench_receive_on", trainers.cores)
             for repetition in busy:
                 repetition |= await received_elsewhere(bench)
-    return report(idle, busy, megabytes=sum(bench.slices()) / 1e6)
+    return report(host, idle, busy, megabytes=sum(bench.slices()) / 1e6)
 
 
 async def warm_up(bench: Bench) -> None:
@@ -302,15 +349,15 @@ async def warm_up(bench: Bench) -> None:
     await _while_generating(bench, lambda: bench.ours(clear_cache=True))
 
 
-def report(idle: list[dict[str, float]], busy: list[dict[str, float]], megabytes: float) -> dict[str, object]:
+def report(*measured: list[dict[str, float]], megabytes: float) -> dict[str, object]:
     """Returns the medians of the figures with an aim, and every figure with its spread.
 
     Ratios are those within a repetition.
     """
-    figures = spreads(idle) | spreads(busy)
+    figures = {key: figure for repetitions in measured for key, figure in spreads(repetitions).items()}
     return {
         **{key: figures[key]["median"] for key in AIMS if key in figures},
-        "repetitions": len(idle),
+        "repetitions": len(measured[0]),
         "megabytes": megabytes,
         "figures": figures,
     }

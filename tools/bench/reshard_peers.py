@@ -37,12 +37,11 @@ from areal_megatron.config_file import load
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import trainer_layout
-from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Deadline, Link, Message, connect
+from areal_megatron.reshard.transport import Deadline, Link, Members, Message, connect
 from areal_megatron.run import Run, from_command_line
 
 BUCKET_BYTES = 2**30
@@ -65,34 +64,34 @@ def merged(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 class RawLink:
-    """One rank's end of the raw link to one engine; ranks as in transport.Link, the trainers' first.
+    """One rank's end of the raw link to one engine; engine rank R is `rank` trainers.ranks + R.
 
     `init_info` is what /init_weight_transfer_engine gets.
     """
 
     def __init__(self, init_info: Mapping[str, Any], rank: int):
-        trainers, engine = MegatronSizes(**init_info["sizes"]), EngineSizes(**init_info["engine_sizes"])
+        trainers = MegatronSizes(**init_info["sizes"])
         plan = LinkInfo(**init_info).planner().plan(init_info["engine"])
         self._sends = rank < trainers.ranks
         own = merged(plan.sent_by(rank) if self._sends else plan.received_by(rank - trainers.ranks))
         dtype = getattr(torch, init_info["dtype"])
         self._buffers = [(bucket, torch.ones(bucket.elements, dtype=dtype)) for bucket in own]
-        self._trainers, self._timeout_s = trainers.ranks, init_info["timeout_s"]
+        self._timeout_s = init_info["timeout_s"]
         self._link = Link(
             engine=RAW + init_info["engine"],
             generation=init_info["generation"],
-            rank=rank,
-            trainers=trainers.ranks,
-            engine_ranks=engine.ranks,
             store=init_info["store"],
             device=torch.device("cpu"),
             timeout_s=self._timeout_s,
         )
+        members = Members.of(plan)
+        member = members.trainer(rank) if self._sends else members.engine(rank - trainers.ranks)
+        if member is not None:
+            self._link.join(members, member)
 
     def start(self) -> list[Message]:
-        if self._sends:
-            return [self._link.send(flat, self._trainers + b.destination, b) for b, flat in self._buffers]
-        return [self._link.receive(flat, b.source, b) for b, flat in self._buffers]
+        deadline, exchange = Deadline(self._timeout_s), self._link.send if self._sends else self._link.receive
+        return [exchange(flat, bucket, deadline) for bucket, flat in self._buffers]
 
     def finish(self, messages: Iterable[Message]) -> None:
         deadline = Deadline(self._timeout_s)
@@ -197,17 +196,21 @@ class TrainerRank:
         self._parameters = {name: parameter.data for name, parameter in self._model.module.named_parameters()}
         hf_config = read_config(config.model.path)
         hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
-        self._publisher = Publisher(
-            parameters=lambda: self._parameters,
-            planner=Planner.of(config, hf_config, sizes),
-            rank=rank,
-            engines=config.rollout.engines,
-            dtype=config.model.dtype,
-            store=run.endpoint(STORE),
-            timeout_s=self._timeout_s,
-            on_delivered=self._delivered,
-            timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
-        )
+        self._publishers = {
+            link: Publisher(
+                parameters=lambda: self._parameters,
+                planner=Planner.of(config, hf_config, sizes),
+                rank=rank,
+                engines=config.rollout.engines,
+                dtype=config.model.dtype,
+                store=run.endpoint(STORE),
+                timeout_s=self._timeout_s,
+                on_delivered=self._delivered,
+                timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
+                link=link,
+            )
+            for link in ("device", "host")
+        }
         self._gathering = Gathering(config, self._model, rank)
 
     def join(self, init_infos: list[dict[str, Any]]) -> None:
@@ -225,11 +228,14 @@ class TrainerRank:
         optimizer step."""
         torch._foreach_mul_(list(self._parameters.values()), factor)
 
-    def publish(self, version: int) -> float:
-        """Publishes our way; returns, once the parameters have been read, the monotonic time at which it began."""
+    def publish(self, version: int, link: tuple[int, str]) -> float:
+        """Publishes our way, over links of this generation and kind; returns, once the parameters have been read, the
+        monotonic time at which it began."""
         start = time.monotonic()
-        self._publisher.publish(version, [(engine, 1) for engine in range(self.config.rollout.engines)])
-        self._publisher.wait_until_read()
+        generation, kind = link
+        publisher = self._publishers[kind]
+        publisher.publish(version, [(engine, generation) for engine in range(self.config.rollout.engines)])
+        publisher.wait_until_read()
         return start
 
     def gather(self) -> None:
@@ -250,10 +256,15 @@ class TrainerRank:
             link.finish(sent)
         return start
 
+    def processor(self) -> float:
+        """Returns the processor seconds of this process so far."""
+        return time.process_time()
+
     def close(self) -> None:
         from areal_megatron.trainer.parallel import leave
 
-        self._publisher.close()
+        for publisher in self._publishers.values():
+            publisher.close()
         leave()
 
     def _delivered(self, engine: int, generation: int, version: int, seconds: float, received: int, error: str) -> None:
@@ -320,6 +331,9 @@ class EngineWorker:
             if thread != computes:
                 os.sched_setaffinity(thread, cores)
         return {"rank": self.rank}
+
+    def bench_processor(self) -> dict[str, Any]:
+        return {"rank": self.rank, "seconds": time.process_time()}
 
     def bench_bytes(self) -> dict[str, Any]:
         return {"rank": self.rank, "bytes": received_bytes()}

@@ -38,6 +38,18 @@ def test_each_part_is_ordered_on_its_node_with_the_gpus_of_that(tmp_path):
     assert orders[0].command == orders[1].command and len({order.log for order in orders}) == 2
 
 
+@pytest.mark.parametrize(("tp", "trainers"), [(1, "32"), (2, "1")])
+def test_only_trainers_that_overlap_tensor_parallelism_have_one_queue_on_the_gpu(tmp_path, tp, trainers):
+    asked = config("cuda", 1)
+    asked.trainer.tp = tp
+    placement = allocate(asked, [Node("a", (0, 1, 2, 3))])
+    for pool, connections in (("trainer", trainers), ("rollout", "32")):
+        for process in placement.pool(pool):
+            for part in getattr(process, "parts", [process]):
+                settings = start_order(asked, Run(tmp_path), part, "a").settings
+                assert settings["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
+
+
 def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
     (engine,) = allocate(config("cuda", 2), [Node("a", (0, 1, 2))]).pool("rollout")
     (part,) = engine.parts

@@ -71,20 +71,21 @@ def test_parameters_that_are_not_the_layouts_are_refused(parameters):
 
 def test_a_link_uses_the_network_interface_that_the_run_uses(monkeypatch):
     """Without one it would take the address of this machine's name, which may be 127.0.0.1."""
-    arguments = dist.HashStore(), 0, 1, torch.device("cpu"), 5.0
+    arguments = dist.HashStore(), 0, 1, 5.0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    transport._process_group(*arguments)
+    transport._gloo_group(*arguments)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError, match="none0"):
-        transport._process_group(*arguments)
+        transport._gloo_group(*arguments)
 
 
 @pytest.mark.parametrize("first", ["trainer", "engine"])
 def test_two_versions_of_nccl_are_named_on_both_sides_at_once(parameters, tmp_path, monkeypatch, first):
-    def library(_):
+    def library():
         return "NCCL 2.27.5" if threading.current_thread().name.startswith("join") else "NCCL 2.29.3"
 
     monkeypatch.setattr(transport, "library", library)
+    monkeypatch.setattr(transport.Link, "uses_nccl", True)
     store, delivered, begun = open_store(), queue.Queue(), time.monotonic()
     planner = Planner(CONFIG, MegatronSizes(), EngineSizes())
     timeline = Timeline(tmp_path / "timeline.jsonl", "trainer-0")

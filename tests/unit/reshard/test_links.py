@@ -1,0 +1,279 @@
+"""What travels over a link, and when: one communicator, one message at a time on a stream, also through the host."""
+
+import os
+import queue
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from areal_megatron.models.architecture import read_config
+from areal_megatron.reshard import staging, transport
+from areal_megatron.reshard.plan import Planner
+from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members
+from tests.support.link_store import open_store
+from tests.support.links import Pools
+from tests.support.reshard_oracle import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return write_model("qwen3", folder), read_config(folder)
+
+
+@pytest.fixture
+def pools(tmp_path, model):
+    made = []
+
+    def make(**settings):
+        made.append(Pools(tmp_path, *model, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class RecordedNccl:
+    """Stands for torch's ProcessGroupNCCL: chooses communicators as it does, and carries messages over gloo.
+
+    ProcessGroupNCCL.cpp, torch 2.13: a message that is neither batched nor sent after eager_connect_single_device gets
+    a communicator of its pair; all others use that of the device, for which each member asks the store.
+    """
+
+    made: list
+    keys: dist.Store
+
+    class Options:
+        def __init__(self):
+            self.config = SimpleNamespace()
+
+    def __init__(self, store, rank, size, options):
+        self.store, self.rank, self.size, self.options = store, rank, size, options
+        self.environment = {name: os.environ.get(name) for name in transport._NCCL_SETTINGS}
+        self.communicators, self.under_way, self.most = Counter(), 0, 0
+        self._eager, self._gloo = False, transport._gloo_group(self.keys, rank, size, 20.0)
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device):
+        if self.rank == 0:
+            self.store.set("0", bytes(range(128)))
+        else:
+            assert self.store.get("0") == bytes(range(128))
+        self._eager = True
+
+    def send(self, tensors, peer, tag):
+        return self._work(peer, self._gloo.send(tensors, peer, tag))
+
+    def recv(self, tensors, peer, tag):
+        return self._work(peer, self._gloo.recv(tensors, peer, tag))
+
+    def abort(self): ...
+
+    def _work(self, peer, work):
+        self.communicators["device" if self._eager else tuple(sorted((self.rank, peer)))] += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        ready = time.monotonic() + 0.002
+
+        def wait(timeout):
+            assert time.monotonic() >= ready, "torch's wait comes after the message, or it holds up the GPU's queue"
+            work.wait(timeout)
+            self.under_way -= 1
+
+        return SimpleNamespace(is_completed=lambda: time.monotonic() >= ready, wait=wait)
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    recorded = type("ProcessGroupNCCL", (RecordedNccl,), {"made": [], "keys": dist.HashStore()})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", recorded, raising=False)
+    monkeypatch.setattr(Link, "uses_nccl", property(lambda link: True))
+    monkeypatch.setattr(transport, "library", lambda: "NCCL 2.29.7")
+    return recorded.made
+
+
+def test_a_link_over_nccl_has_one_communicator_on_each_rank(pools, nccl):
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2)
+    link.join(1)
+    for version in (1, 2):
+        link.update(version)
+    link.assert_committed()
+    plan = link.planner.plan(0)
+    assert len({t.source for t in plan.transfers if t.destination == 0}) > 1, "or one a pair would be one a link"
+    assert len(nccl) == link.sizes.ranks + link.tp, "one group for both updates"
+    assert {group.size for group in nccl} == {link.sizes.ranks + link.tp}
+    for group in nccl:
+        assert list(group.communicators) == ["device"]
+        assert group.most == 1, "messages on the stream of the communicator at the same time"
+
+
+def test_what_nccl_is_told(pools, nccl):
+    link = pools(sizes={}, tp=1)
+    link.join(1)
+    link.update(1)
+    for group in nccl:
+        config = group.options.config
+        assert (config.blocking, config.min_ctas, config.max_ctas) == (1, 2, 4)
+        assert group.options.is_high_priority_stream
+        assert group.environment["TORCH_NCCL_ENABLE_MONITORING"] == "0", "its monitor may end the process"
+        assert group.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert not set(transport._NCCL_SETTINGS) & set(os.environ)
+
+
+def test_trainer_ranks_that_send_nothing_neither_join_nor_wait(pools, nccl, monkeypatch):
+    """Rank 0 sends nothing, but reports what arrived; its next step need not wait for that."""
+    link = pools(sizes={"dp": 2}, tp=1)
+    whole = link.planner.plan(0)
+    plan = replace(whole, transfers=tuple(replace(t, source=1) for t in whole.transfers))
+    monkeypatch.setattr(Planner, "plan", lambda planner, engine: plan)
+    for publisher in link.publishers:
+        publisher._trainer = replace(publisher._trainer, plan=lambda engine: plan)
+    link.join(1)
+    link.publish(1)  # and the engine has not started to receive
+    begin = time.monotonic()
+    link.publishers[0].wait_until_read()
+    assert time.monotonic() - begin < 5
+    link.start()
+    *_, size, error = link.delivered.get(timeout=60)
+    assert not error and size == sum(transfer.receive.box.size for transfer in plan.transfers) * 4
+    assert sorted((group.rank, group.size) for group in nccl) == [(0, 2), (1, 2)]
+
+
+def test_a_member_that_dies_while_it_connects_holds_nobody_beyond_the_deadline(nccl):
+    """Nor the other links of the process, which use the same connection to the store."""
+    store = open_store()
+    address, device = f"127.0.0.1:{store.port}", torch.device("cpu")
+    link, other = (
+        Link(engine=engine, generation=1, store=address, device=device, timeout_s=30.0) for engine in range(2)
+    )
+    link.join(Members([0], 1), 1)
+    link.say("member/0", "")  # so it was there a moment ago
+    errors = queue.Queue()
+
+    def meet():
+        try:
+            link.meet(Deadline(1.5), update=1, stop=lambda: None)
+        except LinkError as e:
+            errors.put(str(e))
+
+    threading.Thread(target=meet, daemon=True).start()
+    time.sleep(0.5)
+    begin = time.monotonic()
+    other.say("ready/1/0", "")
+    assert other.failure(1) == ""
+    assert time.monotonic() - begin < 0.5
+    said = errors.get(timeout=10)
+    assert said.startswith("link to engine 0, generation 1: ") and "member 0" in said and "\n" not in said
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Returns (direction, source, destination, when posted, when seen to arrive) of each message, as they come."""
+    messages = []
+
+    class Recorded(transport.Message):
+        def __init__(self, link, what, *args):
+            super().__init__(link, what, *args)
+            words = what.split()
+            source, destination = words[words.index("trainer") + 2], words[-1]
+            self._record = [words[0], source, destination, time.monotonic(), float("inf")]
+            messages.append(self._record)
+
+        def wait(self, deadline):
+            super().wait(deadline)
+            self._record[-1] = min(self._record[-1], time.monotonic())
+
+    monkeypatch.setattr(transport, "Message", Recorded)
+    return messages
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes engine rank 1 slow to take its messages."""
+    receive = Link.receive
+
+    def slowly(link, place, bucket, deadline):
+        if bucket.destination == 1:
+            time.sleep(0.01)
+        return receive(link, place, bucket, deadline)
+
+    monkeypatch.setattr(Link, "receive", slowly)
+
+
+def most_under_way(times):
+    return max(sum(posted <= moment < arrived for posted, arrived in times) for moment, _ in times)
+
+
+def test_over_nccl_a_rank_has_one_message_of_a_link_under_way(pools, nccl, record, slow):
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2)
+    link.join(1)
+    link.update(1)
+    link.assert_committed()
+    of_rank = defaultdict(list)
+    for direction, source, destination, *times in record:
+        of_rank[direction, source if direction == "send" else destination].append(times)
+    assert len(of_rank) == link.sizes.ranks + link.tp and min(map(len, of_rank.values())) > 10
+    assert {rank: most_under_way(times) for rank, times in of_rank.items()} == dict.fromkeys(of_rank, 1)
+
+
+def test_through_the_host_a_pair_has_as_many_under_way_as_buffers(pools, record, slow):
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2, link="host")
+    link.join(1)
+    link.update(1)
+    link.assert_committed()
+    of_pair = defaultdict(list)
+    for direction, source, destination, *times in record:
+        of_pair[direction, source, destination].append(times)
+    pairs = {(transfer.source, transfer.destination) for transfer in link.planner.plan(0).transfers}
+    assert len(of_pair) == 2 * len(pairs)
+    assert max(most_under_way(times) for times in of_pair.values()) == 2
+
+
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_CUDA)])
+@pytest.mark.parametrize("kind", ["full", "streamed"])
+def test_a_link_through_the_host_delivers_every_parameter(pools, kind, device):
+    """Twice, so that its buffers are used again."""
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2, link="host", staging=kind, device=device)
+    link.join(1)
+    for version in (1, 2):
+        for tensor in (tensor for held in link.held for tensor in held.values()):
+            tensor.zero_()
+        link.update(version)
+        link.assert_committed()
+    links = [inlet.link for inlet in link.inlets] + [publisher._outlets[0].link() for publisher in link.publishers]
+    own = {tensor.data_ptr() for publisher in link.publishers for tensor in publisher._parameters().values()}
+    for end in links:
+        wires = [wire for turns in end._wires.values() for wire in turns]
+        assert len(wires) == 2 * len(end._wires) > 0 and not own & {wire.data_ptr() for wire in wires}
+        assert all(wire.is_pinned() == (device != "cpu") for wire in wires)
+
+
+def test_two_ends_that_go_through_different_memory_still_meet(pools):
+    """gloo carries both kinds, so a setting that differs costs a copy and no more."""
+    link = pools(sizes={"tp": 2}, tp=1, link="host")
+    link._link = "device"
+    link.join(1)
+    link.update(1)
+    link.assert_committed()
+
+
+def test_a_commit_ends_when_the_device_has_done_it(pools, monkeypatch):
+    link = pools(sizes={}, tp=1)
+    done = []
+    link.shards[0] = replace(link.shards[0], repack=lambda: done.append("repacked"))
+    for name in ("unpack", "settle"):
+        whole = getattr(staging, name)
+        monkeypatch.setattr(staging, name, lambda *a, name=name, whole=whole: (done.append(name), whole(*a)))
+    link.join(1)
+    link.update(1)
+    assert done[-2:] == ["repacked", "settle"] and done.count("unpack") == len(link.inlets[0].buckets)
