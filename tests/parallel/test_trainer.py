@@ -124,6 +124,15 @@ def test_recomputation_naive_objective_and_half_precision(folder, on_ranks):
     on_ranks("check_variants", 1)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "dtype"), [("llama", 1, "bfloat16"), ("qwen2", 2, "bfloat16"), ("qwen3", 2, "float16")]
+)
+def test_logits_are_not_rounded_to_the_dtype_of_the_model(folder, on_ranks, model, tp, dtype):
+    for name in ("float32-head", "model-head"):
+        Run(folder / name).create()
+    on_ranks("check_head", tp, model=model, tp=tp, dtype=dtype)
+
+
 def test_a_trainer_that_was_replaced_writes_no_ledger(folder, on_ranks):
     run = Run(folder / "begun")
     run.create()

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from areal_megatron import config_file
@@ -190,7 +189,8 @@ class Variant:
         process = Process(by, "trainer", 0, places[0].node, places)
         with Here() as host:
             order = start_order(self.config, self.run, process, host.supervisor(process))
-            host.start(msgspec.structs.replace(order, command=[sys.executable, str(COMPUTING), by, str(self.run.folder)]))
+            order.command = [sys.executable, str(COMPUTING), by, str(self.run.folder)]
+            host.start(order)
             asyncio.run(asyncio.wait_for(_end(host.by_name[by], code=0), _COMPUTE_S))
         return np.load(self.run.folder / f"{by}.npy")
 

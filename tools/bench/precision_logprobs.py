@@ -1,6 +1,6 @@
 """Log-probabilities of sampled tokens, by a trainer rank or by transformers in float32; started by precision.py.
 
-    python tools/bench/precision_logprobs.py trainer|transformers RUN
+python tools/bench/precision_logprobs.py trainer|transformers RUN
 """
 
 from __future__ import annotations
