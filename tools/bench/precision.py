@@ -112,14 +112,8 @@ class Variant:
             host.start(start_order(self.config, self.run, process, host.supervisor(process)))
             trajectories = asyncio.run(self._sample(host.by_name[process.name]))
         seconds["engine"] = time.monotonic() - begin
-        [part] = split(
-            trajectories,
-            version=0,
-            replicas=1,
-            minibatches=1,
-            cap=self.config.trainer.microbatch_tokens,
-            seed=0,
-        )
+        cap = self.config.trainer.microbatch_tokens
+        [part] = split(trajectories, version=0, replicas=1, minibatches=1, cap=cap, seed=0)
         store(part, self.run.folder / BATCH)
         order = [i for microbatch in part.minibatches[0] for i in microbatch]
         logprobs = {"engine": np.concatenate([part.trajectories[i].logprobs for i in order])}
@@ -200,7 +194,9 @@ async def _end(child: Child, code: int | None = None) -> None:
     while child.exit_code is None:
         await asyncio.sleep(_POLL_S)
     if child.exit_code != code:
-        raise RunError(describe(child).removeprefix("error: "))
+        *last_lines, problem = describe(child).split("\n")
+        _say("\n".join(last_lines))
+        raise RunError(problem.removeprefix("error: "))
 
 
 def difference(ones: np.ndarray, others: np.ndarray) -> dict[str, float]:
@@ -256,7 +252,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("--data", default="", help="prompts, in a format of docs/data.md; default: sixteen questions")
@@ -264,14 +260,13 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=8, help="to each prompt; default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--microbatch-tokens", type=int, default=8192, help="default: %(default)s")
-    parser.add_argument(
-        "--dtypes", nargs="+", default=["bfloat16", "float16", "float32"], help="default: %(default)s", metavar="DTYPE"
-    )
+    dtypes = list(dict.fromkeys(dtype for dtype, _ in VARIANTS))
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="default: all", metavar="DTYPE")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder; default: runs/bench-precision-N")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
     try:
         found = variants(options)
@@ -279,7 +274,7 @@ def main() -> int:
             _say(f"{number} of {len(found)}: {variant.name}; logs: {variant.run.folder / 'logs'}")
             rows.append(variant.measure())
             _say(table(rows[-1:]))
-    except ConfigError as e:
+    except (ConfigError, FileExistsError) as e:
         _say(f"error: {e}")
         return 2
     except (EngineError, RunError, TimeoutError) as e:
