@@ -50,7 +50,7 @@ def load_and_fill(folder: Path, vllm_config, sizes: engine_layout.EngineSizes, r
 
 
 def logits(model: torch.nn.Module) -> list:
-    """Of random hidden states, large ones: rank 0 of an engine has the logits, the others have none."""
+    """What vLLM makes of large random hidden states; rank 0 of an engine has the logits, the others have none."""
     weight = model.lm_head.weight
     hidden = (30 * torch.randn(4, weight.size(1), generator=torch.Generator().manual_seed(0))).to(weight.dtype)
     found = model.compute_logits(hidden)
