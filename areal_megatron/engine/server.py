@@ -75,6 +75,7 @@ def _model(config: Config) -> str:
 def _engine_arguments(config: Config) -> list[str]:
     rollout = config.rollout
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
+    command += ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
     command += ["--max-model-len", str(config.longest_sequence)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]

@@ -34,6 +34,9 @@ class Vocabulary:
     """The number of tokens whose logits are in memory at the same time."""
     sequence_parallel: bool
     """Whether hidden states are sharded over tp along the tokens."""
+    rounded: bool = False
+    """Whether logits are rounded to the dtype of the hidden states, as by a model without an output layer in
+    float32."""
 
 
 def token_logprobs(
@@ -107,7 +110,7 @@ class _Shard:
     """The columns of the logits that this tensor-parallel rank computes."""
 
     def __init__(self, weight: Tensor, vocabulary: Vocabulary, group: dist.ProcessGroup):
-        self.group, self.temperature = group, vocabulary.temperature
+        self.group, self.temperature, self.rounded = group, vocabulary.temperature, vocabulary.rounded
         self.start = weight.size(0) * group.rank()
         real = min(max(vocabulary.size - self.start, 0), weight.size(0))
         self.all_padding = real == 0
@@ -116,7 +119,7 @@ class _Shard:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, rows]"""
-        logits = (hidden @ self.weight.T).float()
+        logits = (hidden @ self.weight.T).float() if self.rounded else _float32_product(hidden, self.weight.T)
         if self.all_padding:
             return logits.fill_(torch.finfo(torch.float32).min)
         return logits.div_(self.temperature)
@@ -131,6 +134,13 @@ class _Shard:
         if self.group.size() > 1:
             dist.all_reduce(values, operation, group=self.group)
         return values
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left @ right in float32, which is exact but for the order of its sums, whatever the dtype of both."""
+    if left.is_cuda and left.dtype != torch.float32:  # as vLLM computes it; there is no such kernel for a CPU
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def _chunks(count: int, size: int) -> list[slice]:

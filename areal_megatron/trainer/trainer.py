@@ -97,6 +97,7 @@ class Trainer:
             temperature=config.rollout.temperature,
             chunk=chunk_tokens(self.hf_config["vocab_size"], self.sizes.tp),
             sequence_parallel=self.sizes.tp > 1,
+            rounded=config.model.head_dtype == "model",
         )
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
@@ -155,6 +156,16 @@ class Trainer:
             applied, metrics = learned if warming_up else applied, metrics | critic_metrics
         self._record(part, applied)
         return BatchResult(part.version, applied, metrics | self._ppo_metrics(sums, steps, start))
+
+    def logprobs(self, part: BatchPart) -> Tensor:
+        """Returns the log-probability of every trained token of the part under the present weights, float32 [N].
+
+        They are in the order of the micro-batches; [0] on other stages than the last. Nothing is trained.
+        """
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        minibatches = self._microbatches(part, trained, [0.0] * len(trained))
+        found = self._logprobs("logprobs", list(chain(*minibatches)))
+        return torch.cat([torch.zeros(0, device=self.device), *found])
 
     def sft_step(
         self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None

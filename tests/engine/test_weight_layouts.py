@@ -11,7 +11,9 @@ import pytest
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.checkpoint.hf_folder import INDEX
+from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
 from areal_megatron.convert import from_hf, to_hf
+from areal_megatron.engine.server import server_command
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.processes import end_sessions
@@ -35,7 +37,15 @@ CASES = [
     ("qwen3-moe-five", 2, True),
     ("qwen3-moe-five", 4, True),
 ]
-"""(model, tp, expert parallel)"""
+"""(model, tp, expert parallel), in float32"""
+HALF = [
+    ("llama-tied", 2, False, "float16"),
+    ("qwen2", 1, False, "float16"),
+    ("qwen2-tied", 1, False, "bfloat16"),
+    ("qwen3", 2, False, "bfloat16"),
+    ("qwen3-moe", 2, True, "float16"),
+]
+"""Cases in half precision."""
 RANKS = 4
 SHARD_BYTES = 500_000
 
@@ -59,6 +69,19 @@ def write_again(folder: Path, name: str, tensors: dict) -> None:
         assert index["weight_map"].keys() == tensors.keys()
 
 
+def hf_overrides(head_dtype: str) -> dict:
+    """What an engine is told, whatever the dtype, so that its logits have `head_dtype`."""
+    config = Config(
+        name="x",
+        updates=1,
+        model=ModelConfig(path="m", dtype="float16", head_dtype=head_dtype),
+        data=DataConfig(train="t"),
+        machine=MachineConfig(device="cuda"),
+    )
+    command = server_command(config, "127.0.0.1", 80)
+    return json.loads(command[command.index("--hf-overrides") + 1])
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     """Each rank's case → [parameters as vLLM loaded them, as we filled them]."""
@@ -68,7 +91,9 @@ def loaded(tmp_path_factory):
     write_model("qwen2", folder / "qwen2-two-kv-heads", num_key_value_heads=2, hidden_size=256)
     # The experts of five do not divide evenly, and the kernel pads the width of each to a multiple of 32.
     write_model("qwen3-moe", folder / "qwen3-moe-five", num_local_experts=5, moe_intermediate_size=48, hidden_size=256)
-    (folder / "cases.json").write_text(json.dumps(CASES))
+    cases = [*((*case, "float32") for case in CASES), *HALF]
+    options = {"cases": cases, "hf_overrides": hf_overrides(head_dtype="float32")}
+    (folder / "cases.json").write_text(json.dumps(options))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -92,16 +117,27 @@ def loaded(tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize(("name", "tp", "expert_parallel"), CASES)
-def test_layout_is_what_vllm_loads(loaded, name, tp, expert_parallel):
+@pytest.mark.parametrize(("name", "tp", "expert_parallel", "dtype"), [*((*case, "float32") for case in CASES), *HALF])
+def test_layout_is_what_vllm_loads(loaded, name, tp, expert_parallel, dtype):
     for rank in range(tp):
-        by_vllm, by_us = loaded[rank][f"{name} {tp} {expert_parallel}"]
+        by_vllm, by_us, _ = loaded[rank][f"{name} {tp} {expert_parallel} {dtype}"]
         assert by_us == by_vllm
+        assert {kind for _, kind, *_ in by_us.values()} == {f"torch.{dtype}"}
+
+
+@pytest.mark.parametrize(("name", "tp", "expert_parallel", "dtype"), HALF)
+def test_logits_are_not_rounded_to_the_dtype_of_the_model(loaded, name, tp, expert_parallel, dtype):
+    _, _, (kind, error, rounded) = loaded[0][f"{name} {tp} {expert_parallel} {dtype}"]
+    assert kind == "torch.float32" and error < 1e-4 < rounded
+
+
+def test_logits_can_have_the_dtype_of_the_model():
+    assert hf_overrides(head_dtype="model") == {"head_dtype": "model"}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_we_write_is_to_vllm_the_checkpoint_it_came_from(loaded, name):
     """`write_again` asserts that the keys are the same, and this test that the parameters are."""
-    ours, _ = loaded[0][f"{name} 1 False"]
-    original, _ = loaded[0][f"{name.rpartition('-')[0]} 1 False"]
+    ours, *_ = loaded[0][f"{name} 1 False float32"]
+    original, *_ = loaded[0][f"{name.rpartition('-')[0]} 1 False float32"]
     assert ours == original

@@ -120,8 +120,26 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks
     on_ranks("check_bad_gradient", 2, trainer={"dp": 2})
 
 
-def test_recomputation_naive_objective_and_bfloat16(folder, on_ranks):
+def test_recomputation_naive_objective_and_half_precision(folder, on_ranks):
     on_ranks("check_variants", 1)
+
+
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "dtype"),
+    [
+        ("llama", 1, "bfloat16"),
+        ("qwen2", 2, "bfloat16"),
+        ("qwen3", 2, "float16"),
+        *(pytest.param("qwen3", 1, dtype, marks=ON_CUDA) for dtype in ("bfloat16", "float16")),
+    ],
+)
+def test_logits_are_not_rounded_to_the_dtype_of_the_model(folder, on_ranks, model, tp, dtype):
+    for name in ("float32-head", "model-head"):
+        Run(folder / name).create()
+    on_ranks("check_head", tp, model=model, tp=tp, dtype=dtype)
 
 
 def test_a_trainer_that_was_replaced_writes_no_ledger(folder, on_ranks):

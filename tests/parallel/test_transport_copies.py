@@ -17,7 +17,7 @@ SIZES = MegatronSizes(tp=2, pp=2)
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 def test_messages_carry_every_parameter(tmp_path, device, dtype):
     """The parameters are cast from float32 or sent as they are. Packing runs on a stream of its own, and messages go

@@ -4,9 +4,10 @@
 
 Imports vLLM once, for all ranks, which are forks of it.
 
-Loads each model FOLDER/NAME with the sizes that FOLDER/cases.json names, writes zeros over it, fills it again as an
-update does, and writes FOLDER/RANK.json: case → [parameters as loaded, parameters as filled], each parameter →
-[shape, dtype, contiguous, sha256].
+Loads each model FOLDER/NAME with the sizes and dtype that FOLDER/cases.json names, writes zeros over it, fills it again
+as an update does, and writes FOLDER/RANK.json: case → [parameters as loaded, parameters as filled, logits]. Of each
+parameter that is [shape, dtype, contiguous, sha256], of logits [dtype, how far they are from exact ones, how far exact
+ones are from those rounded to the dtype].
 """
 
 import hashlib
@@ -28,11 +29,12 @@ from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.receive import live_parameters
 
 
+def digest(parameter: torch.Tensor) -> str:
+    return hashlib.sha256(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def describe(model: torch.nn.Module) -> dict[str, list]:
-    return {
-        name: [list(p.shape), str(p.dtype), p.is_contiguous(), hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()]
-        for name, p in model.named_parameters()
-    }
+    return {name: [list(p.shape), str(p.dtype), p.is_contiguous(), digest(p)] for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
@@ -44,7 +46,21 @@ def load_and_fill(folder: Path, vllm_config, sizes: engine_layout.EngineSizes, r
     parameters, repack = live_parameters(model)
     hf.load(parameters, engine_layout.layout(read_config(folder), sizes, rank), folder)
     repack()
-    return [loaded, describe(model)]
+    return [loaded, describe(model), logits(model)]
+
+
+def logits(model: torch.nn.Module) -> list:
+    """What vLLM makes of large random hidden states; rank 0 of an engine has the logits, the others have none."""
+    weight = model.lm_head.weight
+    hidden = (30 * torch.randn(4, weight.size(1), generator=torch.Generator().manual_seed(0))).to(weight.dtype)
+    found = model.compute_logits(hidden)
+    if found is None:
+        return []
+    shard = model.lm_head.shard_indices
+    own = slice(shard.org_vocab_start_index, shard.org_vocab_end_index)
+    exact = hidden.double() @ weight[: shard.num_org_elements].double().T
+    wrong, rounded = found[:, own] - exact, exact.to(weight.dtype) - exact
+    return [str(found.dtype), wrong.abs().max().item(), rounded.abs().max().item()]
 
 
 def live(rank: int, port: str, folder: Path) -> None:
@@ -52,11 +68,12 @@ def live(rank: int, port: str, folder: Path) -> None:
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does the same
     result = {}
-    cases = json.loads((folder / "cases.json").read_text())
-    for name, tp, expert_parallel in cases:
+    options = json.loads((folder / "cases.json").read_text())
+    for name, tp, expert_parallel, dtype in options["cases"]:
         config = EngineArgs(
             model=str(folder / name),
-            dtype="float32",
+            dtype=dtype,
+            hf_overrides=options["hf_overrides"],
             tensor_parallel_size=tp,
             enforce_eager=True,
             enable_expert_parallel=expert_parallel,
@@ -65,14 +82,14 @@ def live(rank: int, port: str, folder: Path) -> None:
         ).create_engine_config()
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
-                world = max(tp for _, tp, _ in cases)
+                world = max(tp for _, tp, *_ in options["cases"])
                 parallel_state.init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
             else:
                 parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp)
             if rank < tp:
                 sizes = engine_layout.EngineSizes(tp=tp, expert_parallel=expert_parallel)
-                result[f"{name} {tp} {expert_parallel}"] = load_and_fill(folder / name, config, sizes, rank)
+                result[f"{name} {tp} {expert_parallel} {dtype}"] = load_and_fill(folder / name, config, sizes, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 

@@ -15,6 +15,7 @@ from areal_megatron import evaluate
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.estimates import estimate, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
+from tests.support.reshard_oracle import CONFIG
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -220,3 +221,14 @@ def test_wrong_input_ends_with_one_line_before_anything_starts(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and problem in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_model_is_evaluated_in_the_dtype_that_it_is_stored_in(tmp_path, dtype):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": dtype}))
+    assert evaluate.config_of(evaluate._options([str(tmp_path), "data"])).model.dtype == dtype
+
+
+def test_a_model_of_a_dtype_that_engines_do_not_compute_in_is_evaluated_in_bfloat16(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float64"}))
+    assert evaluate.config_of(evaluate._options([str(tmp_path), "data"])).model.dtype == "bfloat16"

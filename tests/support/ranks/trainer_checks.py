@@ -26,7 +26,7 @@ from areal_megatron.config import (
     RolloutConfig,
     TrainerConfig,
 )
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models import logits as logits_limit
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
@@ -127,6 +127,11 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
     for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
+    part = BatchPart(
+        version=0, trajectories=trajectories, minibatches=[[[0, 1, 2], [3, 4, 5, 6]]], groups=7, group_of=[*range(7)]
+    )
+    found = expected["logprobs"] if subject.parallel.is_last_stage else torch.zeros(0)
+    torch.testing.assert_close(subject.logprobs(part), found, atol=1e-5, rtol=0)
 
 
 def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
@@ -349,7 +354,7 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
 
 
 def check_variants(folder: Path, rank: int) -> None:
-    """Recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 works."""
+    """Recomputation changes nothing, naive PPO and sequence weighting follow the formula, half precision works."""
     weights = {}
     for model, recompute in product(("qwen3", "qwen3_moe"), ("none", "selective", "full")):
         with open_trainer(folder, rank, make_config(folder, model, {"recompute": recompute})) as subject:
@@ -367,14 +372,50 @@ def check_variants(folder: Path, rank: int) -> None:
         oracle.Learner(reference, config).ppo_update(trajectories, plan)
         assert_parameters(subject, reference.state_dict(), atol=3e-5)
 
-    for model in ("qwen2", "qwen3_moe"):
-        config = make_config(folder, model, {}, dtype="bfloat16")
+    for model, dtype in product(("qwen2", "qwen3_moe"), ("bfloat16", "float16")):
+        config = make_config(folder, model, {}, dtype=dtype)
         with open_trainer(folder, rank, config) as subject:
-            assert {value.dtype for value in subject.parameters().values()} == {torch.bfloat16}
+            assert {value.dtype for value in subject.parameters().values()} == {getattr(torch, dtype)}
             examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
             learner = oracle.Learner(load_oracle(folder / model), config)
             for _ in range(3):
                 assert abs(subject.sft_step(examples)["loss"] - learner.sft_step(examples)) < 0.05
+
+
+def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None:
+    """Log-probabilities and their gradient are those of Hugging Face's output layer in float32, from the same hidden
+    states. With logits of the model's dtype they are not.
+
+    The log-probabilities of large logits are nearly exact, the gradient but for its last rounding.
+    """
+    for run, head_dtype in (("float32-head", "float32"), ("model-head", "model")):
+        config = make_config(folder, model, {"tp": tp}, dtype=dtype)
+        config.model.head_dtype = head_dtype
+        with open_trainer(folder, rank, config, run) as subject:
+            sequences = [np.concatenate((t.prompt, t.response)) for t in make_trajectories(12, 0)]
+            trained = [np.arange(1, len(sequence)) for sequence in sequences]
+            microbatch = pack(sequences, trained, subject._row_multiple, subject.device)
+            [hidden] = pipeline.forward(subject.policy.chunks, [(microbatch, lambda hidden: hidden)])
+            hidden = hidden.detach().requires_grad_()
+            weight = (20 * subject._objective._policy.output_weight.detach()).requires_grad_()
+            vocabulary = subject._objective._sampled
+            logprobs, entropies = token_logprobs(hidden, weight, microbatch.rows, microbatch.labels, vocabulary)
+            (logprobs.sum() + 0.1 * entropies.sum()).backward()
+
+            plain_hidden = gather_sequence(hidden.detach(), config).float().requires_grad_()
+            head = load_oracle(folder / model).lm_head.to(subject.device)
+            head.weight.data = gather_sequence(weight.detach(), config)[: subject.hf_config["vocab_size"]].float()
+            logits = head(plain_hidden[microbatch.rows, 0]) / vocabulary.temperature
+            plain = torch.distributions.Categorical(logits=logits)
+            error = (logprobs - plain.log_prob(microbatch.labels)).abs().max()
+            if head_dtype == "model":
+                assert error > 1e-2, error
+                continue
+            assert error < 1e-3, error
+            (plain.log_prob(microbatch.labels).sum() + 0.1 * plain.entropy().sum()).backward()
+            for own, expected in ((hidden, plain_hidden), (weight, head.weight)):
+                found = gather_sequence(own.grad, config)[: len(expected)]
+                assert (found - expected.grad).norm() < 2 * torch.finfo(own.dtype).eps * expected.grad.norm()
 
 
 def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
