@@ -41,8 +41,9 @@ def key(
 class ModelConfig:
     path: str = MISSING
     """Hugging Face directory (config.json, *.safetensors, tokenizer) of the model to start from."""
-    dtype: str = key("bfloat16", choices=("bfloat16", "float32"))
-    """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32."""
+    dtype: str = key("bfloat16", choices=("bfloat16", "float16", "float32"))
+    """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32. Which one to take:
+    docs/algorithms.md, "Numerics"."""
 
 
 @dataclass

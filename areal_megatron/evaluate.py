@@ -47,6 +47,7 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.files import new_folder, write_atomically, write_json
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.observe.estimates import estimate, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
 from areal_megatron.reward.function import load_function
@@ -173,12 +174,12 @@ class OfflineEvaluation:
 def config_of(options: argparse.Namespace) -> Config:
     """Returns the config of a run that has an engine only. Raises ConfigError."""
     described = read_config(options.model)
-    dtype = "float32" if described.get("dtype", described.get("torch_dtype")) == "float32" else "bfloat16"
+    dtype = described.get("dtype", described.get("torch_dtype"))
     return Config(
         name="engine",
         updates=1,
         seed=options.seed,
-        model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype),
+        model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens),

@@ -22,12 +22,12 @@ from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.boxes import numbers
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
-BYTES = {"bfloat16": 2, "float32": 4}
 ROWS = 16
 """Trainer ranks listed before the table is cut short."""
 
@@ -39,7 +39,7 @@ class Explained:
         hf_config = read_config(config.model.path)
         self.config, self.model = config, architecture(hf_config)
         self.trainers, self.engine = MegatronSizes.of(config.trainer), EngineSizes.of(config.rollout)
-        self.element = BYTES[config.model.dtype]
+        self.element = ITEMSIZE[config.model.dtype]
         start = time.process_time()
         planner = Planner(hf_config, self.trainers, self.engine)
         self.plans = [planner.plan(number) for number in range(config.rollout.engines)]

@@ -24,7 +24,6 @@ from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.routing import replay_routes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECOMPUTE = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -192,7 +191,7 @@ def parallel_sizes(config: Config, device: torch.device) -> MegatronSizes:
 def transformer_config(
     config: Config, sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture, device: torch.device
 ) -> TransformerConfig:
-    dtype, dimensions = DTYPES[config.model.dtype], held.dimensions
+    dtype, dimensions = getattr(torch, config.model.dtype), held.dimensions
     return TransformerConfig(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
@@ -214,6 +213,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         # The gradient is divided by the trained tokens of all replicas, not averaged over replicas.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,

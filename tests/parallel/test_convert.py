@@ -20,6 +20,7 @@ SAVED = {
         "virtual-stages": ("qwen2", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
         "uneven-stages": ("qwen3_deep", {"dp": 2, "pp": 2}, "float32"),
         "bfloat16": ("llama", {"tp": 4}, "bfloat16"),
+        "float16": ("qwen3", {"tp": 2, "pp": 2}, "float16"),
     },
     "experts": {
         "ep2": ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}, "float32"),

@@ -120,7 +120,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks
     on_ranks("check_bad_gradient", 2, trainer={"dp": 2})
 
 
-def test_recomputation_naive_objective_and_bfloat16(folder, on_ranks):
+def test_recomputation_naive_objective_and_half_precision(folder, on_ranks):
     on_ranks("check_variants", 1)
 
 

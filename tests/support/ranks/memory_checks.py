@@ -46,7 +46,7 @@ def allocated(config: Config, kind: type) -> tuple[torch.nn.Module, dict[str, in
     optimizer = ModelOptimizer(config.optimizer, chunks, 1)
     optimizer._allocate()
     moments = [s[name] for s in optimizer._moments() for name in ("exp_avg", "exp_avg_sq")]
-    reduced = config.model.dtype == "bfloat16"
+    reduced = config.model.dtype != "float32"
     main = [p for group in optimizer.megatron.param_groups for p in group["params"]] if reduced else []
     return chunks[0], {
         "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
@@ -86,7 +86,7 @@ def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
     parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
     model_parallel_cuda_manual_seed(1)
     cases = itertools.product(
-        sorted(Path(models).iterdir()), (tp,), ("bfloat16", "float32")[: 3 - tp], ("none", "full")
+        sorted(Path(models).iterdir()), (tp,), ("bfloat16", "float16", "float32")[: 5 - 2 * tp], ("none", "full")
     )
     schedules = [
         (pp, vpp, stage, count * pp)

@@ -349,7 +349,7 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
 
 
 def check_variants(folder: Path, rank: int) -> None:
-    """Recomputation changes nothing, naive PPO and sequence weighting follow the formula, bfloat16 works."""
+    """Recomputation changes nothing, naive PPO and sequence weighting follow the formula, half precision works."""
     weights = {}
     for model, recompute in product(("qwen3", "qwen3_moe"), ("none", "selective", "full")):
         with open_trainer(folder, rank, make_config(folder, model, {"recompute": recompute})) as subject:
@@ -367,10 +367,10 @@ def check_variants(folder: Path, rank: int) -> None:
         oracle.Learner(reference, config).ppo_update(trajectories, plan)
         assert_parameters(subject, reference.state_dict(), atol=3e-5)
 
-    for model in ("qwen2", "qwen3_moe"):
-        config = make_config(folder, model, {}, dtype="bfloat16")
+    for model, dtype in product(("qwen2", "qwen3_moe"), ("bfloat16", "float16")):
+        config = make_config(folder, model, {}, dtype=dtype)
         with open_trainer(folder, rank, config) as subject:
-            assert {value.dtype for value in subject.parameters().values()} == {torch.bfloat16}
+            assert {value.dtype for value in subject.parameters().values()} == {getattr(torch, dtype)}
             examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
             learner = oracle.Learner(load_oracle(folder / model), config)
             for _ in range(3):
