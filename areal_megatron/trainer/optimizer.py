@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_megatron.config import OptimizerConfig
+from areal_megatron.run import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
 
@@ -87,10 +88,16 @@ class ModelOptimizer:
         """Returns the norm of the whole gradient, the same on all ranks; not finite if any part of it is not.
 
         In float16 it divides the gradient by the scale of the loss, and changes that scale for the next one. To be
-        called once for each gradient.
+        called once for each gradient. Raises RunError if the scale cannot be lowered any more.
         """
+        used = self._scalers[0].scale if self._scalers[0] else None
         overflows = [optimizer.prepare_grads() for optimizer in self.megatron.chained_optimizers]
         if any(overflows):  # Megatron's optimizers, of experts and of all else, each have a scale; the loss has one
+            if float(used) <= LOSS_SCALING["min_loss_scale"]:
+                raise RunError(
+                    "gradients are not finite even with the smallest scale of the loss; if the model leaves the range "
+                    "of float16, train it with model.dtype=bfloat16"
+                )
             state = self._scalers[overflows.index(True)].state_dict()
             with cpu_passes_for_cuda():
                 for scaler in self._scalers:

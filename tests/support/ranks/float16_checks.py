@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from areal_megatron.config import CriticConfig, PPOConfig
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
+from areal_megatron.run import RunError
 from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, optimizer, pipeline
 from areal_megatron.trainer.trainer import BatchResult, Trainer
@@ -108,18 +110,32 @@ def check_overflow(folder: Path, rank: int, cases: dict[str, list]) -> None:
             set_scale(subject, 1.0)
             result = subject.train_batch(part_of(subject, 1))
             assert result.applied and result.metrics["loss_scale"] == 1.0
+            check_smallest(subject)
 
 
 def check_one_rank(subject: Trainer) -> None:
     """All ranks, and Megatron's optimizers of experts and of all else, halve the scale if one element overflows."""
     set_scale(subject, 64.0)
+    assert not math.isfinite(spoiled_norm(subject))
+    assert {float(scaler.scale) for scaler in subject.policy.optimizer._scalers} == {32.0}
+
+
+def check_smallest(subject: Trainer) -> None:
+    """A run whose gradients overflow at every scale ends, and says what to do."""
+    set_scale(subject, 2 * optimizer.LOSS_SCALING["min_loss_scale"])
+    assert not math.isfinite(spoiled_norm(subject))
+    with pytest.raises(RunError, match=r"train it with model\.dtype=bfloat16$"):
+        spoiled_norm(subject)
+
+
+def spoiled_norm(subject: Trainer) -> float:
+    """Returns the norm of a gradient of which one element, on one rank, is infinite; of an expert if there are any."""
     subject.policy.optimizer.zero_grad()
     pipeline.forward_backward(subject.policy.chunks, work_of(subject))
     if subject.parallel.is_first:
         chunk = subject.policy.chunks[0]
         (chunk.expert_parallel_buffers or chunk.buffers)[0].grad_data[0] = torch.inf
-    assert not torch.tensor(subject.policy.optimizer.gradient_norm()).isfinite()
-    assert {float(scaler.scale) for scaler in subject.policy.optimizer._scalers} == {32.0}
+    return subject.policy.optimizer.gradient_norm()
 
 
 def check_version(folder: Path, rank: int) -> None:
