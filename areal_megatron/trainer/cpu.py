@@ -66,7 +66,7 @@ def cpu_passes_for_cuda() -> Iterator[None]:
 
     Needed while the model and its optimizer are built: the distributed optimizer groups parameters by these names and
     knows no others, and tied embeddings are moved to "the" CUDA device. Needed too while the optimizer's state is
-    gathered for a checkpoint.
+    gathered for a checkpoint, and while it is loaded.
     """
     if torch.cuda.is_available():
         yield
@@ -79,7 +79,7 @@ def cpu_passes_for_cuda() -> Iterator[None]:
 
     with (
         _replaced(torch.Tensor, "type", kind),
-        _replaced(torch.Tensor, "cuda", lambda self: self),
+        _replaced(torch.Tensor, "cuda", lambda self, *_, **__: self),
     ):
         yield
 

@@ -95,6 +95,8 @@ class Critic:
         totals = sums.totals(self._parallel, ("tokens", *MEANS))
         metrics = {name: totals[name] / max(totals["tokens"], 1) for name in MEANS}
         metrics |= {"value_lr": self.learner.optimizer.lr, "value_skipped_steps": steps.skipped}
+        if (scale := self.learner.optimizer.loss_scale) is not None:
+            metrics["value_loss_scale"] = scale
         if steps.norms:
             metrics["value_grad_norm"] = sum(steps.norms) / len(steps.norms)
         return bool(steps.norms), metrics

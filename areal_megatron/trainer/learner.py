@@ -22,7 +22,7 @@ class Steps:
     norms: list[float] = field(default_factory=list)
     """The gradient norms, before clipping, of the steps taken."""
     skipped: int = 0
-    """Steps not taken because the gradient was not finite."""
+    """Steps not taken because the gradient was not finite: not a number, or beyond the range of float16."""
 
     def before_first(self) -> None:
         if not self.norms:

@@ -259,6 +259,7 @@ def _parallel(config: Config, sizes: MegatronSizes, layers: int, on_cuda: bool) 
         # forwards and backwards to the other, and the receiver would mistake one for the other.
         "overlap_p2p_comm": sizes.vpp > 1,
         "batch_p2p_comm": sizes.vpp == 1,
+        "batch_p2p_sync": False,  # for torch before 2.0; see pipeline.Stages
         # gloo still reads the buffer of a pending send.
         "deallocate_pipeline_outputs": on_cuda,
     }

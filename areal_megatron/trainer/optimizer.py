@@ -14,8 +14,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_megatron.config import OptimizerConfig
+from areal_megatron.run import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
+
+LOSS_SCALING = {"initial_loss_scale": 16.0, "min_loss_scale": 2.0**-15, "loss_scale_window": 200, "hysteresis": 1}
+"""How float16 gradients are kept in range: a gradient that is not finite halves the scale of the loss, 200 finite ones
+in a row double it. What is scaled is the sum over a micro-batch's tokens, where other trainers scale a mean: 16 for
+32,768 tokens is as much as 2^19 there, and 2^-15 as little as 1."""
 
 
 class Own(NamedTuple):
@@ -47,12 +53,17 @@ class ModelOptimizer:
                     use_distributed_optimizer=True,
                     params_dtype=dtype,
                     bf16=dtype == torch.bfloat16,
+                    fp16=dtype == torch.float16,
+                    **LOSS_SCALING,
                     clip_grad=0.0,  # done in `step`, once the gradient is known to be finite
                     overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
                 ),
                 chunks,
                 use_gloo_process_groups=False,
             )
+        self._scalers = [optimizer.grad_scaler for optimizer in self.megatron.chained_optimizers]
+        if self.loss_scale is not None:
+            chunks[0].config.grad_scale_func = self.megatron.scale_loss  # the chunks share their config
         self._clip_grad = settings.clip_grad
         self._schedule = schedule(settings, steps, self.megatron)
         self._chunks = chunks
@@ -62,6 +73,11 @@ class ModelOptimizer:
         """The learning rate of the last step."""
         return self.megatron.param_groups[0]["lr"]
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next loss is multiplied by before its gradient is computed, in float16; None in other dtypes."""
+        return float(self._scalers[0].scale) if self._scalers[0] else None
+
     def zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -69,8 +85,23 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Returns the norm of the whole gradient, the same on all ranks; not finite if any part of it is not."""
-        self.megatron.prepare_grads()
+        """Returns the norm of the whole gradient, the same on all ranks; not finite if any part of it is not.
+
+        In float16 it divides the gradient by the scale of the loss, and changes that scale for the next one. To be
+        called once for each gradient. Raises RunError if the scale cannot be lowered any more.
+        """
+        used = self._scalers[0].scale if self._scalers[0] else None
+        overflows = [optimizer.prepare_grads() for optimizer in self.megatron.chained_optimizers]
+        if any(overflows):  # Megatron's optimizers, of experts and of all else, each have a scale; the loss has one
+            if float(used) <= LOSS_SCALING["min_loss_scale"]:
+                raise RunError(
+                    "gradients are not finite even with the smallest scale of the loss; if the model leaves the range "
+                    "of float16, train it with model.dtype=bfloat16"
+                )
+            state = self._scalers[overflows.index(True)].state_dict()
+            with cpu_passes_for_cuda():
+                for scaler in self._scalers:
+                    scaler.load_state_dict(state)
         return self.megatron.get_grad_norm()
 
     @torch.no_grad()
@@ -122,11 +153,13 @@ class ModelOptimizer:
         return {"steps": self._schedule.num_steps}
 
     def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
-        """Loads moments, main parameters and the schedule's step; learning rate and weight decay stay the config's."""
+        """Loads moments, main parameters, the scale of the loss and the schedule's step; learning rate and weight decay
+        stay the config's."""
         own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in self.megatron.param_groups]
         for optimizer in self.megatron.chained_optimizers:
             optimizer._set_main_param_and_optimizer_states = partial(_set_all_but_step, optimizer)
-        self.megatron.load_state_dict(state)
+        with cpu_passes_for_cuda():
+            self.megatron.load_state_dict(state)
         for state in self._moments():
             if "step" in state:
                 state["step"] = state["step"].clone()  # Megatron makes all of them count in the same tensor

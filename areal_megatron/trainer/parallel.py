@@ -1,4 +1,8 @@
-"""The process groups of the trainer pool: Megatron's tp, pp, dp, ep and etp, and two small ones for control."""
+"""The process groups of the trainer pool: Megatron's tp, pp, dp, ep and etp, and two small ones for control.
+
+Megatron's carry what lies on the device, by NCCL on CUDA: what they share of objects, torch puts there too. CPU tensors
+go through the groups for control, by gloo, and through no others: a gloo group connects each rank with each other one.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.peer_timeout_s)
     for name, value in socket_settings(config.machine.host).items():
         os.environ.setdefault(name, value)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     sign_objects(run.keys.trainers)
     store = _open_store(config, run, rank, timeout)
     try:

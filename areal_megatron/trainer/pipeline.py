@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from areal_megatron.trainer.batch import MicroBatch, pack
@@ -60,7 +63,43 @@ def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        **_communication(chunks, work),
     )
+
+
+def _communication(chunks: Chunks, work: Sequence[Work]) -> dict[str, Any]:
+    if chunks[0].config.pipeline_model_parallel_size == 1:
+        return {}
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
+    return {"p2p_communicator": Stages(chunks, work, groups.pp), "pg_collection": groups}
+
+
+class Stages(P2PCommunicator):
+    """The messages between the pipeline stages, of shapes that all ranks of the replica know.
+
+    Where lengths vary, Megatron sends the shape before each message and waits for the whole device to read it. That
+    includes what is being sent to the engines: no stage would go on before all of them have received their weights.
+    """
+
+    def __init__(self, chunks: Chunks, work: Sequence[Work], group: torch.distributed.ProcessGroup):
+        config = chunks[0].config
+        super().__init__(group, config)
+        self._rest = [1, config.hidden_size]
+        rows = [microbatch.tokens.size(1) // row_multiple(chunks) for microbatch, _ in work]
+        order = get_schedule_table(len(work), len(chunks), config.microbatch_group_size_per_vp_stage)
+        # A rank computes in this order, and so does the one that it receives from. Only what goes around, from the
+        # last rank to the first, has a virtual stage less: the output of the model goes nowhere.
+        own = [rows[number] for number, _ in order]
+        around = [rows[number] for number, stage in order if stage < len(chunks) - 1]
+        self._forwards = iter(around if group.rank() == 0 else own)
+        self._backwards = iter(around if group.rank() == group.size() - 1 else own)
+
+    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        """Returns the shapes of what is received next from the stages before and after."""
+        return self._next(self._forwards, recv_prev), self._next(self._backwards, recv_next)
+
+    def _next(self, rows: Iterator[int], received: bool) -> list[int] | None:
+        return [next(rows), *self._rest] if received else None
 
 
 def _filling(chunks: Chunks, count: int) -> list[Work]:

@@ -215,6 +215,7 @@ class Trainer:
             **{name: totals[name] / max(totals["tokens"], 1) for name in means},
             **({"grad_norm": sum(steps.norms) / len(steps.norms)} if steps.norms else {}),
             "lr": self.policy.optimizer.lr,
+            **({} if (scale := self.policy.optimizer.loss_scale) is None else {"loss_scale": scale}),
             "skipped_steps": steps.skipped,
             "trained_tokens": totals["tokens"],
             "step_s": seconds,

@@ -1,4 +1,4 @@
-"""Learning, not luck: three seeds of the demo, and the same run with rewards that say nothing."""
+"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, and the demo in float16."""
 
 import json
 import subprocess
@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
 from tests.conftest import ROOT
 from tests.support.controls import MARK
 from tools import demo
@@ -45,3 +47,22 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
     print(f"seed {seed}: {before:.3f} → {after:.3f}; shuffled rewards: {control_before:.3f} → {control_after:.3f}")
     assert before < 0.6 and after >= 0.9
     assert control_after - control_before < 0.05
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_demo_learns_in_float16(tmp_path):
+    out = tmp_path / "demo"
+    command = [sys.executable, "tools/demo.py", f"--out={out}", "model.dtype=float16"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1500)
+    before, after = demo.accuracy(out / "rl")
+    updates = [line for line in read_metrics(Run(out / "rl")) if line["kind"] == "update"]
+    scales, skipped = [line["loss_scale"] for line in updates], sum(line["skipped_steps"] for line in updates)
+    differences = [line["logprob_diff_p99"] for line in updates if "logprob_diff_p99" in line]
+    print(
+        f"{before:.3f} → {after:.3f}, {skipped:.0f} steps skipped, loss scale {scales[0]:g} → {scales[-1]:g}, "
+        f"logprob_diff_p99 up to {max(differences):.4f}"
+    )
+    assert before < 0.6 and after >= 0.9
+    assert skipped < 0.05 * 4 * len(updates)  # of four steps an update
+    assert max(differences) < 0.03

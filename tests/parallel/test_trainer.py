@@ -181,7 +181,9 @@ def test_a_rank_that_does_not_come_is_an_error(folder, on_ranks):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("check", ["check_cuda_attention", "check_cuda", "check_cuda_logprob_memory"])
+@pytest.mark.parametrize(
+    "check", ["check_cuda_attention", "check_cuda", "check_cuda_groups", "check_cuda_logprob_memory"]
+)
 def test_on_cuda(folder, on_ranks, capsys, check):
     on_ranks(f"cuda_checks:{check}", 1)
     with capsys.disabled():

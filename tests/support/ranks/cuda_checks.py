@@ -5,19 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from areal_megatron.trainer import pipeline
+from areal_megatron.trainer import checkpoint, pipeline
 from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
+from areal_megatron.weights import save_hf
 from tests.support import training_oracle as oracle
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer, train_once
 from tests.support.tiny_models import load_oracle
 
 
 def check_cuda(folder: Path, rank: int) -> None:
-    """Log-probabilities in bfloat16 on one CUDA device are near those in float32 on the CPU, and an update works."""
-    config = make_config(folder, "qwen3", {}, dtype="bfloat16")
+    """Log-probabilities in half precision on one CUDA device are near those in float32 on the CPU; an update works."""
+    for dtype, error in (("bfloat16", 0.05), ("float16", 0.005)):
+        check_half_precision(folder, rank, dtype, error)
+
+
+def check_half_precision(folder: Path, rank: int, dtype: str, error: float) -> None:
+    config = make_config(folder, "qwen3", {}, dtype=dtype)
     reference, trajectories = load_oracle(folder / "qwen3"), make_trajectories(12, 0)
     with open_trainer(folder, rank, config) as subject, torch.no_grad():
         assert subject.device.type == "cuda"
@@ -25,11 +32,28 @@ def check_cuda(folder: Path, rank: int) -> None:
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
         [(logprobs, _)] = pipeline.forward(subject.policy.chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
-        assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < 0.05
+        assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < error
         before = {name: value.clone() for name, value in subject.parameters().items()}
         with torch.enable_grad():
             train_once(subject)
         assert any(not torch.equal(value, before[name]) for name, value in subject.parameters().items())
+
+
+def check_cuda_groups(folder: Path, rank: int) -> None:
+    """NCCL alone carries Megatron's groups and gloo those for control; no part of a run needs more."""
+    config = make_config(folder, "qwen3_moe", {}, dtype="bfloat16")
+    with open_trainer(folder, rank, config) as subject:
+        backends = {group: str(backend) for group, backend in dist.distributed_c10d._world.pg_backend_config.items()}
+        own = {subject.parallel.control, subject.parallel.replica_control}
+        assert {backends.pop(group) for group in own} == {"cpu:gloo,cuda:gloo"}
+        assert set(backends.values()) == {"cuda:nccl"}, backends
+        train_once(subject)
+        saver = checkpoint.Saver(subject)
+        saver.begin(folder / "checkpoint")
+        saver.wait()
+        checkpoint.load(subject, folder / "checkpoint")
+        save_hf(config, subject.run, subject)
+        assert subject.parallel.share_all(b"to all") == b"to all" and subject.parallel.gather(b"one") == [b"one"]
 
 
 def check_cuda_logprob_memory(folder: Path, rank: int) -> None:

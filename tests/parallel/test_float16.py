@@ -1,0 +1,29 @@
+"""Training in float16, with a loss that is scaled so that gradients stay in range."""
+
+import pytest
+
+from areal_megatron.run import Run
+from tests.support.tiny_models import save_model
+
+CASES = {
+    "gradients": {1: [("qwen3_balanced", {})], 2: [("qwen2", {"pp": 2, "vpp": 2}), ("qwen3_balanced", {"pp": 2})]},
+    "overflow": {2: [("qwen3", {"pp": 2}), ("qwen3_moe", {"dp": 2, "ep": 2})]},
+    "checkpoint": {2: [("qwen3_moe", {"dp": 2, "ep": 2}), ("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"dp": 2, "ep": 2})]},
+}
+"""What is checked → world size → models and layouts, which the same ranks try in turn."""
+
+
+@pytest.mark.parametrize(("check", "world"), [(check, world) for check in CASES for world in CASES[check]])
+def test_float16(tmp_path, on_ranks, check, world):
+    cases = {f"run-{number}": case for number, case in enumerate(CASES[check][world])}
+    for run, (model, _) in cases.items():
+        Run(tmp_path / run).create()
+        if not (tmp_path / model).exists():
+            save_model(model, tmp_path / model)
+    on_ranks(f"float16_checks:check_{check}", world, cases=cases)
+
+
+def test_a_batch_whose_steps_are_all_skipped_makes_no_version(tmp_path, on_ranks):
+    Run(tmp_path / "run").create()
+    save_model("qwen3", tmp_path / "qwen3")
+    on_ranks("float16_checks:check_version", 1)
