@@ -143,7 +143,7 @@ class Generation:
         if self._interrupting:
             return None
         room = self._config.rollout.max_running - self._config.rollout.group_size
-        whole = [e for e in self._sampler.engines if e.state != EngineState.TORN]
+        whole = [e for e in self._sampler.engines if e.state != EngineState.TORN or e.version < 0]
         if not whole:
             raise EngineError(
                 "every engine holds a mixture of versions after a streamed update that failed (the "

@@ -71,7 +71,7 @@ def test_names_of_gpus_and_slices_are_slots(tmp_path):
     assert f"a:{SLICE}" in placement.table()
     orders = [start_order(config, Run(tmp_path), process, "a") for process in placement.processes]
     devices = {order.name: order.settings.get("CUDA_VISIBLE_DEVICES") for order in orders}
-    assert devices == {"controller": None, "trainer-0": UUIDS[3], "engine-0": SLICE}
+    assert devices == {"controller": "", "trainer-0": UUIDS[3], "engine-0": SLICE}
 
 
 def test_an_engine_is_added_on_a_slice(monkeypatch):
