@@ -260,7 +260,7 @@ def test_an_engine_that_begins_without_weights_is_asked_nothing_before_they_have
 
     async def play():
         whole, broken = StandInEngine(), StandInEngine(broken=True)
-        async with scene(tmp_path, [whole, broken], first_weights="trainers") as (run, fleet, training, endpoints):
+        async with scene(tmp_path, [whole, broken], first_weights="trainers") as (run, fleet, training, _):
             schedule = fleet._schedule
             assert [engine.status.state for engine in fleet.engines] == ["waiting for weights"] * 2
             assert [engine.version for engine in fleet.engines] == [-1, -1] and not schedule.engines
