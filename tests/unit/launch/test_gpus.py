@@ -7,13 +7,14 @@ import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig
 from areal_megatron.run import Run
-from launch import caches, gpus
+from launch import caches, gpus, slurm
 from launch.engines import slots
 from launch.node import hello
 from launch.orders import carry_out, start_order
 from launch.pools import Node, allocate
 from launch.processes import Children
 from launch.start import decide_device
+from tests.e2e.test_run import small
 
 UUIDS = [f"GPU-{n}f3a0c11-0000-4000-8000-00000000000{n}" for n in range(4)]
 SLICE = "MIG-4b1f3b58-7ed4-5f0a-9a44-d2ae9e1a3f00"
@@ -223,3 +224,33 @@ def test_a_folder_that_others_may_have_made_is_not_used(tmp_path, monkeypatch, c
     assert caches.settings() == {}
     said = capsys.readouterr().err
     assert said.startswith(f"warning: {folder} is not used") and said.count("\n") == 1
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch, world):
+    """Launches a run in a Slurm job of one node without --gpus; scontrol and srun are scripts here."""
+    bodies = {"scontrol": "echo a", "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nSLURMD_NODENAME=a exec "$@"'}
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a")
+    monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
+    changes = {"name": "run", "runs_dir": tmp_path, "trainer.dp": 12, "batch_size": 96}
+    return lambda: slurm.main(["configs/tiny_cpu.yaml", "machine.device=auto", *small(world, **changes)])
+
+
+def test_whole_nodes_give_their_gpus_without_being_asked(job, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{SLICE}," + ",".join(map(str, range(10))))
+    assert job() == 2
+    said = capsys.readouterr()
+    assert "the pools need 13 slots" in said.err and "but there are 11:" in said.err and "cores" not in said.out
+
+
+def test_a_gpu_job_without_a_gpu_ends_with_one_line(job, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    assert job() == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: no GPU for this run on a (machine.device=auto, SLURM_JOB_GPUS): ask for them")
