@@ -57,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = config_file.load(options.config, options.overrides)
         with start.lease(config) as lease:
-            start.check_packages(config, options.python)
             start.check_input(config)
             nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
             found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)
@@ -65,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             config.machine.device = start.decide_device(config, gpus)
             if config.machine.device == "cpu":
                 print("the run computes on CPU cores, not on GPUs", flush=True)
+            start.check_packages(config, options.python)
             check_network(config.machine.host, {hello.machine for hello in found})
             machines, places = slots(found, config)
             beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found), run=lease.run)

@@ -90,7 +90,6 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
 
     Raises ConfigError, HostError or Replaced before it has started anything.
     """
-    start.check_packages(config, options.python)
     start.check_input(config)
     nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:
@@ -99,6 +98,7 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
         config.machine.device = start.decide_device(config, {hello.supervisor: hello.gpus for hello in found})
         if config.machine.device == "cpu":
             print("the run computes on CPU cores, not on GPUs", flush=True)
+        start.check_packages(config, options.python)
         everyone = [describe(hello, config) for hello in found]
         trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
         engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 
 import pytest
 
@@ -238,7 +239,8 @@ def job(tmp_path, monkeypatch, world):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "a")
     monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
     changes = {"name": "run", "runs_dir": tmp_path, "trainer.dp": 12, "batch_size": 96}
-    return lambda: slurm.main(["configs/tiny_cpu.yaml", "machine.device=auto", *small(world, **changes)])
+    elsewhere = [f"--python={pool}={sys.executable}" for pool in ("trainer", "rollout")]  # here are CPU packages
+    return lambda: slurm.main(["configs/tiny_cpu.yaml", *elsewhere, "machine.device=auto", *small(world, **changes)])
 
 
 def test_whole_nodes_give_their_gpus_without_being_asked(job, monkeypatch, capsys):
