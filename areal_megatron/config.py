@@ -240,6 +240,10 @@ class RolloutConfig:
     again."""
     start_timeout_s: float = key(1800.0, above=0)
     """Longest time for engines to load their model and serve: at the launch, and when all were lost."""
+    first_weights: str = key("auto", choices=("auto", "model", "trainers"))
+    """Where the weights come from with which an engine begins. `model`: it reads model.path; `trainers`: it reads none
+    and is asked nothing until the first version that they publish has arrived; `auto`: `trainers` on GPUs, `model` on
+    CPU."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
     """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
     kept."""
@@ -353,6 +357,12 @@ class Config:
     @property
     def groups_per_batch(self) -> int:
         return self.batch_size // self.rollout.group_size
+
+    @property
+    def engines_start_empty(self) -> bool:
+        """Whether an engine has no weights of its own to generate with before it has committed a version."""
+        first = self.rollout.first_weights
+        return first == "trainers" or (first == "auto" and not self.machine.is_cpu)
 
     @property
     def longest_sequence(self) -> int:

@@ -182,7 +182,7 @@ def config_of(options: argparse.Namespace) -> Config:
         model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
-        rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens),
+        rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens, first_weights="model"),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"),
     )

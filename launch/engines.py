@@ -22,7 +22,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState, engines_of
 from areal_megatron.run import Run, engine_index, engine_name
-from launch import node, start
+from launch import gpus, start
 from launch.health import Health
 from launch.hosts import Here
 from launch.orders import start_order
@@ -118,7 +118,7 @@ class _Added:
             time.sleep(_POLL_S)
         return Outcome.FAILED if self._ended - self._health.drained else Outcome.DONE
 
-    def _process(self, own: list[int]) -> Process:
+    def _process(self, own: list[int | str]) -> Process:
         name, here = claim(self._run, self._config.rollout.engines), socket.gethostname()
         return Process(name, "rollout", engine_index(name), here, tuple(Slot(here, i) for i in own))
 
@@ -143,10 +143,10 @@ class _Added:
             self._ended.add(name)
 
 
-def slots(config: Config, count: int) -> list[list[int]]:
+def slots(config: Config, count: int) -> list[list[int | str]]:
     """Returns this machine's GPUs (or cores) for each of `count` engines; 0: as many as fit. Raises ConfigError."""
     tp, on_gpus = config.rollout.tp, config.machine.device == "cuda"
-    found = node.gpus() if on_gpus else sorted(range(len(os.sched_getaffinity(0))))
+    found = gpus.visible() if on_gpus else sorted(range(len(os.sched_getaffinity(0))))
     fitting = len(found) // tp
     if (count > fitting and on_gpus) or not fitting:
         kind = "GPUs" if on_gpus else "cores"

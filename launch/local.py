@@ -13,7 +13,7 @@ import sys
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Replaced
-from launch import node, start
+from launch import gpus, start
 from launch.hosts import Here
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = config_file.load(options.config, options.overrides)
         config.machine.device = device_of(config)
-        gpu_gib = node.gpu_gib() if config.machine.device == "cuda" else 0
+        gpu_gib = gpus.smallest_gib(gpus.visible()) if config.machine.device == "cuda" else 0
         if options.dry_run:
             print(start.check(config, [_node(config)], gpu_gib=gpu_gib).plan.table())
             return 0
@@ -43,17 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def device_of(config: Config) -> str:
-    """Returns machine.device, where `auto` is decided by what this machine has."""
-    if config.machine.device != "auto":
-        return config.machine.device
-    return "cuda" if node.gpus() else "cpu"
+    """Returns machine.device, where `auto` is decided by what this machine has. Raises ConfigError if it lacks what was
+    asked for."""
+    return start.decide_device(config, {"this machine": gpus.visible()})
 
 
 def _node(config: Config) -> Node:
     slots = config.machine.slots
     if config.machine.device != "cuda":
         return Node("localhost", tuple(range(slots or len(os.sched_getaffinity(0)))))
-    found = node.gpus()
+    found = gpus.visible()
     if slots > len(found):
         raise ConfigError(f"machine.slots={slots} but this machine has {len(found)} GPUs")
     return Node("localhost", tuple(found[: slots or None]))

@@ -57,12 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = config_file.load(options.config, options.overrides)
         with start.lease(config) as lease:
-            start.check_packages(config, options.python)
             start.check_input(config)
             nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
             found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)
-            if config.machine.device == "auto":
-                config.machine.device = "cuda" if found[0].gpus else "cpu"
+            gpus = {f"{own.node} (MPI process {own.supervisor})": own.gpus for own in found}
+            config.machine.device = start.decide_device(config, gpus)
+            if config.machine.device == "cpu":
+                print("the run computes on CPU cores, not on GPUs", flush=True)
+            start.check_packages(config, options.python)
             check_network(config.machine.host, {hello.machine for hello in found})
             machines, places = slots(found, config)
             beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found), run=lease.run)
@@ -75,33 +77,52 @@ def main(arguments: list[str] | None = None) -> int:
         return {ConfigError: 2, HostError: Outcome.LOST, Replaced: Outcome.REPLACED}[type(e)]
 
 
-def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | None], str]]:
+def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | str | None], str]]:
     """Returns the nodes, and by node and slot the MPI process (its rank) that has the slot. Slot None is for processes
     without a slot: the node's first MPI process.
 
-    Raises ConfigError if a node has more MPI processes than GPUs.
+    Raises ConfigError if a node has more MPI processes than GPUs that they see, or an engine more slots than the
+    process that starts it may open.
     """
     ranks = defaultdict(list)
     for own in found:
         ranks[own.node].append(own)
     nodes, places = [], {}
     for name, members in ranks.items():
-        numbers = list(range(len(members)))
-        if config.machine.device == "cuda":
-            if len(members) > len(members[0].gpus):
-                raise ConfigError(
-                    f"node {name} has {len(members)} MPI processes and {len(members[0].gpus)} GPUs: start one "
-                    "for each GPU, e.g. mpirun --map-by ppr:8:node"
-                )
-            numbers = members[0].gpus[: len(members)]
-        nodes.append(Node(name, tuple(numbers)))
-        places |= {(name, number): own.supervisor for number, own in zip(numbers, members, strict=True)}
+        own_slots = _gpus(name, members, config) if config.machine.device == "cuda" else range(len(members))
+        nodes.append(Node(name, tuple(own_slots)))
+        places |= {(name, slot): own.supervisor for slot, own in zip(own_slots, members, strict=True)}
         places[name, None] = members[0].supervisor
     return nodes, places
 
 
-def _slot(process: Process) -> tuple[str, int | None]:
-    return (process.node, process.slots[0].index if process.slots else None)
+def _gpus(node: str, members: Sequence[NodeHello], config: Config) -> list[int | str]:
+    """Returns a GPU for each MPI process of a node: the first that it sees and no other has. They may all see the same
+    ones or, as with --gpus-per-task, each its own, which a cgroup may have each of them call GPU 0: then GPUs go by
+    their UUIDs. Raises ConfigError."""
+    seen = [dict(zip(own.gpus, own.uuids or [""] * len(own.gpus), strict=True)) for own in members]
+    meant = {(name, uuid) for own in seen for name, uuid in own.items() if uuid}
+    if by_uuid := len(meant) > len({name for name, _ in meant}):
+        seen = [{uuid or name: uuid for name, uuid in own.items()} for own in seen]
+    taken: list[int | str] = []
+    for own in seen:
+        taken += [name for name in own if name not in taken][:1]
+    if len(taken) < len(members):
+        count = len({name for own in seen for name in own})
+        raise ConfigError(
+            f"node {node} has {len(members)} MPI processes and {count} GPUs: start one for each GPU, e.g. mpirun "
+            "--map-by ppr:8:node"
+        )
+    if by_uuid and config.mode == "rl" and config.rollout.tp > 1:
+        raise ConfigError(
+            f"rollout.tp: an engine takes {config.rollout.tp} GPUs, but each MPI process of node {node} may open one "
+            "alone: let each see all GPUs of its node, e.g. by --gpus-per-node=8 in place of --gpus-per-task=1"
+        )
+    return taken
+
+
+def _slot(process: Process) -> tuple[str, int | str | None]:
+    return (process.node, process.slots[0].id if process.slots else None)
 
 
 class Messages:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from launch import gpus
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
 from launch.processes import Children
 from launch.silence import AwakeClock, Repeater, sign_interval
@@ -84,26 +85,8 @@ def hello(name: str, pool: str = "") -> NodeHello:
     """Returns what this node has, found without torch."""
     cpus = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return NodeHello(name, gpus(), gpu_gib(), cpus, machine, pool)
-
-
-def gpus() -> list[int]:
-    """Returns the numbers of the GPUs that this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [int(v) for v in visible.split(",") if v.strip().isdigit()]
-    folder = Path("/proc/driver/nvidia/gpus")
-    return list(range(len(list(folder.iterdir())))) if folder.is_dir() else []
-
-
-def gpu_gib() -> float:
-    """Returns the memory of this machine's smallest GPU in GiB; 0 if nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return min((int(mebibytes) for mebibytes in found if mebibytes.isdigit()), default=0) / 1024
+    own = gpus.visible()
+    return NodeHello(name, own, gpus.smallest_gib(own), cpus, machine, pool=pool, uuids=gpus.uuids(own))
 
 
 def main() -> int:

@@ -7,26 +7,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from areal_megatron.config import Config
 from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS
-from areal_megatron.run import Run
+from areal_megatron.run import Run, is_engine
+from launch import caches, gpus
+from launch.gpus import VISIBLE
 from launch.pools import Process
 from launch.processes import Child, Children
 
 _MODULES = {"controller": "areal_megatron.controller.controller", "rollout": "areal_megatron.engine.server"}
 ON_CPU = {
-    "CUDA_VISIBLE_DEVICES": "",  # torch and vLLM would take a GPU if they saw one
+    VISIBLE: "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
     "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: training is a sixth faster, a commit takes half the time
     # copies of a mebibyte and more bypass the caches: a commit pauses for two thirds as long (docs/measurements.md)
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
 }
 """Environment of trainer ranks and engines on CPU."""
+_MOST_THREADS = 8
+"""Most OpenMP threads of a trainer rank on a GPU: its cores only pack batches and write checkpoints."""
 _MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 
@@ -69,7 +73,8 @@ class NodeHello(msgspec.Struct, tag=True):
     """A supervisor's first event: what its node has."""
 
     supervisor: str
-    gpus: list[int]
+    gpus: list[int | str]
+    """Their numbers or names, as in CUDA_VISIBLE_DEVICES."""
     gpu_gib: float
     """Memory of the smallest GPU in GiB; 0 if unknown."""
     cpus: int
@@ -79,6 +84,9 @@ class NodeHello(msgspec.Struct, tag=True):
     """Name of the node, where a node has several supervisors."""
     pool: str = ""
     """`trainer` or `rollout` where the pools have nodes of their own."""
+    uuids: list[str] = []
+    """The UUID of each GPU, empty if unknown: in a cgroup of its own a supervisor may call another GPU 0 than others
+    do."""
 
 
 class Ended(msgspec.Struct, tag=True):
@@ -127,12 +135,12 @@ def start_order(
         settings |= {PART: f"{process.part}/{process.of}", RENDEZVOUS: rendezvous}
     cores: list[int] = []
     if config.machine.device == "cuda":
-        settings["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.index) for s in process.slots)
+        settings[VISIBLE] = ",".join(str(slot.id) for slot in process.slots)
         # Megatron overlaps tp communication only in the order of one queue; links have streams beside computation
         settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if process.pool == "trainer" and config.trainer.tp > 1 else "32"
     elif process.slots:
         settings |= ON_CPU
-        cores = [slot.index for slot in process.slots]
+        cores = [slot.id for slot in process.slots]
     return StartOrder(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
 
 
@@ -140,10 +148,27 @@ def carry_out(order: StartOrder, children: Children) -> Child:
     """Starts the process as one of `children`. Raises OSError if there is no such program or no folder for its log."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     environment = own | order.settings
-    cores: set[int] = set()
+    here, cores = sorted(os.sched_getaffinity(0)), set()
     if order.cores:
-        here = sorted(os.sched_getaffinity(0))
         pinned = [here[core % len(here)] for core in order.cores]  # machine.slots may exceed the cores
         cores = set(pinned)
         environment[CPUS] = ",".join(map(str, pinned))
+    elif order.settings.get(VISIBLE):
+        names = gpus.read(order.settings[VISIBLE])
+        share = max(1, len(here) * len(names) // max(len(gpus.visible()), len(names)))
+        environment = _on_gpus(order.name, own, share) | environment
+        near = gpus.near_cores(names) & set(here)
+        cores = near if len(near) >= share else set()  # a job that has few of those cores needs its others too
     return children.start(order.name, order.command, environment, Path(order.log), cores)
+
+
+def _on_gpus(name: str, own: Mapping[str, str], cores: int) -> dict[str, str]:
+    """The settings of a process that computes on GPUs and whose share of the node is so many cores; whoever has set one
+    of them in the supervisor's environment `own` knows better."""
+    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | caches.settings()  # numbers mean what they do for nvidia-smi
+    if not is_engine(name):  # vLLM chooses both for itself
+        settings["OMP_NUM_THREADS"] = str(min(cores, _MOST_THREADS))
+        if "PYTORCH_CUDA_ALLOC_CONF" not in own:  # the older name of the same
+            # micro-batches of every length would leave holes in memory of which nothing can be made
+            settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return settings

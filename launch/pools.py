@@ -26,8 +26,8 @@ _LISTED = 16
 @dataclass(frozen=True)
 class Node:
     name: str
-    slots: tuple[int, ...]
-    """GPU numbers, or core numbers where the pools run on cores."""
+    slots: tuple[int | str, ...]
+    """Numbers or names of GPUs (gpus.py), or core numbers where the pools run on cores."""
     cpus: int = 0
     """The number of cores beside the slots; 0 if unknown, or if the slots are cores."""
 
@@ -35,8 +35,8 @@ class Node:
 @dataclass(frozen=True)
 class Slot:
     node: str
-    index: int
-    """GPU or core number on its node."""
+    id: int | str
+    """Number or name of a GPU of its node, or the number of a core."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _wanted(config: Config) -> list[_Pool]:
 
 
 def _place(
-    pool: _Pool, nodes: Sequence[Node], free: dict[str, list[int]], sharing: Sequence[_Pool]
+    pool: _Pool, nodes: Sequence[Node], free: dict[str, list[int | str]], sharing: Sequence[_Pool]
 ) -> list[list[Slot]]:
     """Takes the pool's slots out of `free`, group by group in the order of the nodes. Raises ConfigError if they do not
     suffice."""
@@ -284,7 +284,7 @@ def _check_cores(placement: Placement) -> None:
 def _by_process(placement: Placement) -> str:
     rows = [("process", "pool", "slots")]
     for p in placement.processes:
-        slots = " ".join(f"{s.node}:{s.index}" for s in p.slots) or f"{p.node}, no slot of its own"
+        slots = " ".join(f"{s.node}:{s.id}" for s in p.slots) or f"{p.node}, no slot of its own"
         rows.append((p.name, p.pool, slots))
     return "\n".join(_aligned(rows))
 

@@ -27,7 +27,7 @@ _LOOK_S = 0.2
 class ProcessRecord(msgspec.Struct):
     name: str
     node: str
-    slots: list[int]
+    slots: list[int | str]
     code: int | None
     """Exit code; None while the process runs."""
 
@@ -63,7 +63,7 @@ class Recorder:
                 return
             self._codes, self._written, self._over = codes, time.monotonic(), bool(outcome)
             records = [
-                ProcessRecord(p.name, p.node, [slot.index for slot in p.slots], codes.get(p.name))
+                ProcessRecord(p.name, p.node, [slot.id for slot in p.slots], codes.get(p.name))
                 for process in self._placement.processes
                 for p in process.parts
             ]

@@ -62,8 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         job = Job.of(os.environ)
         config = config_file.load(options.config, options.overrides)
-        if config.machine.device == "auto":
-            config.machine.device = "cuda" if any(name.startswith("SLURM_JOB_GPUS") for name in os.environ) else "cpu"
         with start.lease(config) as lease:
             outcome = _run(job, config, options, lease)
     except _Again:
@@ -92,12 +90,15 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
 
     Raises ConfigError, HostError or Replaced before it has started anything.
     """
-    start.check_packages(config, options.python)
     start.check_input(config)
     nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:
         found = nodes.gather(job.names, config.machine.gather_s)
         check_network(config.machine.host, {hello.machine for hello in found})
+        config.machine.device = start.decide_device(config, {hello.supervisor: hello.gpus for hello in found})
+        if config.machine.device == "cpu":
+            print("the run computes on CPU cores, not on GPUs", flush=True)
+        start.check_packages(config, options.python)
         everyone = [describe(hello, config) for hello in found]
         trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
         engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
@@ -161,11 +162,9 @@ def expand(nodes: str) -> list[str]:
 
 
 def describe(hello: NodeHello, config: Config) -> Node:
-    """Returns the node with the slots that the config uses. Raises ConfigError if it has no GPU for this job."""
+    """Returns the node with the slots that the config uses; machine.device must be decided."""
     if config.machine.device != "cuda":
         return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)))
-    if not hello.gpus:
-        raise ConfigError(f"node {hello.supervisor} gives this job no GPU: ask for them, e.g. sbatch --gpus-per-node=8")
     return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus)
 
 

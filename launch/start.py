@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -26,6 +27,8 @@ from launch.plan import ClusterPlan, plan
 from launch.pools import Node
 
 POOLS = ("trainer", "rollout", "controller")
+_LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
+"""How the names begin of the variables in which Slurm tells a job of its GPUs: their numbers, and how many."""
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -152,6 +155,29 @@ def check_packages(config: Config, python: Mapping[str, Sequence[str]], pools: S
     for pool in pools:
         if pool in needed and pool not in python and (problem := versions.problem(pool, config)):
             raise ConfigError(problem)
+
+
+def decide_device(config: Config, gpus: Mapping[str, Sequence[int | str]]) -> str:
+    """Returns machine.device, where `auto` is decided by the GPUs that each node gives, by its name.
+
+    Raises ConfigError if only some nodes have GPUs, or if none has although config or job asked for them: a run meant
+    for GPUs is never to be on cores.
+    """
+    if config.machine.device == "cpu":
+        return "cpu"
+    without = [name for name, own in gpus.items() if not own]
+    asked = [n for n, v in os.environ.items() if v and (n.startswith(_LISTS) or (n.startswith(_COUNTS) and v != "0"))]
+    if config.machine.device == "auto" and len(without) == len(gpus) and not asked:
+        return "cpu"
+    if without:
+        named = ", ".join(without[:3]) + f" and {len(without) - 3} more" * (len(without) > 3)
+        meant = [f"machine.device={config.machine.device}", *asked[:1]]
+        meant += ["other nodes have some"] * (len(without) < len(gpus))
+        raise ConfigError(
+            f"no GPU for this run on {named} ({', '.join(meant)}): ask for them, e.g. sbatch --gpus-per-node=8, see "
+            "whether nvidia-smi lists them there, or choose the cores with machine.device=cpu"
+        )
+    return "cuda"
 
 
 def check_input(config: Config) -> None:

@@ -66,12 +66,18 @@ class Engine:
     def status(self) -> EngineStatus:
         return EngineStatus(
             name=self.name,
-            state=EngineState.UNREACHED if self.unreached and not self.gone else self.state,
+            state=self._shown_state,
             version=self.version,
             running=self.running,
             losses=self.losses,
             tokens_per_s=round(self.tokens_per_s, 1),
         )
+
+    @property
+    def _shown_state(self) -> EngineState:
+        if self.unreached and not self.gone:
+            return EngineState.UNREACHED
+        return EngineState.WAITING if self.state == EngineState.READY and self.version < 0 else self.state
 
     def occupy(self, trajectories: int) -> None:
         """Counts `trajectories` as running here until `release`."""

@@ -53,7 +53,8 @@ class Fleet:
         self._config, self._run, self._hf_config, self._schedule = config, run, hf_config, schedule
         self._changed, self._events = changed, events
         self._token = run.token
-        self._resumed = bool(run.start.checkpoint)
+        self._fresh = not run.start.checkpoint and not config.engines_start_empty
+        """Whether engines begin with the weights of version 0, with which the run begins."""
         self.engines: list[Engine] = []
         self._links: dict[int, EngineUpdates] = {}
         self._connected = asyncio.Event()
@@ -72,7 +73,7 @@ class Fleet:
         engines = [connect(self._config, self._run, index, self._changed) for index in indices]
         await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - attended.now())) for e in engines))
         for engine in engines:
-            await self._take_in(engine, fresh=not self._resumed)
+            await self._take_in(engine, fresh=self._fresh)
         self._connected.set()
 
     async def run(self) -> None:
@@ -262,7 +263,7 @@ class Fleet:
                     raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
                 await asyncio.sleep(_POLL_S)
             log.warning("%s is back", engine.name)
-            if not self._schedule.version and not self._resumed:
+            if not self._schedule.version and self._fresh:
                 engine.version = 0
                 self._schedule.add_engine(engine.index, 0)
                 self._changed.notify()

@@ -144,7 +144,7 @@ class Generation:
             return None
         room = self._config.rollout.max_running - self._config.rollout.group_size
         whole = [e for e in self._sampler.engines if e.state != EngineState.TORN]
-        if not whole:
+        if not whole and all(e.version >= 0 for e in self._sampler.engines):  # one without any gets it again
             raise EngineError(
                 "every engine holds a mixture of versions after a streamed update that failed (the "
                 "reason is logged above); nothing can generate the batch that would bring the next"

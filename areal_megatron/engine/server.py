@@ -14,6 +14,7 @@ says which part this is, and of how many: 1/2 is the second of two.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from areal_megatron.config import Config
 from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
-from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS, SECRET_FILE
+from areal_megatron.engine.environment import CPUS, EMPTY, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import KEEP_ALIVE_S, address, socket_settings
 from areal_megatron.run import Run, engine_name, from_command_line
@@ -82,6 +83,8 @@ def _engine_arguments(config: Config) -> list[str]:
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if config.engines_start_empty:
+        command += ["--load-format", "dummy"]
     if rollout.expert_parallel:
         command += ["--enable-expert-parallel"]
     if rollout.replay_routes:
@@ -106,7 +109,10 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(config.rollout.start_timeout_s)),  # its own limit is 600 s
     }
+    if config.engines_start_empty:
+        environment[EMPTY] = "1"
     if config.rollout.replay_routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
     if not config.machine.is_cpu:

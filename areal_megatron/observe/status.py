@@ -12,6 +12,8 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     """It serves; under `full` staging also while it receives weights."""
+    WAITING = "waiting for weights"
+    """It serves, but holds no version yet that it could sample from."""
     RECEIVING = "receiving"
     """It is paused while weights stream in (`streamed` staging)."""
     COMMITTING = "committing"

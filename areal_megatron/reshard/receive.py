@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from areal_megatron.config import ConfigError
@@ -77,6 +78,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         # Reserved before vLLM sizes its KV cache, so that the cache leaves room.
         self._parameters, self._repack = live_parameters(self.model)
+        _clear_padding(self.model)
         self._staging = reserve(self._parameters, self.streamed)
         self._inlet: Inlet | None = None
         self._update: Reception | None = None
@@ -173,6 +175,15 @@ def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable
             plain.repack()
 
     return parameters, repack
+
+
+@torch.no_grad()
+def _clear_padding(model: torch.nn.Module) -> None:
+    """Zeroes the rows beyond the vocabulary, as loading a model does: no update writes them, and where no model was
+    loaded they hold random numbers."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.weight[module.shard_indices.num_org_elements :] = 0
 
 
 def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

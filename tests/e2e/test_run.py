@@ -62,6 +62,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
         "rollout.filter_groups": True,
         "reward.function": "tests.support.rewards:coarse",
         "reshard.staging": "streamed" if eta == 1 else "full",
+        "rollout.first_weights": "trainers" if eta == 1 else "auto",
     }
     if eta == 4:
         changes |= {

@@ -29,11 +29,12 @@ from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 
 SERVERS = {
-    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1),
-    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2),
-    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1),
+    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model"),
+    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers"),
+    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers"),
 }
-"""Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own)."""
+"""Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
+rollout.first_weights)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -42,7 +43,7 @@ TOLERANCE = 1e-4
 class Server:
     """One engine of a run whose trainers live in this process; versions take turns between two checkpoints."""
 
-    def __init__(self, folder: Path, model: str, sizes: MegatronSizes, engine: EngineSizes, parts: int):
+    def __init__(self, folder: Path, model: str, sizes: MegatronSizes, engine: EngineSizes, parts: int, first: str):
         self.sizes, self.engine = sizes, engine
         self.folders = [folder / "a", folder / "b"]
         changes = {"max_position_embeddings": 8192, "initializer_range": 0.1}
@@ -60,7 +61,8 @@ class Server:
                 "data": {"train": "none", "max_prompt_tokens": 32},
                 "machine": {"device": "cpu", "peer_timeout_s": 20},
                 "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
-                "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8},
+                "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8}
+                | {"first_weights": first},
             },
             self.run.config,
         )
@@ -136,6 +138,25 @@ class Server:
         assert delivered == (version, self.slice_bytes(), "")
         await client.commit(version, clear_cache=clear_cache)
 
+    async def begin(self, client):
+        """Joins the link and asserts that the engine holds version 0, or gets it from here and is of no use before."""
+        if not self.config.engines_start_empty:
+            await client.set_version(0)
+            await self.assert_holds(client, 0)
+            await self.join(client)
+            return
+        asked = {"model": "policy", "prompt": PROMPT, "max_tokens": 1}
+        refused = "status 503: .*this engine has no weights before its first version arrives from the trainers"
+        await client.set_version(0)
+        await self.join(client)
+        with pytest.raises(EngineError, match=refused):
+            await client.generate(PROMPT, n=1, max_tokens=1, temperature=1, stop_tokens=[], request_id="early")
+        with pytest.raises(EngineError, match=refused):
+            await client._call("POST", "/v1/completions", asked)
+        await self.update(client, 0, clear_cache=True)
+        await self.assert_holds(client, 0)
+        await client._call("POST", "/v1/completions", asked)
+
     def slice_bytes(self):
         tensors = self.tensors[0].items()
         on_every_rank = sum(t.numel() for name, t in tensors if t.dim() == 1 or name.endswith("mlp.gate.weight"))
@@ -205,9 +226,7 @@ async def stream_through(server, versions, *, clear_cache):
     client = server.client()
     await client.wait_until_healthy(240)
     if server.generation == 0:
-        await client.set_version(0)
-        await server.assert_holds(client, 0)
-        await server.join(client)
+        await server.begin(client)
     answer = asyncio.create_task(
         client.generate(
             PROMPT,

@@ -155,3 +155,81 @@ def test_slots_of_nodes():
     assert places["a", 6] == "4" and places["b", 4] == "1" and places["b", None] == "1"
     with pytest.raises(ConfigError, match="node a has 4 MPI processes and 3 GPUs"):
         slots([*found, NodeHello("5", [4, 5, 6], 80, 8, "m", node="a")], config)
+
+
+def per_task(*gpus, uuids=()):
+    """Slots of a node whose MPI processes see a list of GPUs each, and the config."""
+    config = Config()
+    config.machine.device = "cuda"
+    uuids = uuids or [[""] * len(own) for own in gpus]
+    found = [
+        NodeHello(str(rank), own, 80, 8, "m", node="a", uuids=named)
+        for rank, (own, named) in enumerate(zip(gpus, uuids, strict=True))
+    ]
+    return found, config
+
+
+def test_processes_that_see_a_gpu_each_share_them_as_a_node():
+    (node,), places = slots(*per_task([2], [0], ["MIG-1"]))
+    assert node.slots == (2, 0, "MIG-1")
+    assert [places["a", slot] for slot in node.slots] == ["0", "1", "2"]
+    (node,), places = slots(*per_task([0, 1], [2, 3]))
+    assert node.slots == (0, 2) and places["a", 2] == "1"
+    with pytest.raises(ConfigError, match="node a has 3 MPI processes and 2 GPUs"):
+        slots(*per_task([0], [1], [0]))
+    with pytest.raises(ConfigError, match="node a has 2 MPI processes and 1 GPUs"):
+        slots(*per_task([0], [0]))
+
+
+def test_gpus_that_every_process_calls_0_go_by_their_uuids():
+    found, config = per_task([0], [0], uuids=[["GPU-b"], ["GPU-a"]])
+    (node,), places = slots(found, config)
+    assert node.slots == ("GPU-b", "GPU-a") and places["a", "GPU-a"] == "1"
+    config.rollout.tp = 2
+    with pytest.raises(ConfigError, match=r"rollout.tp: an engine takes 2 GPUs, but each .* of node a may open one"):
+        slots(found, config)
+    (node,), _ = slots(*per_task([0, 1], [0, 1], uuids=[["GPU-a", "GPU-b"]] * 2))
+    assert node.slots == (0, 1)
+
+
+A_GPU_EACH = """
+import os, sys, time
+from mpi4py import MPI
+from areal_megatron.config import Config, DataConfig, ModelConfig
+from areal_megatron.run import Run
+from launch.hosts import Nodes
+from launch.mpi import Messages, MpiChannel, _slot, follow, slots
+from launch.node import hello
+from launch.orders import start_order
+from launch.pools import allocate
+world, folder = Messages(MPI.COMM_WORLD), sys.argv[1]
+os.environ["CUDA_VISIBLE_DEVICES"] = str(5 + world.rank)
+own = hello(str(world.rank))
+own.node = "a"
+if world.rank:
+    follow(world, own)
+    sys.exit()
+config = Config(name="x", updates=1, model=ModelConfig(path="m"), data=DataConfig(train="t"))
+config.machine.device = "cuda"
+run = Run(folder)
+run.create()
+with Nodes(MpiChannel(world, own), 30, lambda process: places[_slot(process)]) as nodes:
+    machines, places = slots(nodes.gather(["0", "1"], 60), config)
+    for process in allocate(config, machines).processes[1:]:
+        order = start_order(config, run, process, nodes.supervisor(process))
+        order.command = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+        nodes.start(order)
+        while nodes.by_name[process.name].exit_code is None:
+            nodes.refresh()
+            time.sleep(0.05)
+        print(process.name, "by", order.supervisor, "on", nodes.by_name[process.name].last_lines())
+"""
+
+
+def test_with_one_visible_gpu_a_process_the_pools_take_all_of_them(tmp_path):
+    """As with --gpus-per-task=1, where no process sees the GPUs of the others."""
+    command = [debian.openmpi().program("mpirun"), "-n", "2", sys.executable, "-c", A_GPU_EACH, tmp_path / "run"]
+    environment = debian.mpi_environment(os.environ | {"TMPDIR": "/tmp"})
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["trainer-0 by 0 on 5", "engine-0 by 1 on 6"]

@@ -15,6 +15,7 @@ from areal_megatron.controller import updates
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.schedule import Schedule
+from areal_megatron.engine.client import EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import Delivered, NotYet, Publish
 from areal_megatron.reshard import engine_layout, trainer_layout
@@ -115,7 +116,12 @@ class Training:
     async def update(self):
         """Trains another version. Returns how long its first step was held up by the publish before it, in seconds,
         and the engines that it was published to."""
-        version = self._schedule.version = self._schedule.version + 1
+        self._schedule.version += 1
+        return await self.publish()
+
+    async def publish(self):
+        """As `update`, with the version that there is."""
+        version = self._schedule.version
         for tensor in self._live.values():
             tensor.fill_(version)
         while isinstance(links := await self._fleet.publish(Publish(version, self._store)), NotYet):
@@ -135,7 +141,7 @@ class Training:
 
 
 @asynccontextmanager
-async def scene(folder, engines, first=2):
+async def scene(folder, engines, first=2, first_weights="model"):
     """A fleet with `first` engines from the start; the others are to be announced."""
     run = Run(folder / "run")
     run.create()
@@ -146,7 +152,7 @@ async def scene(folder, engines, first=2):
         model=ModelConfig("m", "float32"),
         data=DataConfig("d"),
         machine=MachineConfig(peer_timeout_s=20),
-        rollout=RolloutConfig(group_size=2, engines=first, max_staleness=100),
+        rollout=RolloutConfig(group_size=2, engines=first, max_staleness=100, first_weights=first_weights),
         reshard=ReshardConfig(timeout_s=TIMEOUT_S),
     )
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=100, updates=100)
@@ -245,5 +251,34 @@ def test_an_added_engine_that_trainers_cannot_reach_does_not_end_the_run(tmp_pat
                 assert held < 0.5
             assert [engine.name for engine in fleet.engines] == ["engine-0", "engine-1"]
             assert whole.version == fleet.engines[0].version and fleet.engines[1].version == -1
+
+    asyncio.run(asyncio.wait_for(play(), 90))
+
+
+def test_an_engine_that_begins_without_weights_is_asked_nothing_before_they_have_arrived(tmp_path):
+    """Neither at the launch nor when it dies and comes back: it would answer from random weights."""
+
+    async def play():
+        whole, broken = StandInEngine(), StandInEngine(broken=True)
+        async with scene(tmp_path, [whole, broken], first_weights="trainers") as (run, fleet, training, _):
+            schedule = fleet._schedule
+            assert [engine.status.state for engine in fleet.engines] == ["waiting for weights"] * 2
+            assert [engine.version for engine in fleet.engines] == [-1, -1] and not schedule.engines
+            await training.publish()
+            while not schedule.engines:
+                await asyncio.sleep(0.02)
+            assert schedule.engines == {0: 0} and whole.version == 0
+            while not fleet._links[1].failures:
+                await asyncio.sleep(0.02)
+            assert schedule.engines == {0: 0}
+            assert [engine.status.state for engine in fleet.engines] == ["ready", "waiting for weights"]
+            fleet._lose(fleet.engines[0], EngineError("it died"))
+            schedule.remove_engine(0)  # the controller does, as it is told of the loss
+            async with whole.serving() as elsewhere:
+                run.announce("engine-0", elsewhere)
+                while fleet.engines[0].gone:
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(1)
+                assert not schedule.engines and fleet.engines[0].status.state == "waiting for weights"
 
     asyncio.run(asyncio.wait_for(play(), 90))

@@ -108,6 +108,21 @@ def test_a_streamed_update_that_fails_tears_its_engine_until_a_whole_version_has
     asyncio.run(asyncio.wait_for(play(), 30))
 
 
+def test_a_first_version_that_fails_while_it_streams_in_does_not_end_the_run(tmp_path):
+    """The engine began without weights, so that no batch depends on it: the trainers can publish the version again."""
+
+    async def play():
+        async with Scene(tmp_path, "streamed") as scene:
+            scene.engine.version = -1
+            await scene.update(0, error="a trainer was slow")
+            assert (scene.engine.state, scene.engine.version) == ("torn", -1)
+            assert not scene.may_take_a_group()
+            await scene.update(0)
+            assert scene.committed == [0] and scene.may_take_a_group()
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
 def test_a_full_update_that_fails_costs_nothing_but_the_version(tmp_path):
     async def play():
         async with Scene(tmp_path, "full") as scene:

@@ -9,7 +9,7 @@ import pytest
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.run import Run
-from launch import engines, node
+from launch import engines
 from launch.engines import check_running, claim, drain, slots
 from launch.pools import Placement
 from launch.records import Recorder
@@ -29,7 +29,7 @@ def config(device, tp):
 
 
 def test_engines_get_whole_gpus_of_their_own(monkeypatch):
-    monkeypatch.setattr(node, "gpus", lambda: [2, 3, 4, 5, 6])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5,6")
     assert slots(config("cuda", 2), 0) == [[2, 3], [4, 5]]
     assert slots(config("cuda", 2), 1) == [[2, 3]]
     for tp, count in ((2, 3), (8, 0)):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from areal_megatron import evaluate
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.engine.server import NodePart, headless_command, server_command, server_environment
 from areal_megatron.run import Run
@@ -92,3 +93,32 @@ def test_what_vllm_cannot_do_on_cpu_is_refused():
         ConfigError, match=r"rollout.tp: an engine of 4 spans 2 nodes with 2 cores each: .* machine.slots=1"
     ):
         plan.plan(asked, nodes, weights=False)
+
+
+def test_engines_on_gpus_begin_without_weights_and_evaluations_with_those_of_their_model(tmp_path):
+    def begun(asked):
+        command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+        part = headless_command(asked, NodePart(1, 2, "10.0.0.1:9000"))
+        formats = {values(command).get("--load-format"), values(part).get("--load-format")}
+        assert len(formats) == 1 and ("AREAL_EMPTY" in environment) == (formats == {"dummy"})
+        return formats.pop()
+
+    asked = config("cuda", 2)
+    assert begun(asked) == "dummy"
+    asked.rollout.first_weights = "model"
+    assert begun(asked) is None
+    asked = config("cpu", 2)
+    assert not asked.engines_start_empty
+    asked.rollout.first_weights = "trainers"
+    assert asked.engines_start_empty
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    (tmp_path / "data.jsonl").touch()
+    evaluation = evaluate.config_of(evaluate._options([str(tmp_path), str(tmp_path / "data.jsonl")]))
+    evaluation.machine.device = "cuda"
+    assert begun(evaluation) is None
+
+
+def test_vllm_gives_an_engine_as_long_to_start_as_the_run_does(tmp_path):
+    """Its own limit is ten minutes; a large model that is compiled and comes from a cold disk takes longer."""
+    asked = config("cuda", 4)
+    assert server_environment(asked, Run(tmp_path), [0])["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"

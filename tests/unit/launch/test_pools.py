@@ -105,7 +105,7 @@ def check_placement(asked, placement, shared, own):
         assert len(nodes) == 1 or all(count == room[name] for name, count in nodes.items())
     # stage after stage: a node is never left and come back to
     order = [node.name for node in shared]
-    places = [(order.index(p.node), p.slots[0].index) for p in trainers]
+    places = [(order.index(p.node), p.slots[0].id) for p in trainers]
     assert places == sorted(places)
 
 
