@@ -61,7 +61,10 @@ class DataConfig:
 @dataclass
 class MachineConfig:
     slots: int = key(0, at_least=0)
-    """GPUs (or CPU cores) that the pools share; 0: all that this machine has."""
+    """GPUs (or CPU cores) for both pools; 0: all that this machine has."""
+    shared: bool = False
+    """Trainer ranks and engines take the same slots, at most one rank of each on a slot, instead of slots of their own:
+    for one GPU, or a few. On GPUs the launcher divides the memory between them (docs/launching.md)."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     host: str = "127.0.0.1"
     """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0, whose address is
