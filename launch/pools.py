@@ -3,10 +3,10 @@
 A slot is a GPU, or a CPU core on machines without. The trainer pool takes slots in the order of the nodes, rank by
 rank: ranks are numbered as Megatron numbers them (tensor parallelism fastest, then data and expert parallelism, then
 pipeline stages; see reshard.trainer_layout.MegatronSizes), so a stage is a run of neighbouring slots and the next stage
-follows right after it. Engines take what is left or, with machine.shared, the same slots again: each pool is then placed
-as if it were alone, so that a slot has one trainer rank and one engine rank at most. A tensor-parallel group or an engine is placed inside one node if a
-node has room for it, and takes whole nodes if it is larger than one. The controller runs on the first node, without a
-slot.
+follows right after it. Engines take what is left or, with machine.shared, the same slots again: each pool is then
+placed as if it were alone, so that a slot has at most one trainer rank and one engine rank. A tensor-parallel group or
+an engine is placed inside one node if a node has room for it, and takes whole nodes if it is larger than one. The
+controller runs on the first node, without a slot.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Placement:
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Returns the pools of the config's trainers and engines: disjoint, unless machine.shared. SFT has no engines and no
-    controller, a replay no engines.
+    """Returns the pools of the config's trainers and engines: disjoint, unless machine.shared. SFT has no engines and
+    no controller, a replay no engines.
 
     Both pools are on `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
     what was found, what was asked for and what to change, for: node names that are malformed or occur twice, nodes

@@ -287,7 +287,7 @@ def test_too_few_slots_to_share_say_which_pool_and_disjoint_ones_that_they_can_b
     with pytest.raises(ConfigError, match=r"need 4 slots \(rollout.engines=2 × tp=2 is 4\) but there are 2"):
         allocate(shared(engines=2, engine_tp=2), slots(2))
     asked = replace(config(), machine=MachineConfig(device="cuda"))
-    with pytest.raises(ConfigError, match="there are 1: .*, or set machine.shared=true to let both pools share them$"):
+    with pytest.raises(ConfigError, match=r"there are 1: .*, or set machine.shared=true to let both pools share them$"):
         allocate(asked, slots(1))
     with pytest.raises(ConfigError) as too_few:  # sharing would not help
         allocate(replace(config(engines=2), machine=MachineConfig(device="cuda")), slots(1))
@@ -295,7 +295,7 @@ def test_too_few_slots_to_share_say_which_pool_and_disjoint_ones_that_they_can_b
 
 
 def test_pools_with_nodes_of_their_own_cannot_share_slots():
-    with pytest.raises(ConfigError, match="^machine.shared: this job has nodes for the engines alone"):
+    with pytest.raises(ConfigError, match=r"^machine.shared: this job has nodes for the engines alone"):
         allocate(shared(), cluster(1), cluster(1, name="r"))
     assert allocate(shared(mode="sft"), cluster(1), cluster(1, name="r")).pool("trainer")
 
