@@ -275,6 +275,10 @@ class ReshardConfig:
     staging: str = key("full", choices=("full", "streamed"))
     """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
     not fit, into room for one layer, while it is paused."""
+    link: str = key("auto", choices=("auto", "device", "host"))
+    """What weights travel through: the network between the devices themselves, which is NCCL between GPUs; or buffers
+    in the memory of the host and gloo, which is slower but needs no NCCL between trainers and engines. `auto`: `host`
+    where the two share GPUs, else `device`."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
     timeout_s: float = key(120.0, above=0)
@@ -345,6 +349,12 @@ class Config:
     @property
     def trainer_ranks(self) -> int:
         return self.trainer.tp * self.trainer.pp * self.trainer.dp
+
+    @property
+    def link(self) -> str:
+        """reshard.link, where `auto` is decided: NCCL connects no two processes on one GPU."""
+        on_one_gpu = self.machine.shared and not self.machine.is_cpu
+        return self.reshard.link if self.reshard.link != "auto" else "host" if on_one_gpu else "device"
 
     @property
     def groups_per_batch(self) -> int:

@@ -50,8 +50,8 @@ def device_of(config: Config) -> str:
 
 
 def this_node(config: Config) -> Node:
-    """Returns this machine with the slots that the config uses; machine.device must be decided. Raises ConfigError if it
-    has fewer GPUs."""
+    """Returns this machine with the slots that the config uses; machine.device must be decided. Raises ConfigError if
+    it has fewer GPUs."""
     slots = config.machine.slots
     if config.machine.device != "cuda":
         return Node("localhost", tuple(range(slots or len(os.sched_getaffinity(0)))))

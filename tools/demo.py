@@ -26,7 +26,7 @@ from launch import local
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny_cpu.yaml"
-"""Of the PPO run."""
+"""The config of the PPO run."""
 
 
 def main() -> int:

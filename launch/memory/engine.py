@@ -50,7 +50,7 @@ def engine_memory(
         parts += [
             MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"),
             MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),
-            MemoryPart("link", communicator_bytes([peers] * GENERATIONS), note),
+            MemoryPart("link", communicator_bytes([peers] * GENERATIONS * (config.link == "device")), note),
         ]
         size = int(UTILIZATION * available) - taken - sum(part.bytes for part in parts)
     else:

@@ -1,4 +1,4 @@
-"""Learning, not luck: three seeds of the demo, and the same run with rewards that say nothing."""
+"""Learning, not luck: three seeds of the demo, and the same run with rewards that say nothing. One slot is enough."""
 
 import json
 import subprocess
@@ -45,3 +45,14 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
     print(f"seed {seed}: {before:.3f} → {after:.3f}; shuffled rewards: {control_before:.3f} → {control_after:.3f}")
     assert before < 0.6 and after >= 0.9
     assert control_after - control_before < 0.05
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_accuracy_rises_with_both_pools_on_one_slot(tmp_path):
+    out = tmp_path / "demo"
+    shared = ["machine.shared=true", "machine.slots=1"]
+    subprocess.run([sys.executable, "tools/demo.py", f"--out={out}", *shared], cwd=ROOT, check=True, timeout=1500)
+    before, after = demo.accuracy(out / "rl")
+    print(f"both pools on one slot: {before:.3f} → {after:.3f}")
+    assert before < 0.6 and after >= 0.9

@@ -416,8 +416,8 @@ def test_pools_that_share_a_gpu_divide_its_memory():
         (
             shared({"recompute": "none", "microbatch_tokens": 32768}, {"max_new_tokens": 8192}),
             80,
-            r"^machine.shared: a trainer rank needs \d+.\d+ GiB and an engine rank \d+.\d+ without its KV cache, of 73.60 "
-            r"\(92%\) that they may use of a GPU; with (trainer.microbatch_tokens=9216) the cache has ",
+            r"^machine.shared: a trainer rank needs \d+.\d+ GiB and an engine rank \d+.\d+ without its KV cache, "
+            r"of 73.60 \(92%\) that they may use of a GPU; with (trainer.microbatch_tokens=9216) the cache has ",
         ),
         (
             shared({}, {"max_new_tokens": 65536}),

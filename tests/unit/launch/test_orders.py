@@ -148,3 +148,21 @@ def test_pools_with_gpus_of_their_own_take_what_they_find(tmp_path):
     for process in allocate(asked, [Node("a", (0, 1))]).processes:
         settings = start_order(asked, Run(tmp_path), process, "a").settings
         assert memory_arguments(settings) == [] and "per_process" not in settings.get("PYTORCH_ALLOC_CONF", "")
+
+
+@pytest.mark.parametrize("link", ["auto", "host", "device"])
+def test_weights_pass_between_pools_on_one_gpu_through_the_host(link):
+    asked, _ = shared_plan()
+    asked.reshard.link = link
+    if link == "device":
+        with pytest.raises(ConfigError, match=r"^reshard.link: .*: set it to host, or leave it out$"):
+            plan.plan(asked, [Node("a", (3,))], weights=False)
+    else:
+        plan.plan(asked, [Node("a", (3,))], weights=False)
+        assert asked.link == "host"
+    asked.machine.shared = False
+    plan.plan(asked, [Node("a", (3, 4))], weights=False)
+    assert asked.link == {"auto": "device"}.get(link, link)
+    asked.machine.shared, asked.machine.device = True, "cpu"
+    plan.plan(asked, [Node("a", (3,))], weights=False)
+    assert asked.link == {"auto": "device"}.get(link, link)
