@@ -135,7 +135,7 @@ def check(
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
     if outcome.memory.shared and not gpu_gib:
         raise ConfigError(
-            "machine.shared: nvidia-smi does not say how much memory the GPUs have, which the pools are to divide: "
+            "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
             "put it on the PATH, or give each pool GPUs of its own"
         )
     check_input(config)
