@@ -397,10 +397,8 @@ def shared(trainer=None, rollout=None, **rest):
 
 
 def test_pools_that_share_a_gpu_divide_its_memory():
-    plan, alone = (
-        plan_memory(shared(), SMALL, 80),
-        plan_memory(replace(shared(), machine=MachineConfig(device="cuda")), SMALL),
-    )
+    plan, through_host = plan_memory(shared(), SMALL, 80), ReshardConfig(link="host")
+    alone = plan_memory(replace(shared(), machine=MachineConfig(device="cuda"), reshard=through_host), SMALL)
     assert plan.trainer == alone.trainer  # counted first, as it is on a GPU of its own
     others = sum(part.bytes for part in plan.engine.parts if part.name != "KV cache")
     assert plan.engine.of("KV cache") == int(0.92 * 80 * GIB) - plan.trainer.total - others
