@@ -65,7 +65,10 @@ class DataConfig:
 @dataclass
 class MachineConfig:
     slots: int = key(0, at_least=0)
-    """GPUs (or CPU cores) that the pools share; 0: all that this machine has."""
+    """GPUs (or CPU cores) for both pools; 0: all that this machine has."""
+    shared: bool = False
+    """Trainer ranks and engines take the same slots, at most one rank of each on a slot, instead of slots of their own:
+    for one GPU, or a few. On GPUs the launcher divides the memory between them (docs/launching.md)."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     host: str = "127.0.0.1"
     """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0, whose address is
@@ -280,9 +283,10 @@ class ReshardConfig:
     staging: str = key("full", choices=("full", "streamed"))
     """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
     not fit, into room for one layer, while it is paused."""
-    link: str = key("device", choices=("device", "host"))
-    """What weights travel through: the network between the devices themselves, which is NCCL between GPUs; or gloo
-    between buffers in the memory of the host, which is slower but needs no NCCL between trainers and engines."""
+    link: str = key("auto", choices=("auto", "device", "host"))
+    """What weights travel through: the network between the devices themselves, which is NCCL between GPUs; or buffers
+    in the memory of the host and gloo, which is slower but needs no NCCL between trainers and engines. `auto`: `host`
+    where the two share GPUs, else `device`."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
     timeout_s: float = key(120.0, above=0)
@@ -353,6 +357,12 @@ class Config:
     @property
     def trainer_ranks(self) -> int:
         return self.trainer.tp * self.trainer.pp * self.trainer.dp
+
+    @property
+    def link(self) -> str:
+        """reshard.link, where `auto` is decided: NCCL connects no two processes on one GPU."""
+        on_one_gpu = self.machine.shared and not self.machine.is_cpu
+        return self.reshard.link if self.reshard.link != "auto" else "host" if on_one_gpu else "device"
 
     @property
     def groups_per_batch(self) -> int:

@@ -35,7 +35,7 @@ class Weights:
             check_finite=config.reshard.check_finite,
             on_delivered=self._report,
             timeline=trainer.timeline,
-            link=config.reshard.link,
+            link=config.link,
         )
         self._ended = threading.Event()
         if trainer.parallel.is_first:

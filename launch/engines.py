@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = config_file.load(run.config)
         if options.action == "add":
             start.check_packages(config, options.python, ["rollout"])
+            check_not_shared(run, config)
             return add(run, config, options)
         return drain(run, options.engines, options.timeout_s, config.machine.silence_s)
     except ConfigError as e:
@@ -69,6 +70,19 @@ def check_running(run: Run) -> None:
     run.check_private()
     if (state := state_of(run, record)) != "running":
         raise ConfigError(f"{run.folder} is not running: it is {state}")
+
+
+def check_not_shared(run: Run, config: Config) -> None:
+    """Raises ConfigError if the trainers and engines of the run have divided the memory of this machine's GPUs."""
+    if not (config.machine.shared and config.machine.device == "cuda"):
+        return
+    record = read_record(run)
+    here = {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}
+    if here & {record.launcher, *(process.node for process in record.processes)}:
+        raise ConfigError(
+            "machine.shared: the run's trainers and engines have divided the memory of this machine's GPUs; add "
+            "engines on another machine"
+        )
 
 
 def add(run: Run, config: Config, options: argparse.Namespace) -> int:

@@ -30,11 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
         config.machine.device = device_of(config)
         gpu_gib = gpus.smallest_gib(gpus.visible()) if config.machine.device == "cuda" else 0
         if options.dry_run:
-            print(start.check(config, [_node(config)], gpu_gib=gpu_gib).plan.table())
+            print(start.check(config, [this_node(config)], gpu_gib=gpu_gib).plan.table())
             return 0
         start.check_packages(config, options.python)
         with start.lease(config) as lease:
-            beginning = start.check(config, [_node(config)], gpu_gib=gpu_gib, run=lease.run)
+            beginning = start.check(config, [this_node(config)], gpu_gib=gpu_gib, run=lease.run)
             beginning.begin()
             return supervise(beginning, Here(), options, lease)
     except (ConfigError, Replaced) as e:
@@ -48,7 +48,9 @@ def device_of(config: Config) -> str:
     return start.decide_device(config, {"this machine": gpus.visible()})
 
 
-def _node(config: Config) -> Node:
+def this_node(config: Config) -> Node:
+    """Returns this machine with the slots that the config uses; machine.device must be decided. Raises ConfigError if
+    it has fewer GPUs."""
     slots = config.machine.slots
     if config.machine.device != "cuda":
         return Node("localhost", tuple(range(slots or len(os.sched_getaffinity(0)))))

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import Config
-from areal_megatron.engine.environment import CPUS, PART, RENDEZVOUS
+from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS
 from areal_megatron.run import Run, is_engine
 from launch import caches, gpus
 from launch.gpus import VISIBLE
+from launch.memory.parts import GpuShares
 from launch.pools import Process
 from launch.processes import Child, Children
 
@@ -115,12 +116,18 @@ Event = NodeHello | Ended | Cleared | Alive
 
 
 def start_order(
-    config: Config, run: Run, process: Process, supervisor: str, python: Sequence[str] = (), rendezvous: str = ""
+    config: Config,
+    run: Run,
+    process: Process,
+    supervisor: str,
+    python: Sequence[str] = (),
+    rendezvous: str = "",
+    shares: GpuShares | None = None,
 ) -> StartOrder:
     """Returns the order that starts a process of the placement; machine.device must be decided.
 
     `python`: the command of another interpreter than this one. `rendezvous`: the name by which the parts of an engine
-    find each other, a new one for every start.
+    find each other, a new one for every start. `shares`: how the pools divide their GPUs' memory, if they share GPUs.
     """
     module = _MODULES.get(process.pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
     command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
@@ -138,6 +145,11 @@ def start_order(
         settings[VISIBLE] = ",".join(str(slot.id) for slot in process.slots)
         # Megatron overlaps tp communication only in the order of one queue; links have streams beside computation
         settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if process.pool == "trainer" and config.trainer.tp > 1 else "32"
+        if shares and process.pool == "trainer":
+            most = f"per_process_memory_fraction:{shares.trainer:.4f}"
+            settings["PYTORCH_ALLOC_CONF"] = f"expandable_segments:True,{most}"
+        if shares and process.pool == "rollout":
+            settings |= {GPU_SHARE: f"{shares.engine:.4f}", KV_CACHE_BYTES: str(shares.kv_cache)}
     elif process.slots:
         settings |= ON_CPU
         cores = [slot.id for slot in process.slots]

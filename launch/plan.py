@@ -58,6 +58,7 @@ def plan(
     """
     placement = allocate(config, nodes, rollout_nodes)
     _check_parts(config, placement)
+    _check_link(config)
     check_model(config, weights)
     return ClusterPlan(placement, plan_memory(config, read_config(config.model.path), gpu_gib))
 
@@ -70,6 +71,15 @@ def _check_parts(config: Config, placement: Placement) -> None:
                 f"rollout.tp: an engine of {len(engine.slots)} spans {len(engine.parts)} nodes with {here} "
                 "cores each: on CPU vLLM wants one rank on each, set machine.slots=1"
             )
+
+
+def _check_link(config: Config) -> None:
+    shared = config.machine.shared and config.machine.device == "cuda" and config.mode == "rl"
+    if shared and config.reshard.link == "device":
+        raise ConfigError(
+            "reshard.link: NCCL connects no two processes on one GPU, where machine.shared puts a trainer rank and an "
+            "engine: set it to host, or leave it out"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,11 +1,12 @@
-"""Which process runs where: pure functions from nodes and a config to disjoint pools.
+"""Which process runs where: pure functions from nodes and a config to the pools.
 
 A slot is a GPU, or a CPU core on machines without. The trainer pool takes slots in the order of the nodes, rank by
 rank: ranks are numbered as Megatron numbers them (tensor parallelism fastest, then data and expert parallelism, then
 pipeline stages; see reshard.trainer_layout.MegatronSizes), so a stage is a run of neighbouring slots and the next stage
-follows right after it. Engines take what is left. A tensor-parallel group or an engine is placed inside one node if a
-node has room for it, and takes whole nodes if it is larger than one. The controller runs on the first node, without a
-slot.
+follows right after it. Engines take what is left or, with machine.shared, the same slots again: each pool is then
+placed as if it were alone, so that a slot has at most one trainer rank and one engine rank. A tensor-parallel group or
+an engine is placed inside one node if a node has room for it, and takes whole nodes if it is larger than one. The
+controller runs on the first node, without a slot.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Placement:
     @property
     def idle(self) -> int:
         """The number of slots that no process has."""
-        return sum(len(node.slots) for node in self.nodes) - sum(len(p.slots) for p in self.processes)
+        return sum(len(node.slots) for node in self.nodes) - len({slot for p in self.processes for slot in p.slots})
 
     def table(self) -> str:
         """Returns a line for each process, or for each node if there are many processes."""
@@ -101,26 +102,23 @@ class Placement:
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Returns disjoint pools for the config's trainers and engines. SFT has no engines and no controller, a replay no
-    engines.
+    """Returns the pools of the config's trainers and engines: disjoint, unless machine.shared. SFT has no engines and
+    no controller, a replay no engines.
 
-    Both pools share `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
+    Both pools are on `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
     what was found, what was asked for and what to change, for: node names that are malformed or occur twice, nodes
-    without slots or with too few cores, too few slots, nodes of several sizes in one pool, and sizes that leave a part
-    of each node unused.
+    without slots or with too few cores, too few slots, nodes of several sizes in one pool, sizes that leave a part of
+    each node unused, and slots that are to be shared though the pools have different nodes.
     """
     everyone = (*nodes, *rollout_nodes)
     _check_nodes(nodes, rollout_nodes)
-    wanted = _wanted(config)
-    shared = [pool for pool in wanted if pool.name == "trainer" or not rollout_nodes]
-    _check_count(config, shared, nodes)
-    _check_count(config, [pool for pool in wanted if pool not in shared], rollout_nodes)
-    free = {node.name: list(node.slots) for node in everyone}
     places = {}
-    for pool in wanted:
-        own = nodes if pool in shared else rollout_nodes
-        places[pool.name] = _place(pool, own, free, shared if pool in shared else [pool])
-        _check_alike(pool, own, places[pool.name])
+    for pools, own in _together(config, nodes, rollout_nodes):
+        _check_count(config, pools, own)
+        free = {node.name: list(node.slots) for node in own}
+        for pool in pools:
+            places[pool.name] = _place(pool, own, free, pools)
+            _check_alike(pool, own, places[pool.name])
     processes = [Process("controller", "controller", 0, nodes[0].name, ())] if config.mode != "sft" else []
     ranks = [slot for group in places["trainer"] for slot in group]
     processes += [Process(trainer_name(rank), "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
@@ -156,6 +154,21 @@ def _wanted(config: Config) -> list[_Pool]:
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
     return pools
+
+
+def _together(
+    config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node]
+) -> list[tuple[list[_Pool], Sequence[Node]]]:
+    """Returns the pools that divide slots among them, each time with the nodes that have these slots."""
+    pools = _wanted(config)
+    if config.machine.shared and rollout_nodes and len(pools) > 1:
+        raise ConfigError(
+            "machine.shared: this job has nodes for the engines alone, so the pools have no slot in common: set it to "
+            "false, or ask for one group of nodes"
+        )
+    if not config.machine.shared and not rollout_nodes:
+        return [(pools, nodes)]
+    return [([pool], rollout_nodes if pool.name == "rollout" and rollout_nodes else nodes) for pool in pools]
 
 
 def _place(
@@ -227,6 +240,8 @@ def _check_count(config: Config, pools: Sequence[_Pool], nodes: Sequence[Node]) 
         change += f", or ask for {_nodes_needed(pools, largest)} nodes of {largest}"
     elif config.machine.device != "cuda":
         change += f", or let processes share cores with machine.slots={needed}"
+    if config.machine.device == "cuda" and len(pools) > 1 and max(pool.slots for pool in pools) <= found:
+        change += ", or set machine.shared=true to let both pools share them"
     where = f" on {_count(nodes)}" if len(nodes) > 1 else ""
     raise ConfigError(
         f"the pools need {needed} slots ({', '.join(pool.asked for pool in pools)}) but there are "

@@ -136,6 +136,11 @@ def check(
     `run`: the config's, as its launcher holds it; None: nothing is to be started.
     """
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
+    if outcome.memory.shared and not gpu_gib:
+        raise ConfigError(
+            "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
+            "put it on the PATH, or give each pool GPUs of its own"
+        )
     check_input(config)
     run = run or Run(config.run_dir)
     checkpoint = _resumed(config, run)

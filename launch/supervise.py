@@ -187,11 +187,11 @@ class _Watch:
     def _start(self, name: str) -> None:
         self._health.started(name)
         process, rendezvous = self._processes[name], f"rendezvous-{name}-{secrets.token_hex(4)}"
-        python = self._python.get(process.pool, ())
+        python, shares = self._python.get(process.pool, ()), self._beginning.plan.memory.shares
         for part in process.parts:
             supervisor = self._hosts.supervisor(part)
             self._hosts.start(
-                start_order(self._beginning.config, self._beginning.run, part, supervisor, python, rendezvous)
+                start_order(self._beginning.config, self._beginning.run, part, supervisor, python, rendezvous, shares)
             )
 
     def _end(self, name: str, why: str) -> None:

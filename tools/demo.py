@@ -3,7 +3,8 @@
     python tools/demo.py [--seed 1] [--out runs/demo-1] [key=value …]
 
 Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides apply to the PPO
-run only, e.g. rollout.max_staleness=0. Exit code 0 if everything ran, otherwise that of the step that failed.
+run only, e.g. rollout.max_staleness=0. Where this machine has one GPU or core, trainers and engines share it. Exit code
+0 if everything ran, 2 for wrong input, otherwise that of the step that failed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from areal_megatron import config_file
+from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
+from launch import local
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/tiny_cpu.yaml"
+"""The config of the PPO run."""
 
 
 def main() -> int:
@@ -31,6 +38,11 @@ def main() -> int:
     out = (options.out or _unused(ROOT / "runs")).absolute()
     if out.exists():
         print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
+        return 2
+    try:
+        overrides = [*sharing(options.overrides), *options.overrides]
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
         return 2
     world, seed = out / "world", f"seed={options.seed}"
     started = time.monotonic()
@@ -51,14 +63,14 @@ def main() -> int:
             "asynchronous PPO",
             "-m",
             "launch.local",
-            "configs/tiny_cpu.yaml",
+            CONFIG,
             f"runs_dir={out}",
             "name=rl",
             seed,
             f"model.path={out / 'sft' / 'hf'}",
             f"data.train={world / 'train.jsonl'}",
             f"data.eval={world / 'heldout.jsonl'}",
-            *options.overrides,
+            *overrides,
         )
         _run("report", "-m", "areal_megatron.report", out / "rl")
     except subprocess.CalledProcessError as failed:
@@ -69,6 +81,18 @@ def main() -> int:
     print(f"\nheld-out accuracy, sampled at temperature 1: {before:.3f} before, {after:.3f} after PPO")
     print(f"took {(time.monotonic() - started) / 60:.1f} minutes; report: {out / 'rl' / 'report.html'}")
     return 0
+
+
+def sharing(overrides: Sequence[str]) -> list[str]:
+    """Returns the override with which both pools of the PPO run share this machine's only slot; none if it has more, or
+    if the overrides decide that. Raises ConfigError for overrides that cannot be."""
+    config = config_file.load(ROOT / CONFIG, list(overrides))
+    config.machine.device = local.device_of(config)
+    decided = any(override.startswith("machine.shared=") for override in overrides)
+    if decided or len(local.this_node(config).slots) > 1:
+        return []
+    print(f"one slot ({config.machine.device}): trainers and engines share it, machine.shared=true", flush=True)
+    return ["machine.shared=true"]
 
 
 def accuracy(run: Path) -> tuple[float, float]:

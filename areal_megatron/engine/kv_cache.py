@@ -1,4 +1,5 @@
-"""The size of an engine's KV cache on CPU: no more than its requests need. On CUDA vLLM takes the memory it finds.
+"""The size of an engine's KV cache. On CPU it is no more than its requests need. On a GPU vLLM takes the memory it
+finds, unless trainers share that GPU: then the launcher has planned it (launch/memory).
 
 Imports neither torch nor vllm: the launcher plans with it.
 """
@@ -16,6 +17,8 @@ from areal_megatron.models.dtypes import ITEMSIZE
 
 CPU_BLOCK_TOKENS = 128
 """Tokens in one KV block of vLLM on CPU."""
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass of an engine on a GPU with 70 GiB or more (vLLM's default; fewer on smaller GPUs)."""
 SHARE = 0.25
 """The part of a machine's memory that the KV caches of all engines may take together."""
 _LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -18,13 +18,14 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.config import Config
 from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
-from areal_megatron.engine.environment import CPUS, EMPTY, PART, RENDEZVOUS, SECRET_FILE
+from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import KEEP_ALIVE_S, address, socket_settings
 from areal_megatron.run import Run, engine_name, from_command_line
@@ -101,6 +102,20 @@ def _engine_arguments(config: Config) -> list[str]:
     return command
 
 
+def memory_arguments(environment: Mapping[str, str]) -> list[str]:
+    """Returns the options of vLLM's command line for an engine that shares its GPUs with trainers: nothing in the
+    environment of any other.
+
+    vLLM refuses to start unless that share is free, which it is at any time while the trainers keep to theirs. The size
+    of the KV cache is given, because trainers that allocate and release memory meanwhile would falsify what vLLM
+    measures. So the forward pass must not be larger than the one that was planned.
+    """
+    if GPU_SHARE not in environment:
+        return []
+    sizes = ["--gpu-memory-utilization", environment[GPU_SHARE], "--kv-cache-memory-bytes", environment[KV_CACHE_BYTES]]
+    return [*sizes, "--max-num-batched-tokens", str(kv_cache.BATCHED_TOKENS)]
+
+
 def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
     """Returns the variables that vLLM needs beside this process's own. `cpus` are the cores of this one of `parts`."""
     environment = {
@@ -162,6 +177,7 @@ def main() -> None:
             run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
         run.announce(engine_name(index), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    command += memory_arguments(os.environ)
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)
 

@@ -75,7 +75,7 @@ def init_body(
         timeout_s=config.reshard.timeout_s,
         bucket_elements=largest_bucket(not config.machine.is_cpu),
         engines=config.rollout.engines,
-        link=config.reshard.link,
+        link=config.link,
     )
     return {"init_info": asdict(info)}
 

@@ -14,8 +14,8 @@ from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import machine_bytes
 from areal_megatron.reshard.plan import Traffic
 from launch.memory.activations import microbatch_tokens
-from launch.memory.engine import engine_memory, kv_tokens
-from launch.memory.parts import GIB, USABLE, MemoryPart, RankMemory
+from launch.memory.engine import UTILIZATION, engine_memory, kv_tokens
+from launch.memory.parts import GIB, USABLE, GpuShares, MemoryPart, RankMemory
 from launch.memory.traffic import weight_traffic
 from launch.memory.trainer import checkpoint_bytes, trainer_memory
 
@@ -33,6 +33,22 @@ class MemoryPlan:
     """Memory of one GPU in GiB; 0 if unknown."""
     traffic: Traffic | None
     """Who sends how much in an update of all engines; None without engines."""
+    shared: bool = False
+    """Whether both pools are on the same GPUs."""
+
+    @property
+    def shares(self) -> GpuShares | None:
+        """How the ranks on a GPU divide it; None if each has its own, and if its memory is unknown."""
+        if not (self.shared and self.gpu_gib):
+            return None
+        # Half of what the plan leaves free is the trainer's, so that a small error of the plan ends nothing. Bounded,
+        # its allocator gives memory back that it keeps for later instead of taking what a starting engine needs.
+        gpu = self.gpu_gib * GIB
+        return GpuShares(
+            trainer=self.trainer.total / gpu + (1 - UTILIZATION) / 2,
+            engine=self.engine.total / gpu,
+            kv_cache=self.engine.of("KV cache"),
+        )
 
     def report(self) -> dict[str, Any]:
         """Returns the figures of `table` for a JSON file."""
@@ -54,6 +70,12 @@ class MemoryPlan:
     def table(self) -> str:
         """Returns a line for each part, in GiB, one for the checkpoint, and one for how weights travel."""
         lines = [line for rank in (self.trainer, self.engine) if rank for line in _lines(rank, self.gpu_gib)]
+        if self.shares:
+            used = self.trainer.total + self.engine.total
+            lines += [
+                f"machine.shared: a trainer rank {_gib(self.trainer.total)} + an engine rank {_gib(self.engine.total)} "
+                f"= {_gib(used)} of {self.gpu_gib:g} GiB, {used / GIB / self.gpu_gib:.0%}"
+            ]
         disk = f"checkpoint: {_gib(self.checkpoint)} GiB on disk"
         if self.checkpoints:
             disk += f", up to {self.checkpoints} at a time ({_gib(self.checkpoint * self.checkpoints)} GiB)"
@@ -72,26 +94,31 @@ class MemoryPlan:
 def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0, memory: int = 0) -> MemoryPlan:
     """Returns the memory that a run of `config` takes, whose machine.device must be decided.
 
-    `gpu_gib` is the memory of a GPU in GiB; if it is 0, unknown, nothing is checked on CUDA. Raises ConfigError with
-    the figure, the limit and what to change for trainers that need more than USABLE of it, and for engines whose KV
-    cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in bytes that
-    all engines share (0: that of this machine).
+    `gpu_gib` is the memory of a GPU in GiB; if it is 0, unknown, nothing is checked on CUDA. With machine.shared a
+    trainer rank and an engine rank divide it: the trainer takes what it needs, the engine what is left. Raises
+    ConfigError with the figure, the limit and what to change for trainers that need more than USABLE of it, and for
+    engines whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the
+    `memory` in bytes that all engines share (0: that of this machine).
     """
     on_cuda = config.machine.device == "cuda"
     trainer = trainer_memory(config, hf_config, on_cuda)
-    if on_cuda and gpu_gib and not _fits(trainer, gpu_gib):
+    shared = on_cuda and config.machine.shared and config.mode == "rl"
+    if on_cuda and gpu_gib and not _fits(trainer, gpu_gib) and not shared:
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
     engine = None
     if config.mode == "rl":
         memory = int(gpu_gib * GIB) if on_cuda else memory or machine_bytes()
-        engine = engine_memory(config, hf_config, memory, on_cuda)
+        engine = engine_memory(config, hf_config, memory, on_cuda, trainer.total if shared else 0)
         if on_cuda and gpu_gib and not _holds_an_answer(config, hf_config, engine):
+            if shared:
+                raise ConfigError(_too_large_to_share(config, hf_config, trainer, engine, gpu_gib))
             raise ConfigError(_engine_too_small(config, hf_config, engine, gpu_gib))
         if not on_cuda and engine.total * config.rollout.tp > memory:
             raise ConfigError(_machine_too_small(config, engine, memory))
     checkpoint, settings = checkpoint_bytes(config, hf_config), config.checkpoint
     traffic = weight_traffic(config, hf_config) if engine else None
-    return MemoryPlan(trainer, engine, checkpoint, settings.keep + 1 if settings.every else 0, gpu_gib, traffic)
+    kept = settings.keep + 1 if settings.every else 0
+    return MemoryPlan(trainer, engine, checkpoint, kept, gpu_gib, traffic, shared)
 
 
 def _fits(trainer: RankMemory, gpu_gib: float) -> bool:
@@ -170,6 +197,43 @@ def _engine_too_small(config: Config, hf_config: Mapping[str, Any], found: RankM
         if _holds_an_answer(changed, hf_config, engine):
             return f"{problem}; with {text} it has {_gib(engine.of('KV cache'))}"
     return f"{problem}; raise rollout.tp, or lower rollout.max_new_tokens"
+
+
+def _too_large_to_share(
+    config: Config, hf_config: Mapping[str, Any], trainer: RankMemory, engine: RankMemory, gpu_gib: float
+) -> str:
+    left = engine.of("KV cache")
+    problem = (
+        f"machine.shared: a trainer rank needs {_gib(trainer.total)} GiB and an engine rank "
+        f"{_gib(engine.total - left)} without its KV cache, of {_gib(round(UTILIZATION * gpu_gib * GIB))} "
+        f"({UTILIZATION:.0%}) that they may use of a GPU"
+    )
+    if left > 0:
+        tokens = kv_tokens(config, hf_config, left, on_cuda=True)
+        longest = config.longest_sequence
+        problem += f": the rest holds {tokens:,} tokens, an answer may have {longest:,} with its prompt"
+    for text, changed in _smaller_pools(config):
+        try:
+            taken = trainer_memory(changed, hf_config, on_cuda=True).total
+            engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda=True, taken=taken)
+        except ConfigError:
+            continue
+        if _holds_an_answer(changed, hf_config, engine):
+            return f"{problem}; with {text} the cache has {_gib(engine.of('KV cache'))}"
+    return f"{problem}; lower rollout.max_new_tokens, or give each pool GPUs of its own with machine.shared=false"
+
+
+def _smaller_pools(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yields runs that need less memory: changes of the trainers, of the engines, then of both; those that need more
+    GPUs come last."""
+    slots = config.rollout.engines * config.rollout.tp
+    made = [
+        (" ".join(filter(None, (text, also))), replace(changed, trainer=trainer))
+        for text, changed in _smaller_engines(config)
+        if changed.rollout.engines * changed.rollout.tp <= slots
+        for also, trainer in [("", config.trainer), *_smaller_trainers(config)]
+    ]
+    yield from sorted(made[1:], key=lambda change: change[1].trainer_ranks)
 
 
 def _smaller_engines(config: Config) -> Iterator[tuple[str, Config]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.engine import kv_cache
+from areal_megatron.engine.kv_cache import BATCHED_TOKENS
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.table import LAYER_PREFIX
@@ -20,8 +21,6 @@ from launch.memory.traffic import weight_traffic
 
 UTILIZATION = 0.92
 """The share of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
-BATCHED_TOKENS = 8192
-"""Tokens of one forward pass of an engine on a GPU with 70 GiB or more (vLLM's default; fewer on smaller GPUs)."""
 GENERATIONS = 2
 """Communicators of a link that an engine rank may have at a time: NCCL may still be ending the one of a generation that
 failed while the next one is made."""
@@ -29,12 +28,14 @@ BLOCK_TOKENS = {True: 16, False: kv_cache.CPU_BLOCK_TOKENS}
 """Tokens of a KV block, on CUDA and on CPU."""
 
 
-def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool) -> RankMemory:
+def engine_memory(
+    config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool, taken: int = 0
+) -> RankMemory:
     """Returns the memory of the fullest rank of an engine.
 
-    On CUDA the KV cache is what is left of the `available` bytes of a GPU (0: unknown), which may be negative; on CPU
-    it is what the requests need on a machine with that many bytes. Raises ConfigError where the sizes do not fit the
-    model.
+    On CUDA the KV cache is what is left of the `available` bytes of a GPU (0: unknown), of which a trainer rank has
+    `taken` some; it may be negative. On CPU it is what the requests need on a machine with that many bytes. Raises
+    ConfigError where the sizes do not fit the model.
     """
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
     layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
@@ -49,9 +50,9 @@ def engine_memory(config: Config, hf_config: Mapping[str, Any], available: int, 
         parts += [
             MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"),
             MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),
-            MemoryPart("link", communicator_bytes([peers] * GENERATIONS), note),
+            MemoryPart("link", communicator_bytes([peers] * GENERATIONS * (config.link == "device")), note),
         ]
-        size = int(UTILIZATION * available) - sum(part.bytes for part in parts)
+        size = int(UTILIZATION * available) - taken - sum(part.bytes for part in parts)
     else:
         size = kv_cache.cpu_bytes(config, hf_config, available)
     if available:

@@ -36,6 +36,18 @@ class MemoryPart:
 
 
 @dataclass(frozen=True)
+class GpuShares:
+    """How a trainer rank and an engine rank divide the memory of a GPU."""
+
+    trainer: float
+    """The most that torch's allocator may take, as a part of the whole."""
+    engine: float
+    """What an engine rank takes, likewise."""
+    kv_cache: int
+    """Bytes of the engine rank's KV cache."""
+
+
+@dataclass(frozen=True)
 class RankMemory:
     """The memory of the fullest rank of a pool."""
 

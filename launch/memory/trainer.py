@@ -151,7 +151,7 @@ def _sending(
     links = max(traffic.peers[stage * ranks : (stage + 1) * ranks], key=communicator_bytes)
     bucket = ITEMSIZE[config.model.dtype] * min(largest_bucket(on_cuda), own.all)
     yield MemoryPart("sending weights", 2 * bucket * len(links), f"two buckets for each of {len(links)} engines")
-    if on_cuda:
+    if on_cuda and config.link == "device":
         note = f"{len(links)} communicators with {sum(links)} engine ranks, an allowance"
         yield MemoryPart("links", communicator_bytes(links), note)
 

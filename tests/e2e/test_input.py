@@ -1,6 +1,8 @@
 """Wrong input: one line that says what is wrong, exit code 2, and nothing has been started."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,6 +129,43 @@ def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):
     for words in ("gradients", "optimizer", "activations", "staging", "KV cache", "tokens", "checkpoint:"):
         assert words in table
     assert not (tmp_path / "x").exists()
+
+
+def one_gpu(world, tmp_path, mebibytes, *overrides):
+    """Plans on a machine with one GPU of that memory (None: unknown): nvidia-smi is a script."""
+    if mebibytes is not None:
+        program = tmp_path / "nvidia-smi"
+        gpu = f"0, GPU-1, 00000000:3B:00.0, {mebibytes}"
+        program.write_text(f'#!/bin/sh\ncase "$*" in *index*) echo "{gpu}";; *) echo {mebibytes};; esac\n')
+        program.chmod(0o755)
+    command = [sys.executable, "-m", "launch.local", *arguments_of(world, tmp_path, "--dry-run", *overrides)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_one_gpu_is_enough_for_both_pools(world, tmp_path):
+    planned = one_gpu(world, tmp_path, 81559, "machine.shared=true", "machine.device=cuda")
+    assert planned.returncode == 0, planned.stderr
+    assert re.search(r"trainer-0 +trainer +localhost:0\nengine-0 +rollout +localhost:0\n", planned.stdout)
+    assert re.search(
+        r"machine.shared: a trainer rank \d+.\d+ \+ an engine rank \d+.\d+ = 73.\d+ of 79.\d+ GiB, 92%\n",
+        planned.stdout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "overrides", "words"),
+    [
+        (81559, [], ["need 2 slots", "there are 1", "or set machine.shared=true to let both pools share them"]),
+        (81559, ["machine.shared=true", "reshard.link=device"], ["reshard.link", "set it to host, or leave it out"]),
+        (3072, ["machine.shared=true"], ["machine.shared: a trainer rank needs", "of 2.76 (92%) that they may use"]),
+        (None, ["machine.shared=true"], ["machine.shared", "nvidia-smi does not say how much memory"]),
+    ],
+)
+def test_one_gpu_that_is_not_enough(world, tmp_path, mebibytes, overrides, words):
+    refused = one_gpu(world, tmp_path, mebibytes, "machine.device=cuda", *overrides)
+    assert refused.returncode == 2
+    _expect_one_line(refused.stderr, words)
 
 
 def test_the_launcher_needs_neither_torch_nor_vllm():

@@ -1,4 +1,5 @@
-"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, and the demo in float16."""
+"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, the demo in float16 and with
+both pools on one slot."""
 
 import json
 import subprocess
@@ -66,3 +67,14 @@ def test_the_demo_learns_in_float16(tmp_path):
     assert before < 0.6 and after >= 0.9
     assert skipped < 0.05 * 4 * len(updates)  # of four steps an update
     assert max(differences) < 0.03
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_accuracy_rises_with_both_pools_on_one_slot(tmp_path):
+    out = tmp_path / "demo"
+    shared = ["machine.shared=true", "machine.slots=1"]
+    subprocess.run([sys.executable, "tools/demo.py", f"--out={out}", *shared], cwd=ROOT, check=True, timeout=1500)
+    before, after = demo.accuracy(out / "rl")
+    print(f"both pools on one slot: {before:.3f} → {after:.3f}")
+    assert before < 0.6 and after >= 0.9

@@ -5,6 +5,7 @@ import json
 import stat
 from collections import Counter
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -112,6 +113,23 @@ def check_replay(run, started):
     losses = [[line["loss"] for line in read_metrics(one) if line["kind"] == "update"] for one in (run, replay)]
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert sorted(path.stem for path in (replay.folder / "logs").iterdir()) == ["controller", "trainer-0", "trainer-1"]
+
+
+def test_both_pools_run_on_the_same_slot(local_run, world):
+    changes = {"machine.shared": True, "machine.slots": 1, "rollout.max_staleness": 1, "held_out": 300}
+    started = local_run("one-slot", *small(world, **changes))
+    run = Run(started.folder)
+    started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
+    cores = {name: psutil.Process(started.pid(name)).cpu_affinity() for name in ("trainer-0", "engine-0")}
+    held = asyncio.run(engine_checksums(run))
+    assert started.wait() == 0, started.output
+    assert cores["trainer-0"] == cores["engine-0"] and len(cores["engine-0"]) == 1
+    assert held == expected_checksums(load_file(run.hf / "model.safetensors"), read_config(run.hf), tp=1)
+    lines = ledger(run)
+    assert sorted(line["version"] for line in lines) == [*range(6)]
+    assert max(line["version"] - admitted for line in lines for admitted in line["admission_versions"]) <= 1
+    versions = [line["version"] for line in read_metrics(run) if line["kind"] == "eval"]
+    assert versions == [0, 6]
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):

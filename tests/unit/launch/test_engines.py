@@ -10,8 +10,8 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.run import Run
 from launch import engines
-from launch.engines import check_running, claim, drain, slots
-from launch.pools import Placement
+from launch.engines import check_not_shared, check_running, claim, drain, slots
+from launch.pools import Placement, Process, Slot
 from launch.records import Recorder
 
 
@@ -83,3 +83,19 @@ def test_draining_asks_waits_and_gives_up(run, monkeypatch, capsys):
         say(e0="ready", e1="drained", e2="lost")
         assert drained.result(20) == 0
     assert "engine-1 is drained" in capsys.readouterr().out
+
+
+def test_a_gpu_that_the_pools_of_a_run_share_has_no_room_for_more_engines(run, monkeypatch):
+    asked = config("cuda", 1)
+    asked.machine.shared = True
+    engine = Process("engine-0", "rollout", 0, "gpu7", (Slot("gpu7", 0),))
+    Recorder(run, Placement((), (engine,))).write({}, 0)
+    with pytest.raises(ConfigError, match=r"^machine.shared: .*; add engines on another machine$"):
+        check_not_shared(run, asked)  # the launcher's machine
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu8")
+    check_not_shared(run, asked)  # these GPUs are free
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
+    with pytest.raises(ConfigError, match="add engines on another machine"):
+        check_not_shared(run, asked)
+    asked.machine.device = "cpu"  # cores can be shared by any number
+    check_not_shared(run, asked)

@@ -385,3 +385,69 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys, monkeypatch, tmp_path
     assert plan.main([*CLUSTER, "--json", str(tmp_path / "nowhere" / "plan.json")]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and "nowhere/plan.json" in message
+
+
+SMALL = read_config(ROOT / "configs/models/DeepSeek-R1-Distill-Qwen-1.5B")
+
+
+def shared(trainer=None, rollout=None, **rest):
+    asked = config({"microbatch_tokens": 2048, **(trainer or {})}, {"max_new_tokens": 1024, **(rollout or {})}, **rest)
+    asked.machine.shared = True
+    return asked
+
+
+def test_pools_that_share_a_gpu_divide_its_memory():
+    plan, through_host = plan_memory(shared(), SMALL, 80), ReshardConfig(link="host")
+    alone = plan_memory(replace(shared(), machine=MachineConfig(device="cuda"), reshard=through_host), SMALL)
+    assert plan.trainer == alone.trainer  # counted first, as it is on a GPU of its own
+    others = sum(part.bytes for part in plan.engine.parts if part.name != "KV cache")
+    assert plan.engine.of("KV cache") == int(0.92 * 80 * GIB) - plan.trainer.total - others
+    (line,) = [line for line in plan.table().splitlines() if line.startswith("machine.shared: ")]
+    figures = [float(figure) for figure in re.findall(r"\d+\.\d+", line)]
+    assert figures == pytest.approx([plan.trainer.total / GIB, plan.engine.total / GIB, 0.92 * 80], abs=0.01)
+    assert line.endswith("of 80 GiB, 92%")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gib", "message"),
+    [
+        (
+            shared({"recompute": "none", "microbatch_tokens": 32768}, {"max_new_tokens": 8192}),
+            80,
+            r"^machine.shared: a trainer rank needs \d+.\d+ GiB and an engine rank \d+.\d+ without its KV cache, "
+            r"of 73.60 \(92%\) that they may use of a GPU; with (trainer.microbatch_tokens=9216) the cache has ",
+        ),
+        (
+            shared({}, {"max_new_tokens": 65536}),
+            67.5,
+            r"of a GPU: the rest holds \d+,\d+ tokens, an answer may have 66,560 with its prompt; with "
+            r"(reshard.staging=streamed) the cache has",
+        ),
+        (shared(), 40, r"; with (trainer.dp=2 recompute=full) on 2 times as many GPUs the cache has"),
+        (shared({"dp": 2}, {"engines": 2, "max_new_tokens": 65536}), 48, r"; with (trainer.tp=2 dp=1) the cache has"),
+        (shared({"dp": 2}, {"engines": 2}), 30, r"; with (rollout.tp=2 engines=1 trainer.tp=2 dp=1) the cache has"),
+    ],
+)
+def test_a_plan_that_does_not_fit_a_shared_gpu_is_refused_with_advice_that_works(asked, gib, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        plan_memory(asked, SMALL, gib)
+    assert "\n" not in str(error.value)
+    section = ""
+    for item in re.search(message, str(error.value))[1].split():
+        key, value = item.split("=")
+        *named, key = key.split(".")
+        section = named[0] if named else section
+        asked = replace(asked, **{section: replace(getattr(asked, section), **{key: yaml.safe_load(value)})})
+    assert plan_memory(asked, SMALL, gib).shares.kv_cache > 0
+
+
+def test_where_no_change_makes_pools_fit_a_gpu_it_says_so():
+    with pytest.raises(ConfigError, match=r"; lower rollout.max_new_tokens, or give each pool GPUs of its own with"):
+        plan_memory(shared(), SMALL, 4)
+
+
+def test_memory_of_a_shared_gpu_that_is_unknown_is_planned_but_not_divided():
+    plan = plan_memory(shared(), SMALL)
+    assert plan.shared and plan.shares is None
+    assert plan_memory(config({"tp": 8}, {"tp": 8}), DENSE).shares is None
+    assert plan_memory(config({"tp": 8, "dp": 2}, {"tp": 8}), DENSE, 80).shares is None

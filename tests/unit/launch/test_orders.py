@@ -1,17 +1,30 @@
-"""How the parts of an engine on several nodes are started."""
+"""How processes are started: the parts of an engine on several nodes, and pools that share a GPU."""
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
+from vllm.config import CacheConfig
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.utils import request_memory
 
 from areal_megatron import evaluate
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
-from areal_megatron.engine.server import NodePart, headless_command, server_command, server_environment
+from areal_megatron.engine.server import (
+    NodePart,
+    headless_command,
+    memory_arguments,
+    server_command,
+    server_environment,
+)
 from areal_megatron.run import Run
 from launch import plan
+from launch.memory.parts import GIB
 from launch.orders import start_order
 from launch.pools import Node, allocate
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config(device, tp):
@@ -122,3 +135,76 @@ def test_vllm_gives_an_engine_as_long_to_start_as_the_run_does(tmp_path):
     """Its own limit is ten minutes; a large model that is compiled and comes from a cold disk takes longer."""
     asked = config("cuda", 4)
     assert server_environment(asked, Run(tmp_path), [0])["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
+
+
+def shared_plan():
+    asked = config("cuda", 1)
+    asked.machine.shared, asked.model.path = True, str(ROOT / "configs/models/DeepSeek-R1-Distill-Qwen-1.5B")
+    asked.trainer.recompute, asked.rollout.max_new_tokens = "full", 1024
+    asked.trainer.microbatch_tokens = 2048
+    return asked, plan.plan(asked, [Node("a", (3,))], gpu_gib=80, weights=False)
+
+
+def test_processes_of_both_pools_see_the_gpu_that_they_share(tmp_path):
+    asked, planned = shared_plan()
+    orders = [
+        start_order(asked, Run(tmp_path), process, "a", shares=planned.memory.shares)
+        for process in planned.placement.processes
+        if process.slots
+    ]
+    assert [order.name for order in orders] == ["trainer-0", "engine-0"]
+    assert {order.settings["CUDA_VISIBLE_DEVICES"] for order in orders} == {"3"}
+
+
+def test_an_engine_gets_the_memory_that_the_plan_leaves_it(tmp_path):
+    """vLLM's own check of its start: it takes a share that is free beside the trainers' peak, and not its default."""
+    asked, planned = shared_plan()
+    trainer, engine = planned.memory.trainer, planned.memory.engine
+    process = planned.placement.pool("rollout")[0]
+    order = start_order(asked, Run(tmp_path), process, "a", shares=planned.memory.shares)
+    given = values([*memory_arguments(order.settings), ""])
+    assert int(given["--kv-cache-memory-bytes"]) == engine.of("KV cache") > 0
+    assert int(given["--max-num-batched-tokens"]) == 8192
+
+    free = MemorySnapshot(device="cpu", auto_measure=False, total_memory=80 * GIB, free_memory=80 * GIB - trainer.total)
+    share = float(given["--gpu-memory-utilization"])
+    taken = request_memory(free, CacheConfig(gpu_memory_utilization=share))
+    assert taken == pytest.approx(engine.total, rel=1e-3)
+    assert trainer.total + taken == pytest.approx(0.92 * 80 * GIB, rel=1e-3)
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(free, CacheConfig())
+
+
+def test_trainers_that_share_a_gpu_may_not_take_the_engines_memory(tmp_path):
+    asked, planned = shared_plan()
+    process = planned.placement.pool("trainer")[0]
+    settings = start_order(asked, Run(tmp_path), process, "a", shares=planned.memory.shares).settings
+    options = dict(option.split(":") for option in settings["PYTORCH_ALLOC_CONF"].split(","))
+    most = float(options["per_process_memory_fraction"])
+    assert planned.memory.trainer.total < most * 80 * GIB < 80 * GIB - planned.memory.engine.total
+    assert options["expandable_segments"] == "True"
+
+
+def test_pools_with_gpus_of_their_own_take_what_they_find(tmp_path):
+    asked = config("cuda", 1)
+    for process in allocate(asked, [Node("a", (0, 1))]).processes:
+        settings = start_order(asked, Run(tmp_path), process, "a").settings
+        assert memory_arguments(settings) == [] and "per_process" not in settings.get("PYTORCH_ALLOC_CONF", "")
+
+
+@pytest.mark.parametrize("link", ["auto", "host", "device"])
+def test_weights_pass_between_pools_on_one_gpu_through_the_host(link):
+    asked, _ = shared_plan()
+    asked.reshard.link = link
+    if link == "device":
+        with pytest.raises(ConfigError, match=r"^reshard.link: .*: set it to host, or leave it out$"):
+            plan.plan(asked, [Node("a", (3,))], weights=False)
+    else:
+        plan.plan(asked, [Node("a", (3,))], weights=False)
+        assert asked.link == "host"
+    asked.machine.shared = False
+    plan.plan(asked, [Node("a", (3, 4))], weights=False)
+    assert asked.link == {"auto": "device"}.get(link, link)
+    asked.machine.shared, asked.machine.device = True, "cpu"
+    plan.plan(asked, [Node("a", (3,))], weights=False)
+    assert asked.link == {"auto": "device"}.get(link, link)

@@ -1,10 +1,19 @@
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.pools import Node, Slot, allocate, whole
 
@@ -215,3 +224,89 @@ def test_node_names_that_no_host_has_are_refused(name):
     with pytest.raises(ConfigError, match="malformed") as error:
         allocate(config(), [Node(name, (0, 1))])
     assert "\n" not in str(error.value)
+
+
+def shared(*sizes, device="cuda", **changes):
+    asked = config(*sizes, **changes)
+    asked.machine = MachineConfig(shared=True, device=device)
+    return asked
+
+
+def by_slot(placement):
+    """Returns the names of the processes that have each slot."""
+    names = defaultdict(list)
+    for process in placement.processes:
+        for slot in process.slots:
+            names[slot.node, slot.index].append(process.name)
+    return names
+
+
+def test_one_slot_is_enough_for_both_pools():
+    placement = allocate(shared(), slots(1))
+    assert by_slot(placement) == {("node", 0): ["trainer-0", "engine-0"]} and placement.idle == 0
+    assert [p.name for p in placement.pool("controller")] == ["controller"]
+
+
+def test_shared_slots_have_at_most_one_rank_of_each_pool():
+    placement = allocate(shared(2, 1, 2, 2, 2), slots(4))
+    assert [*by_slot(placement).values()] == [
+        ["trainer-0", "engine-0"],
+        ["trainer-1", "engine-0"],
+        ["trainer-2", "engine-1"],
+        ["trainer-3", "engine-1"],
+    ]
+    fewer = allocate(shared(1, 1, 4, 1, 2), slots(5))  # the larger pool has slots of its own
+    assert [len(names) for names in by_slot(fewer).values()] == [2, 2, 1, 1] and fewer.idle == 1
+    nodes = allocate(shared(1, 1, 8, 2, 4), cluster(4, 4))
+    assert [{s.node for s in p.slots} for p in nodes.pool("rollout")] == [{"n00"}, {"n01"}]
+
+
+def test_any_cluster_is_shared_as_each_pool_alone_would_be_placed():
+    """The oracle: a run of trainers alone, and of engines that have the nodes for themselves."""
+    placed = 0
+    for seed in range(1000):
+        asked, nodes, _ = random_cluster(Random(seed))
+        both = replace(asked, machine=MachineConfig(shared=True, device="cuda"))
+        try:
+            together = allocate(both, nodes)
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 300
+            continue
+        trainers = allocate(replace(asked, mode="sft"), nodes)
+        one = replace(asked, trainer=TrainerConfig(), machine=MachineConfig(device="cuda"))
+        engines = allocate(one, cluster(1, name="t"), nodes)
+        assert together.pool("trainer") == trainers.pool("trainer")
+        assert together.pool("rollout") == engines.pool("rollout")
+        placed += 1
+    assert 300 < placed < 900
+
+
+def test_too_few_slots_to_share_say_which_pool_and_disjoint_ones_that_they_can_be_shared():
+    with pytest.raises(ConfigError, match=r"need 4 slots \(trainer.tp=2 × pp=1 × dp=2 is 4\) but there are 2"):
+        allocate(shared(2, 1, 2), slots(2))
+    with pytest.raises(ConfigError, match=r"need 4 slots \(rollout.engines=2 × tp=2 is 4\) but there are 2"):
+        allocate(shared(engines=2, engine_tp=2), slots(2))
+    asked = replace(config(), machine=MachineConfig(device="cuda"))
+    with pytest.raises(ConfigError, match=r"there are 1: .*, or set machine.shared=true to let both pools share them$"):
+        allocate(asked, slots(1))
+    with pytest.raises(ConfigError) as too_few:  # sharing would not help
+        allocate(replace(config(engines=2), machine=MachineConfig(device="cuda")), slots(1))
+    assert "machine.shared" not in str(too_few.value)
+
+
+def test_pools_with_nodes_of_their_own_cannot_share_slots():
+    with pytest.raises(ConfigError, match=r"^machine.shared: this job has nodes for the engines alone"):
+        allocate(shared(), cluster(1), cluster(1, name="r"))
+    assert allocate(shared(mode="sft"), cluster(1), cluster(1, name="r")).pool("trainer")
+
+
+def test_shared_slots_need_cores_for_the_processes_of_both_pools():
+    with pytest.raises(ConfigError, match="gives 2 CPU cores for 3 processes"):
+        allocate(shared(), cluster(1, cpus=2))
+
+
+def test_a_table_of_many_nodes_shows_both_pools_of_shared_slots():
+    lines = allocate(shared(1, 1, 16, 16, 1), cluster(8, 8)).table().splitlines()
+    assert lines[0] == "2 nodes: 16 trainer ranks, 16 engines of 1; controller on n00"
+    assert lines[1].split() == ["node", "trainer", "ranks", "engines"]
+    assert lines[2].split() == ["n00", "0–7", "0–7"] and lines[3].split() == ["n01", "8–15", "8–15"]

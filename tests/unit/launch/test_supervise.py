@@ -12,11 +12,13 @@ from areal_megatron.run import Run
 from launch import records, start, supervise
 from launch.hosts import Here
 from launch.lease import Lease
+from launch.memory import plan_memory
 from launch.plan import ClusterPlan
 from launch.pools import Node, Placement, Process
 from launch.records import read_record
 from launch.start import Beginning
 from launch.supervise import Outcome
+from tests.support.reshard_oracle import CONFIG
 
 
 class Slow(Here):
@@ -45,7 +47,8 @@ def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
     run = Run(tmp_path / "run")
     run.create()
     placement = Placement((Node("n", (0,)),), (Process("controller", "controller", 0, "n", ()),))
-    beginning = Beginning(Config(name="run", updates=1), run, ClusterPlan(placement, None), None)
+    config = Config(name="run", updates=1)
+    beginning = Beginning(config, run, ClusterPlan(placement, plan_memory(config, CONFIG)), None)
     times = set()
 
     def look():
