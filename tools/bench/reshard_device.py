@@ -150,7 +150,7 @@ def measure(
 
 def _measure(name: str, held: torch.dtype, shards: Shards, device: torch.device, runs: list[dict[str, float]]) -> None:
     """Adds the figures for one dtype of the trainer to each run."""
-    seconds = Clock(device)
+    seconds = _Clock(device)
     packed = [size * (held.itemsize + SENT.itemsize) // 2 for size in shards.sizes]  # half is read, half written
     like_pack = list(
         zip(_in_turns(packed, torch.uint8, device), _side_by_side(packed, torch.uint8, device), strict=True)
@@ -182,7 +182,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-class Clock:
+class _Clock:
     """Measures the seconds that a function takes, on a CUDA stream of its own or, on CPU, on this thread."""
 
     def __init__(self, device: torch.device):

@@ -25,7 +25,6 @@ def environment(rank: int) -> dict[str, str]:
         "NCCL_IB_DISABLE": "1",
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
-        "LOCAL_RANK": "0",
     }
 
 
