@@ -1,4 +1,4 @@
-"""Links of two ranks on one device: what one costs, what waiting receives cost a product, and a peer that dies.
+"""Links of two ranks on one device: what one costs, what a waiting receive costs a product, and a peer that dies.
 
 On CUDA the ranks seem to be on different hosts (processes.py), so that NCCL's messages go over sockets: times of
 messages mean nothing, memory and the behaviour of streams do.
@@ -29,7 +29,6 @@ from tools.evidence.processes import on_ranks
 COUNTS = (1, 8, 32, 64)
 CONNECTIONS = ("1", "8", "32")
 LINK_TIMEOUT_S, PEER_TIMEOUT_S = 30.0, 5.0
-POSTED = 32
 MIB = 2**20
 
 
@@ -64,36 +63,32 @@ def open_links(rank: int, device: str, store: str, counts: list[int]) -> list[li
     return found
 
 
-def beside_receives(options: Options, connections: str) -> Iterator[Finding]:
-    """The rate of products while receives wait whose sender sends nothing yet."""
+def beside_receive(options: Options, connections: str) -> Iterator[Finding]:
+    """The rate of products while a receive waits whose sender sends nothing yet."""
     store = open_store()
     settings = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     arguments = options.device, options.small, _address(store)
-    folder = options.folder / f"receives-{connections}"
-    _, shares = on_ranks(product_shares, 2, *arguments, folder=folder, settings=settings)
-    for posted, share in shares:
-        yield Finding(f"products beside {posted} receives, {connections} connections", 100 * share, "%", posted > 1)
+    folder = options.folder / f"receive-{connections}"
+    _, share = on_ranks(product_share, 2, *arguments, folder=folder, settings=settings)
+    yield Finding(f"products beside a receive, {connections} connections", 100 * share, "%")
 
 
-def product_shares(rank: int, device: str, small: bool, store: str) -> list[list[float]]:
-    """Returns (receives, rate of products over their rate alone) for one waiting receive and for many."""
-    options, buckets = Options(device, small, None), _buckets(small)[:POSTED]
-    target = torch.device(device)
-    link, found = _link(rank, target, store, 0), []
-    flats = [torch.zeros(bucket.elements, device=target, dtype=torch.bfloat16) for bucket in buckets]
-    _message(link, rank, flats[0], buckets[0]).wait(Deadline(LINK_TIMEOUT_S))  # the communicator exists
-    alone = product_rate(options) if rank else 0.0
-    for count in (1, len(buckets)):
-        if rank:
-            waiting = [_message(link, rank, *pair) for pair in zip(flats[:count], buckets[:count], strict=True)]
-            found.append([count, product_rate(options) / alone])
-            link.say(f"measured/{count}", "")
-        else:
-            link.wait({f"measured/{count}": "the receiver"}, Deadline(LINK_TIMEOUT_S), update=1, stop=lambda: None)
-            waiting = [_message(link, rank, *pair) for pair in zip(flats[:count], buckets[:count], strict=True)]
-        for message in waiting:
-            message.wait(Deadline(LINK_TIMEOUT_S))
-    return found
+def product_share(rank: int, device: str, small: bool, store: str) -> float:
+    """Returns on rank 1 the rate of products beside a receive that waits, over their rate alone."""
+    options, bucket, target = Options(device, small, None), _buckets(small)[0], torch.device(device)
+    link, flat = _link(rank, target, store, 0), torch.zeros(bucket.elements, device=target, dtype=torch.bfloat16)
+    _message(link, rank, flat, bucket).wait(Deadline(LINK_TIMEOUT_S))  # the communicator exists
+    share = 0.0
+    if rank:
+        alone = product_rate(options)
+        waiting = _message(link, rank, flat, bucket)
+        share = product_rate(options) / alone
+        link.say("measured", "")
+    else:
+        link.wait({"measured": "the receiver"}, Deadline(LINK_TIMEOUT_S), update=1, stop=lambda: None)
+        waiting = _message(link, rank, flat, bucket)
+    waiting.wait(Deadline(LINK_TIMEOUT_S))
+    return share
 
 
 def killed_peer(options: Options) -> Iterator[Finding]:
@@ -163,6 +158,6 @@ def _address(store: Any) -> str:
 
 PARTS: dict[str, Part] = {
     "communicators": communicators,
-    **{f"receives, {count} connections": partial(beside_receives, connections=count) for count in CONNECTIONS},
+    **{f"receive, {count} connections": partial(beside_receive, connections=count) for count in CONNECTIONS},
     "killed peer": killed_peer,
 }
