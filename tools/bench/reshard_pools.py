@@ -9,10 +9,11 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -58,7 +59,7 @@ START_TIMEOUT_S = 300.0
 ENVIRONMENT = os.environ | ON_CPU | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str) -> tuple[Run, Config]:
+def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str, device: str = "cpu") -> tuple[Run, Config]:
     """Writes a model and a run folder; `core_each`: for one trainer rank and one engine rank."""
     from torch import bfloat16, manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -77,7 +78,7 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str) -> 
         updates=1,
         model=ModelConfig(path=str(out / "model"), dtype="bfloat16"),
         data=DataConfig(train="none", max_prompt_tokens=PROMPT_TOKENS),
-        machine=MachineConfig(device="cpu", peer_timeout_s=120),
+        machine=MachineConfig(device=device, peer_timeout_s=120),
         trainer=TrainerConfig() if core_each else TrainerConfig(tp=2, pp=2),
         rollout=RolloutConfig(
             engines=1 if core_each else 2,
@@ -176,7 +177,16 @@ class Trainers:
 class Engine(EngineClient):
     """A vLLM server, one of `children`, with reshard_peers.EngineWorker in its workers, and a client of it."""
 
-    def __init__(self, run: Run, config: Config, index: int, children: Children, cores: list[int]):
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        index: int,
+        children: Children,
+        cores: list[int],
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """`settings`: more variables of its environment."""
         port, self._reservation = reserve_port(config.machine.host)
         super().__init__(
             f"engine-{index}", f"http://{config.machine.host}:{port}", run.token, config.machine.peer_timeout_s
@@ -185,7 +195,8 @@ class Engine(EngineClient):
         python, _, _, *arguments = server_command(config, config.machine.host, port)
         command = [python, str(Path(__file__).with_name("reshard_engine.py")), *arguments]
         command += ["--worker-extension-cls", "tools.bench.reshard_peers.EngineWorker"]
-        environment = ENVIRONMENT | server_environment(config, run, cores)
+        environment = dict(ENVIRONMENT if config.machine.is_cpu else os.environ)
+        environment |= {**server_environment(config, run, cores), **settings}
         environment["PYTHONPATH"] = str(ROOT)
         self._process = children.start(self.name, command, environment, run.log(self.name), set(cores))
 

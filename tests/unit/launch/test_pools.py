@@ -237,7 +237,7 @@ def by_slot(placement):
     names = defaultdict(list)
     for process in placement.processes:
         for slot in process.slots:
-            names[slot.node, slot.index].append(process.name)
+            names[slot.node, slot.id].append(process.name)
     return names
 
 

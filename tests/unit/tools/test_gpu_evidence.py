@@ -1,0 +1,204 @@
+"""tools/gpu_evidence.py: limits, missing packages and crashes with steps of the test's own; real steps on CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.living import is_alive
+from tools import gpu_evidence
+from tools.evidence import gpu_tests
+from tools.evidence.parts import Options, Skip
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAD = "from tools.evidence.parts import Finding, Skip\n"
+QUICK = """
+def all_there(options):
+    yield Finding("answer", 42.0, "ms")
+    yield Finding("not in the table", 1.0, shown=False)
+
+PARTS = {"all": all_there}
+"""
+
+
+@pytest.fixture
+def collect(tmp_path, monkeypatch):
+    """Runs steps that are given as code, name → (limit in seconds, code); returns the report."""
+
+    def run(**steps):
+        package = tmp_path / "packages" / "tools" / "evidence"
+        package.mkdir(parents=True)
+        for name, (_, code) in steps.items():
+            (package / f"{name}.py").write_text(HEAD + code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+        out = tmp_path / "out"
+        out.mkdir()
+        limits = {name: limit_s for name, (limit_s, _) in steps.items()}
+        report = gpu_evidence.collect(limits, "cpu", True, out, tmp_path / "evidence.json")
+        assert json.loads((tmp_path / "evidence.json").read_text()) == report
+        return report
+
+    return run
+
+
+def test_a_step_over_its_limit_is_ended_with_all_it_started(collect, tmp_path):
+    slow = f"""
+import subprocess, time
+def waits(options):
+    yield Finding("before", 7.0, "s")
+    child = subprocess.Popen(["sleep", "600"])
+    open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+    time.sleep(600)
+PARTS = {{"waits": waits, "never": waits}}
+"""
+    start = time.monotonic()
+    report = collect(slow=(15.0, slow), quick=(60, QUICK))
+    assert time.monotonic() - start < 200
+    step = report["steps"]["slow"]
+    assert step["status"] == "ended" and step["seconds"] < 40
+    assert list(step["parts"]) == ["waits"] and "limit of 15 s" in step["parts"]["waits"]["reason"]
+    assert [finding["value"] for finding in step["parts"]["waits"]["findings"]] == [7.0]
+    assert not is_alive(int((tmp_path / "child").read_text()))
+    assert report["steps"]["quick"]["status"] == "done"
+    text = gpu_evidence.table(report)
+    assert "over its limit of 15 s" in text and re.search(r"answer +42 ms", text)
+
+
+def test_a_missing_package_is_a_reason_and_a_crash_ends_its_step_alone(collect):
+    several = """
+def lacks(options):
+    import no_such_package.part
+    yield
+def refuses(options):
+    raise Skip("asked for a CPU")
+    yield
+def breaks(options):
+    yield Finding("half", 0.5)
+    raise ValueError("wrong\\nsecond line")
+def imports_ours(options):
+    import areal_megatron.no_such_module
+    yield
+def works(options):
+    yield Finding("whole", 1.0)
+PARTS = {"lacks": lacks, "refuses": refuses, "breaks": breaks, "ours": imports_ours, "works": works}
+"""
+    dies = "import os, signal\ndef dies(options):\n    yield Finding('last', 3.0)\n"
+    dies += "    os.kill(os.getpid(), signal.SIGKILL)\nPARTS = {'dies': dies}\n"
+    lacking = "import no_such_package\nPARTS = {}\n"
+    steps = collect(several=(60, several), lacking=(60, lacking), dies=(60, dies))["steps"]
+    found = {name: (part["status"], part["reason"]) for name, part in steps["several"]["parts"].items()}
+    assert found == {
+        "lacks": ("skipped", "there is no package no_such_package"),
+        "refuses": ("skipped", "asked for a CPU"),
+        "breaks": ("failed", "ValueError: wrong"),
+        "ours": ("failed", "ModuleNotFoundError: No module named 'areal_megatron.no_such_module'"),
+        "works": ("done", ""),
+    }
+    assert steps["several"]["parts"]["breaks"]["findings"][0]["value"] == 0.5
+    assert steps["several"]["status"] == "failed" and steps["lacking"]["status"] == "skipped"
+    assert steps["dies"]["status"] == "failed" and "exit code -9" in steps["dies"]["reason"]
+    assert steps["dies"]["parts"]["dies"]["findings"][0]["value"] == 3.0
+
+
+def test_table_and_report_agree(collect):
+    report = collect(quick=(60, QUICK), other=(60, QUICK.replace("42.0", "12345.6")))
+    lines = gpu_evidence.table(report).splitlines()
+    assert [line.split() for line in lines if "answer" in line] == [
+        [*f"quick {report['steps']['quick']['seconds']} of 60 s answer 42 ms".split()],
+        [*f"other {report['steps']['other']['seconds']} of 60 s answer 12,346 ms".split()],
+    ]
+    assert not any("not in the table" in line for line in lines)
+
+
+def test_versions_that_differ_are_named():
+    report = {"device": "cuda", "small": False, "steps": {}}
+    report["versions"] = {
+        "torch": {"version": "2.11.0+cu130", "pinned": "2.13.0"},
+        "transformers": {"version": "5.17.0", "pinned": "5.17.0"},
+        "triton": {"version": "3.6.0", "pinned": ""},
+    }
+    [_, line] = gpu_evidence.table(report).splitlines()
+    assert line == "torch is 2.11.0+cu130; the project is written for 2.13.0"
+    assert gpu_evidence.versions()["torch"]["pinned"] == gpu_evidence.versions()["torch"]["version"].partition("+")[0]
+
+
+def test_tests_marked_gpu_are_counted(tmp_path, monkeypatch):
+    """The step runs them by their files; here on files of the test's own, since these need no GPU."""
+    named = {path.relative_to(ROOT).as_posix() for path in gpu_tests.files()}
+    assert {"tests/parallel/test_trainer.py", "tests/parallel/test_transport_copies.py"} <= named
+    file = tmp_path / "test_own.py"
+    file.write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert 0\n"
+        "def test_left(): pytest.skip('no CUDA device')\n"
+    )
+    monkeypatch.setattr(gpu_tests, "files", lambda: [file])
+    found = gpu_tests.tests(Options("cuda", False, tmp_path))
+    finding = next(found)
+    assert finding.value == "1 of 3, 1 skipped" and finding.more == ["test_bad"]
+    with pytest.raises(RuntimeError, match="test_bad"):
+        next(found)
+    report = tmp_path / "left.xml"
+    report.write_text(
+        '<testsuite><testcase name="test_left"><skipped message="no CUDA device"/></testcase></testsuite>'
+    )
+    with pytest.raises(Skip, match="no CUDA device"):
+        next(gpu_tests.results(report))
+
+
+def test_all_steps_fit_into_ten_minutes():
+    assert sum(gpu_evidence.STEPS.values()) <= 580
+
+
+def run(folder, *arguments):
+    command = [sys.executable, ROOT / "tools" / "gpu_evidence.py", "--device", "cpu", "--small", "--out", folder]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=590)
+
+
+def test_an_unknown_step_is_refused(tmp_path):
+    done = run(tmp_path / "out", "--only", "ceilings,magic")
+    assert done.returncode == 2 and "there is no step magic" in done.stderr and not (tmp_path / "out").exists()
+
+
+def findings(report):
+    return [f for step in report["steps"].values() for part in step["parts"].values() for f in part["findings"]]
+
+
+def check(done, report, steps):
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(report["steps"]) == steps
+    for name, step in report["steps"].items():
+        assert step["status"] in ("done", "skipped"), (name, step)
+        assert all(part["reason"] for part in step["parts"].values() if part["status"] == "skipped")
+        assert step["status"] == "skipped" or any(part["findings"] for part in step["parts"].values())
+    shown = [
+        f["name"] for s in report["steps"].values() for p in s["parts"].values() for f in p["findings"] if f["shown"]
+    ]
+    assert all(name in done.stdout for name in shown)
+
+
+def test_quick_steps_on_cpu(tmp_path):
+    done = run(tmp_path / "out", "--only", "ceilings,gpu_tests,training,links")
+    report = json.loads((tmp_path / "out" / "evidence.json").read_text())
+    check(done, report, ["ceilings", "gpu_tests", "training", "links"])
+    assert report["steps"]["gpu_tests"]["parts"]["tests"]["reason"] == "asked for a CPU"
+
+
+@pytest.mark.soak
+def test_every_step_on_cpu(tmp_path):
+    start = time.monotonic()
+    done = run(tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "evidence.json").read_text())
+    check(done, report, list(gpu_evidence.STEPS))
+    assert time.monotonic() - start < 180
+    values = {finding["name"]: finding["value"] for finding in findings(report)}
+    differences = [value for name, value in values.items() if name.endswith("largest difference")]
+    assert len(differences) == 4 and max(differences) < 3e-5
+    sent, _, of = values["parameters as sent after two updates"].partition(" of ")
+    assert sent == of
+    assert values["log-probability off float32, prefilled after an update"] < 0.05

@@ -1,0 +1,88 @@
+"""Several ranks on one device: forks of a process that has imported the step, each with an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 60.0
+"""Longest time of the ranks of one measurement."""
+
+
+def environment(rank: int) -> dict[str, str]:
+    """Returns what lets ranks of one GPU form an NCCL communicator: each seems to be on a host of its own, and between
+    hosts there are only sockets."""
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def on_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    folder: Path,
+    settings: Mapping[str, str] | None = None,
+    killed: Collection[int] = (),
+) -> list[Any]:
+    """Calls function(rank, *arguments) on each rank; returns what they return, which must be JSON.
+
+    `folder`: a new one, for their outputs. `settings`: variables of their environment. `killed`: ranks that kill
+    themselves; None stands for what they return. Raises RuntimeError for a rank that fails, with the last line of its
+    output, and after TIMEOUT_S; then all are ended.
+    """
+    folder.mkdir(parents=True)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for a GPU must not open it before the fork
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    processes = [
+        context.Process(target=_run, args=(function, rank, arguments, dict(settings or {}), folder), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        _wait(dict(enumerate(processes)), set(killed), folder)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [None if rank in killed else json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def _wait(running: dict[int, Any], killed: set[int], folder: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while running:
+        for rank, process in list(running.items()):
+            if process.exitcode is None:
+                continue
+            del running[rank]
+            if process.exitcode and rank not in killed:
+                raise RuntimeError(f"rank {rank}: {_last_line(folder / f'{rank}.out')}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(running)} has not ended after {TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def _last_line(output: Path) -> str:
+    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def _run(function: Callable[..., Any], rank: int, arguments: tuple, settings: dict[str, str], folder: Path) -> None:
+    os.environ.update(environment(rank) | settings)
+    descriptor = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    (folder / f"{rank}.json").write_text(json.dumps(function(rank, *arguments)))
