@@ -19,7 +19,7 @@ import torch
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Deadline, Link, LinkError, connect
+from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members, Message, connect
 from tests.support.link_store import open_store
 from tools.bench.reshard_device import QWEN_1_5B, SMALL
 from tools.evidence.ceilings import product_rate
@@ -122,21 +122,15 @@ def lose_peer(rank: int, device: str, small: bool, store: str) -> dict[str, Any]
 
 
 def _link(rank: int, device: torch.device, store: str, number: int) -> Link:
-    return Link(
-        engine=number,
-        generation=1,
-        rank=rank,
-        trainers=1,
-        engine_ranks=1,
-        store=store,
-        device=device,
-        timeout_s=LINK_TIMEOUT_S,
-    )
+    link = Link(engine=number, generation=1, store=store, device=device, timeout_s=LINK_TIMEOUT_S)
+    link.join(Members(senders=[0], engine_ranks=1), rank)
+    link.meet(Deadline(LINK_TIMEOUT_S), update=1, stop=lambda: None)
+    return link
 
 
-def _message(link: Link, rank: int, flat: torch.Tensor, bucket: Bucket) -> Any:
+def _message(link: Link, rank: int, flat: torch.Tensor, bucket: Bucket) -> Message:
     with link.stream():
-        return link.receive(flat, 0, bucket) if rank else link.send(flat, 1, bucket)
+        return (link.receive if rank else link.send)(flat, bucket, Deadline(LINK_TIMEOUT_S))
 
 
 def _buckets(small: bool) -> list[Bucket]:
