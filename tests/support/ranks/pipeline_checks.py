@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,13 +24,14 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import split
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import OnDelivered, Publisher
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.trainer import Trainer
+from tests.conftest import ROOT
 from tests.support.plain_results import make_trajectories, sft_examples
 from tests.support.ranks import link_rank
 from tests.support.ranks.trainer_checks import make_config, open_trainer
@@ -94,7 +96,8 @@ def check_hanging_engine(folder: Path, rank: int, layout: dict) -> None:
     The device-wide wait of the stand-in takes as long as CUDA's would, which includes the messages to engines.
     """
     with open_trainer(folder, rank, make_config(folder, "qwen3", layout, ppo=PPOConfig())) as subject:
-        publisher = publisher_of(subject, folder / "timeline.jsonl")
+        failures = []
+        publisher = publisher_of(subject, folder / "timeline.jsonl", lambda *outcome: failures.append(outcome[-1]))
         engine = start_engine(subject, folder) if subject.parallel.is_first else None
         step = partial(subject.policy.gradient, work_of(subject))
 
@@ -106,7 +109,8 @@ def check_hanging_engine(folder: Path, rank: int, layout: dict) -> None:
             alone = timed(subject, step)
             publisher.publish(1, [(0, 1)])
             beside = timed(subject, step)
-            assert publisher.sending() == {(0, 1)}, "the step waited until the update had been given up"
+            assert publisher.sending() == {(0, 1)}, f"the step waited until the update had ended: {failures}"
+        subject.parallel.barrier()
         if engine is not None:
             print(f"a pipeline step takes {beside:.3f} s beside an engine that hangs, and {alone:.3f} s without")
             engine.kill()
@@ -132,7 +136,7 @@ def timed(subject: Trainer, step) -> float:
     return min(took)
 
 
-def publisher_of(subject: Trainer, timeline: Path) -> Publisher:
+def publisher_of(subject: Trainer, timeline: Path, on_delivered: OnDelivered) -> Publisher:
     return Publisher(
         parameters=subject.parameters,
         planner=Planner(subject.hf_config, subject.sizes, EngineSizes(tp=1), BUCKET_ELEMENTS),
@@ -141,7 +145,7 @@ def publisher_of(subject: Trainer, timeline: Path) -> Publisher:
         dtype=subject.config.model.dtype,
         store=subject.run.endpoint(STORE, 10),
         timeout_s=HANGS_S,
-        on_delivered=lambda *_: None,
+        on_delivered=on_delivered,
         timeline=Timeline(timeline, f"trainer-{subject.parallel.rank}"),
     )
 
@@ -167,6 +171,7 @@ def start_engine(subject: Trainer, folder: Path) -> subprocess.Popen:
         bufsize=1,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert json.loads(engine.stdout.readline()) == {"up": True}
     for command in ({"join": 1}, {"start": "hang"}):
