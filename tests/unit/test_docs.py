@@ -47,3 +47,12 @@ def test_modules_exist(doc):
     for module in MODULE.findall(doc.read_text()):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), module
+
+
+def test_the_command_for_gpu_tests_names_all_their_files():
+    """Without names pytest imports every test, and fails on a machine that has only what these need."""
+    mark = re.compile(r'^[^"\n]*pytest\.mark\.gpu', re.MULTILINE)  # and not in a text that a test writes
+    files = (ROOT / "tests").rglob("test_*.py")
+    marked = {str(path.relative_to(ROOT)) for path in files if mark.search(path.read_text())}
+    (named,) = re.findall(r"python -m pytest -m gpu ([^`\n]*)", (ROOT / "docs" / "measurements.md").read_text())
+    assert set(named.split()) == marked

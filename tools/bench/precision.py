@@ -227,7 +227,9 @@ def variants(options: argparse.Namespace) -> list[Variant]:
             data=DataConfig(train=data, eval=data, max_prompt_tokens=sys.maxsize),
             machine=MachineConfig(device=options.device),
             trainer=TrainerConfig(microbatch_tokens=options.microbatch_tokens),
-            rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens, max_running=64),
+            rollout=RolloutConfig(
+                tp=options.tp, max_new_tokens=options.max_new_tokens, max_running=64, first_weights="model"
+            ),
             reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         )
         config.machine.device = device_of(config)

@@ -81,6 +81,7 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str, dev
         machine=MachineConfig(device=device, peer_timeout_s=120),
         trainer=TrainerConfig() if core_each else TrainerConfig(tp=2, pp=2),
         rollout=RolloutConfig(
+            first_weights="model",
             engines=1 if core_each else 2,
             tp=1 if core_each else 2,
             max_new_tokens=MAX_TOKENS,
