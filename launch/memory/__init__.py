@@ -63,6 +63,7 @@ class MemoryPlan:
                 "gpu_gib": self.gpu_gib,
                 "trainer": asdict(self.trainer) | {"bytes": self.trainer.total},
                 "engine": asdict(self.engine) | {"bytes": self.engine.total} if self.engine else None,
+                "shares": asdict(self.shares) if self.shares else None,
                 "checkpoint": {"bytes": self.checkpoint, "at_a_time": self.checkpoints},
             },
         }

@@ -441,6 +441,15 @@ def test_a_plan_that_does_not_fit_a_shared_gpu_is_refused_with_advice_that_works
     assert plan_memory(asked, SMALL, gib).shares.kv_cache > 0
 
 
+def test_json_says_how_a_gpu_is_divided():
+    plan = plan_memory(shared(), SMALL, 80)
+    shares = plan.report()["memory"]["shares"]
+    assert shares["kv_cache"] == plan.engine.of("KV cache")
+    assert shares["engine"] * 80 * GIB == pytest.approx(plan.engine.total)
+    assert shares["trainer"] + shares["engine"] == pytest.approx(0.96)
+    assert plan_memory(config(), SMALL, 80).report()["memory"]["shares"] is None
+
+
 def test_where_no_change_makes_pools_fit_a_gpu_it_says_so():
     with pytest.raises(ConfigError, match=r"; lower rollout.max_new_tokens, or give each pool GPUs of its own with"):
         plan_memory(shared(), SMALL, 4)
@@ -451,3 +460,11 @@ def test_memory_of_a_shared_gpu_that_is_unknown_is_planned_but_not_divided():
     assert plan.shared and plan.shares is None
     assert plan_memory(config({"tp": 8}, {"tp": 8}), DENSE).shares is None
     assert plan_memory(config({"tp": 8, "dp": 2}, {"tp": 8}), DENSE, 80).shares is None
+
+
+def test_links_through_the_host_have_no_communicators():
+    direct, host = (plan_memory(config(reshard=ReshardConfig(link=link)), SMALL) for link in ("device", "host"))
+    assert direct.trainer.of("links") > 0 and direct.engine.of("link") > 0
+    for rank in (host.trainer, host.engine):
+        assert rank.of("links") == rank.of("link") == 0
+    assert direct.trainer.total - host.trainer.total == direct.trainer.of("links")
