@@ -116,7 +116,9 @@ def check_replay(run, started):
 
 
 def test_both_pools_run_on_the_same_slot(local_run, world):
-    changes = {"machine.shared": True, "machine.slots": 1, "rollout.max_staleness": 1, "held_out": 300}
+    """The link is that of pools on one GPU."""
+    changes = {"machine.shared": True, "machine.slots": 1, "reshard.link": "host"}
+    changes |= {"rollout.max_staleness": 1, "held_out": 300}
     started = local_run("one-slot", *small(world, **changes))
     run = Run(started.folder)
     started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
