@@ -16,7 +16,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Replaced, is_engine
-from launch import start
+from launch import output, start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
 from launch.lease import Lease
@@ -60,6 +60,7 @@ def supervise(
     itself fails, everything is restarted. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end it
     at once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
     """
+    output.never_fail()
     lease.guard(hosts.guardian)
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())

@@ -180,6 +180,11 @@ class Victim:
         if (launcher := self.launcher()) is None:
             raise NotNow
         others = launcher.children(recursive=True)
+        if guardians := [process for process in others if "launch.guardian" in _command(process)]:
+            folder = _command(guardians[0])[-1]
+            others += [
+                p for p in psutil.process_iter() if p not in others and _temporary(p) == folder
+            ]  # without parents
         for process in (launcher, *others):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -395,6 +400,14 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def _temporary(process: psutil.Process) -> str:
+    """Returns a process's folder for temporary files, which the children of one launcher share."""
+    try:
+        return process.environ().get("TMPDIR", "")
+    except psutil.Error:
+        return ""
 
 
 def _find(is_it: Callable[[list[str]], bool]) -> psutil.Process | None:

@@ -22,6 +22,7 @@ from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
+from launch.records import read_record
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
 
@@ -152,20 +153,24 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_is_waited_for_by_trainers_and_launcher(local_run, world, small_disk):
-    """Everything of the run lies on the small disk. While it is full the run trains on; the launcher of a run that
-    died meanwhile starts it again as soon as there is room."""
+    """Everything of the run lies on the small disk, also what its launcher prints. While it is full the run trains on;
+    the launcher of a run that died meanwhile starts it again as soon as there is room."""
     disk, fill = small_disk
     changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
-    started = local_run("short", *small(world, **changes), f"runs_dir={disk}", "--restarts=1")
+    started = local_run("short", *small(world, **changes), f"runs_dir={disk}", "--restarts=1", output=str(disk / "out"))
     run = Run(disk / "short")
     started.wait_for(lambda: complete(run))
     filling = fill()
     time.sleep(3)
     os.kill(started.pid("trainer-0"), signal.SIGKILL)
-    started.wait_for(lambda: "the run goes on when it can" in started.output)
+    time.sleep(10)
+    assert started.process.poll() is None
     filling.unlink()
+    started.wait_for(lambda: "the run goes on when it can" in started.output)
     before = trained(run)[-1]
     started.wait_for(lambda: trained(run)[-1] > before + 3)
+    record = read_record(run)
+    started.wait_for(lambda: read_record(run).time > record.time)
     run.stop.touch()
     assert started.wait() == 75, started.output
     assert audit(run) == []
