@@ -14,8 +14,9 @@ from tests.conftest import ROOT
 from tools.chaos import FAULTS
 
 UPDATES = 800
-LAST = 5
-"""The number of evaluations, the last ones, that are compared: a quarter of the run."""
+LATE = 3 * UPDATES // 4
+"""Evaluations after this version are compared. A fault costs the one that was under way if a checkpoint of a later
+version was complete: the run goes on from there."""
 
 
 def overrides(world: Path, model: Path, seed: int) -> list[str]:
@@ -42,11 +43,13 @@ def run(*command: object, timeout_s: float) -> None:
     subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, timeout=timeout_s)
 
 
-def accuracies(folder: Path) -> list[float]:
-    """Returns the accuracy of each evaluation by version; of one that was done again, the last."""
-    lines = [line for line in read_metrics(Run(folder)) if line["kind"] == "eval"]
-    by_version = {line["version"]: line["accuracy"] for line in lines}
-    return [by_version[version] for version in sorted(by_version)]
+def accuracies(folder: Path) -> dict[int, float]:
+    """Returns version → accuracy; of an evaluation that was made again, the last one's."""
+    return {line["version"]: line["accuracy"] for line in read_metrics(Run(folder)) if line["kind"] == "eval"}
+
+
+def late(curve: dict[int, float]) -> float:
+    return mean(accuracy for version, accuracy in curve.items() if version > LATE)
 
 
 @pytest.mark.soak
@@ -68,7 +71,7 @@ def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
         quiet.append(accuracies(tmp_path / f"quiet-{seed}"))
     found = accuracies(disturbed)
     print("disturbed", found, "quiet", *quiet, sep="\n")
-    assert [len(curve) for curve in quiet] == [len(found)] * 3
-    reached = sorted(mean(curve[-LAST:]) for curve in quiet)
+    assert UPDATES in found and len(found) > len(quiet[0]) / 2 and found.keys() <= quiet[0].keys()
+    reached = sorted(map(late, quiet))
     spread = max(reached[-1] - reached[0], 0.01)  # a thousand prompts: one curve's own error is about as large
-    assert reached[0] - spread <= mean(found[-LAST:]) <= reached[-1] + spread
+    assert reached[0] - spread <= late(found) <= reached[-1] + spread
