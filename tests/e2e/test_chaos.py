@@ -14,9 +14,6 @@ from tests.conftest import ROOT
 from tools.chaos import FAULTS
 
 UPDATES = 800
-LATE = 3 * UPDATES // 4
-"""Evaluations after this version are compared. A fault costs the one that was under way if a checkpoint of a later
-version was complete: the run goes on from there."""
 
 
 def overrides(world: Path, model: Path, seed: int) -> list[str]:
@@ -44,12 +41,9 @@ def run(*command: object, timeout_s: float) -> None:
 
 
 def accuracies(folder: Path) -> dict[int, float]:
-    """Returns version → accuracy; of an evaluation that was made again, the last one's."""
+    """Returns version → accuracy; of an evaluation that was made again, the last one's. A fault costs the evaluation
+    that was under way if a checkpoint of a later version was complete: the run goes on from there."""
     return {line["version"]: line["accuracy"] for line in read_metrics(Run(folder)) if line["kind"] == "eval"}
-
-
-def late(curve: dict[int, float]) -> float:
-    return mean(accuracy for version, accuracy in curve.items() if version > LATE)
 
 
 @pytest.mark.soak
@@ -72,6 +66,9 @@ def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
     found = accuracies(disturbed)
     print("disturbed", found, "quiet", *quiet, sep="\n")
     assert UPDATES in found and len(found) > len(quiet[0]) / 2 and found.keys() <= quiet[0].keys()
-    reached = sorted(map(late, quiet))
-    spread = max(reached[-1] - reached[0], 0.01)  # a thousand prompts: one curve's own error is about as large
-    assert reached[0] - spread <= late(found) <= reached[-1] + spread
+    reached = sorted(mean(curve[version] for version in found) for curve in quiet)
+    print(
+        f"mean of {len(found)} evaluations: {mean(found.values()):.3f} disturbed,", *(f"{each:.3f}" for each in reached)
+    )
+    spread = max(reached[-1] - reached[0], 0.01)  # of a thousand prompts an evaluation's own error is about as large
+    assert reached[0] - spread <= mean(found.values()) <= reached[-1] + spread

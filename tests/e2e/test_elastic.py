@@ -72,7 +72,7 @@ def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path
         started.process.wait()
         again = local_run("relaunched", *arguments, output="again.out")
         again.wait_for(lambda: run.incarnation == 1 and engines(run).get("engine-1", {}).get("version", -1) > 0)
-        again.wait_for(lambda: engines(run)["engine-1"]["running"] > 0)
+        again.wait_for(lambda: engines(run).get("engine-1", {}).get("running", 0) > 0)
         run.stop.touch()
         assert again.wait() == 75, again.output
         assert added.wait(60) == 0

@@ -21,7 +21,7 @@ from areal_megatron.files import numbered, numbers
 from areal_megatron.run import Replaced, Run
 from launch import start
 from launch.lease import Lease, read
-from tests.conftest import ROOT
+from tests.conftest import ROOT, take_interrupts
 from tests.unit.test_audit import Past
 
 HOLD = """
@@ -149,7 +149,7 @@ def starts(run):
     def start(lease_s=90, guardian=0, line="holds", **options):
         command = [sys.executable, "-c", HOLD, run.folder, str(lease_s), str(guardian)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, **pipes, **options))
+        started.append(subprocess.Popen(command, **pipes, preexec_fn=take_interrupts, **options))
         if line:
             assert line in started[-1].stdout.readline()
         return started[-1]
