@@ -9,7 +9,9 @@ trainer ranks.
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -247,6 +249,8 @@ class ControllerClient:
         for option, value in SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # ZeroMQ gives a connection up whose other end is no controller; sending would wait for another for ever.
+        self._socket.setsockopt(zmq.SNDTIMEO, math.ceil(1000 * timeout_s))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, public_key(keys.controller))
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key(keys.trainers))
@@ -256,8 +260,9 @@ class ControllerClient:
     def request(self, body: Request) -> Reply:
         """Returns the controller's reply. Raises ControllerError on a refusal or after timeout_s without a reply."""
         number = next(self._numbers)
-        self._socket.send(_encode(Envelope(self.sender, number, body)))
         deadline = time.monotonic() + self.timeout_s
+        with suppress(zmq.Again):
+            self._socket.send(_encode(Envelope(self.sender, number, body)))
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(left * 1000):
                 break

@@ -208,8 +208,9 @@ def test_a_later_owner_of_the_port_learns_nothing_and_is_not_believed():
         with ControllerClient(endpoint, KEYS, "trainer-0", 1) as client:
             impostor = threading.Thread(target=speak_without_encryption, args=(listener, heard := []))
             impostor.start()
-            with pytest.raises(ControllerError, match="did not answer"):
-                client.request(Trained(3, 3, True, {"a metric": 1.0}))
+            for _ in range(2):  # by the second time ZeroMQ has given up the connection
+                with pytest.raises(ControllerError, match="did not answer"):
+                    client.request(Trained(3, 3, True, {"a metric": 1.0}))
             impostor.join()
     assert heard and not any(b"Trained" in data or KEYS.trainers in data for data in heard)
 
