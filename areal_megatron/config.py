@@ -84,7 +84,7 @@ class MachineConfig:
     lease_s: float = key(90.0, at_least=5)
     """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
     heartbeat in the run folder has stood still for so many seconds; longer than a file server's failover."""
-    check_versions: bool = key(True)
+    check_versions: bool = True
     """Refuse to start with other versions of torch, megatron-core, vLLM and TransformerEngine than those that this code
     was written for (areal_megatron/extras.py)."""
 
@@ -359,10 +359,14 @@ class Config:
         return self.trainer.tp * self.trainer.pp * self.trainer.dp
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether a trainer rank and an engine rank divide a GPU and its memory."""
+        return self.machine.shared and self.mode == "rl" and not self.machine.is_cpu
+
+    @property
     def link(self) -> str:
         """reshard.link, where `auto` is decided: NCCL connects no two processes on one GPU."""
-        on_one_gpu = self.machine.shared and not self.machine.is_cpu
-        return self.reshard.link if self.reshard.link != "auto" else "host" if on_one_gpu else "device"
+        return self.reshard.link if self.reshard.link != "auto" else "host" if self.shares_gpus else "device"
 
     @property
     def groups_per_batch(self) -> int:

@@ -117,8 +117,8 @@ class OfflineEvaluation:
         try:
             await asyncio.gather(*(pool.start() for pool in workers.values()))
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(_watch(child))]
-                async with _serving(self.config, run) as engine:
+                background = [group.create_task(watch(child))]
+                async with serving(self.config, run) as engine:
                     silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
                     background.append(group.create_task(engine.watch(stuck_s, silent_s)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
@@ -247,7 +247,7 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 
 
 @asynccontextmanager
-async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
+async def serving(config: Config, run: Run) -> AsyncIterator[Engine]:
     """Connects to the engine. Raises EngineError or RunError if it does not serve within rollout.start_timeout_s."""
     deadline = time.monotonic() + config.rollout.start_timeout_s
     while not run.announced_engines() and time.monotonic() < deadline:
@@ -260,10 +260,15 @@ async def _serving(config: Config, run: Run) -> AsyncIterator[Engine]:
         await engine.client.close()
 
 
-async def _watch(child: Child) -> None:
-    """Waits forever. Prints the last lines of the process's log and raises EngineError if it ends."""
+async def watch(child: Child, code: int | None = None) -> None:
+    """Returns when the process has ended with this exit code; without one it may not end.
+
+    Prints the last lines of its log and raises EngineError if it ends in another way.
+    """
     while child.exit_code is None:
         await asyncio.sleep(_POLL_S)
+    if child.exit_code == code:
+        return
     *last_lines, problem = describe(child).split("\n")
     _say("\n".join(last_lines))
     raise EngineError(problem.removeprefix("error: "))

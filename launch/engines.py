@@ -74,7 +74,7 @@ def check_running(run: Run) -> None:
 
 def check_not_shared(run: Run, config: Config) -> None:
     """Raises ConfigError if the trainers and engines of the run have divided the memory of this machine's GPUs."""
-    if not (config.machine.shared and config.machine.device == "cuda"):
+    if not config.shares_gpus:
         return
     record = read_record(run)
     here = {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}

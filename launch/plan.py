@@ -74,8 +74,7 @@ def _check_parts(config: Config, placement: Placement) -> None:
 
 
 def _check_link(config: Config) -> None:
-    shared = config.machine.shared and config.machine.device == "cuda" and config.mode == "rl"
-    if shared and config.reshard.link == "device":
+    if config.shares_gpus and config.reshard.link == "device":
         raise ConfigError(
             "reshard.link: NCCL connects no two processes on one GPU, where machine.shared puts a trainer rank and an "
             "engine: set it to host, or leave it out"

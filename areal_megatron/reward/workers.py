@@ -126,7 +126,7 @@ class RewardWorkers:
             raise RunError(f"reward.function: away for {away_s:.0f} s (reward.away_s): {printable(problem, 500)}")
         if now() - self._reminded >= _REMIND_S:
             self._reminded = now()
-            log.warning("answers wait for their scores since %.0f s: %s", away_s, printable(problem, 500))
+            log.warning("answers have waited %.0f s for their scores: %s", away_s, printable(problem, 500))
 
     def _counted(self, scored: Scored) -> Scored:
         self.refused += scored.refused

@@ -103,15 +103,14 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     """
     on_cuda = config.machine.device == "cuda"
     trainer = trainer_memory(config, hf_config, on_cuda)
-    shared = on_cuda and config.machine.shared and config.mode == "rl"
-    if on_cuda and gpu_gib and not _fits(trainer, gpu_gib) and not shared:
+    if on_cuda and gpu_gib and not _fits(trainer, gpu_gib) and not config.shares_gpus:
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
     engine = None
     if config.mode == "rl":
         memory = int(gpu_gib * GIB) if on_cuda else memory or machine_bytes()
-        engine = engine_memory(config, hf_config, memory, on_cuda, trainer.total if shared else 0)
+        engine = engine_memory(config, hf_config, memory, on_cuda, trainer.total if config.shares_gpus else 0)
         if on_cuda and gpu_gib and not _holds_an_answer(config, hf_config, engine):
-            if shared:
+            if config.shares_gpus:
                 raise ConfigError(_too_large_to_share(config, hf_config, trainer, engine, gpu_gib))
             raise ConfigError(_engine_too_small(config, hf_config, engine, gpu_gib))
         if not on_cuda and engine.total * config.rollout.tp > memory:
@@ -119,7 +118,7 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     checkpoint, settings = checkpoint_bytes(config, hf_config), config.checkpoint
     traffic = weight_traffic(config, hf_config) if engine else None
     kept = settings.keep + 1 if settings.every else 0
-    return MemoryPlan(trainer, engine, checkpoint, kept, gpu_gib, traffic, shared)
+    return MemoryPlan(trainer, engine, checkpoint, kept, gpu_gib, traffic, config.shares_gpus)
 
 
 def _fits(trainer: RankMemory, gpu_gib: float) -> bool:

@@ -34,11 +34,11 @@ from areal_megatron.config import (
     RolloutConfig,
     TrainerConfig,
 )
-from areal_megatron.controller.engine import connect
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory, store
 from areal_megatron.engine.client import EngineError
+from areal_megatron.evaluate import serving, watch
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.model_check import check_model
 from areal_megatron.packing.partition import split
@@ -51,7 +51,6 @@ from launch.local import device_of
 from launch.orders import start_order
 from launch.pools import Process, Slot
 from launch.processes import Child
-from launch.supervise import describe
 
 VARIANTS = [(dtype, head) for dtype in ("bfloat16", "float16") for head in ("model", "float32")]
 VARIANTS += [("float32", "float32")]
@@ -78,7 +77,6 @@ QUESTIONS = [
     "Prove that the sum of two odd numbers is even.",
     "Write a polite letter that asks a neighbour to play music less loudly at night.",
 ]
-_POLL_S = 0.2
 _PROGRESS_S = 10.0
 _COMPUTE_S = 3600.0
 """The longest time that a trainer rank, or transformers, may take."""
@@ -131,32 +129,24 @@ class Variant:
         }
 
     async def _sample(self, child: Child) -> list[Trajectory]:
-        watch = asyncio.create_task(_end(child))
+        end = asyncio.create_task(watch(child))
         sample = asyncio.create_task(self._ask())
-        await asyncio.wait([watch, sample], return_when=asyncio.FIRST_COMPLETED)
-        first = sample if sample.done() else watch
-        for task in (watch, sample):
+        await asyncio.wait([end, sample], return_when=asyncio.FIRST_COMPLETED)
+        first = sample if sample.done() else end
+        for task in (end, sample):
             task.cancel()
-        await asyncio.gather(watch, sample, return_exceptions=True)
+        await asyncio.gather(end, sample, return_exceptions=True)
         return first.result()
 
     async def _ask(self) -> list[Trajectory]:
-        config, run = self.config, self.run
-        deadline = time.monotonic() + config.rollout.start_timeout_s
-        while not run.announced_engines() and time.monotonic() < deadline:
-            await asyncio.sleep(_POLL_S)
-        engine = connect(config, run, 0)
-        try:
-            await engine.wait_until_ready(config.rollout.start_timeout_s)
-            sampling = Sampling(engine.client, config.rollout, self.stop_tokens, cache_salt=None)
+        async with serving(self.config, self.run) as engine:
+            sampling = Sampling(engine.client, self.config.rollout, self.stop_tokens, cache_salt=None)
             asked = [asyncio.create_task(self._answers(sampling, prompt)) for prompt in self.prompts]
             left = set(asked)
             while left:
                 _, left = await asyncio.wait(left, timeout=_PROGRESS_S)
                 _say(f"  {len(asked) - len(left)} of {len(asked)} prompts answered")
             return [trajectory for task in asked for trajectory in task.result()]
-        finally:
-            await engine.client.close()
 
     async def _answers(self, sampling: Sampling, prompt: Prompt) -> list[Trajectory]:
         seed = sampling_seed(self.config.seed, "eval", prompt.id)
@@ -185,18 +175,8 @@ class Variant:
             order = start_order(self.config, self.run, process, host.supervisor(process))
             order.command = [sys.executable, str(COMPUTING), by, str(self.run.folder)]
             host.start(order)
-            asyncio.run(asyncio.wait_for(_end(host.by_name[by], code=0), _COMPUTE_S))
+            asyncio.run(asyncio.wait_for(watch(host.by_name[by], code=0), _COMPUTE_S))
         return np.load(self.run.folder / f"{by}.npy")
-
-
-async def _end(child: Child, code: int | None = None) -> None:
-    """Waits until the process ends. Raises RunError, with its last lines, if that is not with this exit code."""
-    while child.exit_code is None:
-        await asyncio.sleep(_POLL_S)
-    if child.exit_code != code:
-        *last_lines, problem = describe(child).split("\n")
-        _say("\n".join(last_lines))
-        raise RunError(problem.removeprefix("error: "))
 
 
 def difference(ones: np.ndarray, others: np.ndarray) -> dict[str, float]:

