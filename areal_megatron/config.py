@@ -98,12 +98,14 @@ class MachineConfig:
 class TrainerConfig:
     tp: int = key(1, at_least=1)
     """Tensor-parallel size."""
+    cp: int = key(1, at_least=1)
+    """Context-parallel size: ranks that divide the tokens of a micro-batch, for answers too long for one rank."""
     pp: int = key(1, at_least=1)
     """Pipeline stages."""
     dp: int = key(1, at_least=1)
     """Data-parallel replicas."""
     ep: int = key(1, at_least=1)
-    """Expert-parallel size: ranks that share the experts of a model with experts; divides tp · dp / etp."""
+    """Expert-parallel size: ranks that share the experts of a model with experts; divides tp · cp · dp / etp."""
     etp: int = key(0, at_least=0)
     """Tensor-parallel size of the experts; 0: as tp."""
     vpp: int = key(1, at_least=1)
@@ -111,7 +113,7 @@ class TrainerConfig:
     recompute: str = key("none", choices=("none", "selective", "full"))
     """Activations that are recomputed in the backward pass."""
     microbatch_tokens: int = key(32768, at_least=1)
-    """Most tokens of a packed micro-batch; a longer trajectory gets a micro-batch of its own."""
+    """Most tokens of a packed micro-batch, over all of its cp ranks; a longer trajectory gets one of its own."""
 
     @property
     def microbatch_multiple(self) -> int:
@@ -356,7 +358,7 @@ class Config:
 
     @property
     def trainer_ranks(self) -> int:
-        return self.trainer.tp * self.trainer.pp * self.trainer.dp
+        return self.trainer.tp * self.trainer.cp * self.trainer.pp * self.trainer.dp
 
     @property
     def shares_gpus(self) -> bool:

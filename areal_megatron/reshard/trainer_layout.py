@@ -69,6 +69,7 @@ class MegatronSizes:
             tp=trainer.tp,
             pp=trainer.pp,
             dp=trainer.dp,
+            cp=trainer.cp,
             ep=trainer.ep,
             etp=trainer.etp,
             vpp=trainer.vpp,

@@ -1,125 +1,78 @@
-"""Causal attention over packed sequences with grouped queries: the trainer's only `core_attention`.
+"""Causal attention over packed rows with grouped queries: the trainer's only `core_attention`.
 
-Megatron's own DotProductAttention refuses packing. A micro-batch is one row of T tokens [T, 1, ...] of whole
-sequences, one after another; `Packed` says where each begins. Without `Packed` the tokens are [s, b, ...], b sequences
-of the same length.
+Megatron's own DotProductAttention refuses packing. A micro-batch is one row of whole sequences; with context
+parallelism each rank has a part of its tokens, and keys and values of the others are gathered. `Packed` says which
+tokens attend to which. Without `Packed` the tokens are [s, b, ...], b sequences of the same length.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from areal_megatron.packing.row import View, whole_sequences
+from areal_megatron.trainer.attention_blocks import Blocks, attend_in_blocks, attend_with_past
 
 
 @dataclass
 class Packed(PackedSeqParams):
-    """The lengths of the sequences of a micro-batch, in their order.
+    """What this context-parallel rank has of a micro-batch, on its device.
 
     `qkv_format` stays None: with "thd" Megatron would apply rotary embeddings to each sequence in a Python loop, while
     `positions` lets it treat all tokens at once.
     """
 
-    lengths: tuple[int, ...] = ()
+    view: View = field(default_factory=lambda: whole_sequences((1,)))
     device: torch.device | str = "cpu"
-    routes: torch.Tensor | None = None
-    """int16 [layers, T, k]: the experts that tokens go to (trainer/routing.py), −1 where the router chooses; None if it
-    chooses for all tokens."""
+    routes: Tensor | None = None
+    """int16 [layers, T, k]: the experts that this rank's T tokens go to (trainer/routing.py), −1 where the router
+    chooses; None if it chooses for all tokens."""
 
     @cached_property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """int64 [T]: the place of each token in its sequence."""
-        return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
+        return torch.from_numpy(self.view.positions).to(self.device)
 
     @cached_property
-    def boundaries(self) -> torch.Tensor:
-        """int32 [sequences + 1]: the first token of each sequence, then T."""
-        return torch.from_numpy(np.cumsum((0, *self.lengths), dtype=np.int32)).to(self.device)
+    def boundaries(self) -> Tensor:
+        """int32 [runs + 1]: the first token of each run of queries, then T."""
+        return torch.from_numpy(np.cumsum((0, *self.view.sizes), dtype=np.int32)).to(self.device)
+
+    @cached_property
+    def key_boundaries(self) -> Tensor:
+        """int32 [runs + 1]: the first of the keys that each run attends to, among all in `key_places`."""
+        return torch.from_numpy(np.cumsum((0, *self.view.key_counts), dtype=np.int32)).to(self.device)
+
+    @cached_property
+    def key_places(self) -> Tensor:
+        """int64: for each run, the places of the keys that its last token attends to, in order."""
+        return torch.from_numpy(self.view.key_places).to(self.device)
 
     @cached_property
     def blocks(self) -> Blocks:
-        return Blocks.of(self.lengths, self.device)
+        return Blocks.of(self.view.sizes, self.device)
 
+    @property
+    def own_keys(self) -> slice:
+        """The place of this rank's own tokens among its keys."""
+        return slice(self.view.first_key, self.view.first_key + self.view.length)
 
-@dataclass(frozen=True)
-class Blocks:
-    """The sequences in a few padded blocks [rows, width], each with sequences of similar length.
-
-    One long row would cost T² operations, one call for each sequence too many calls, and a single block would be padded
-    to the longest sequence. Padding comes last in a row of a block, where causal attention hides it from all real
-    tokens: it may hold anything finite, and receives no gradient.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    """(rows, width) of each block."""
-    taken: torch.Tensor
-    """int64 [Σ rows × width]: the token at each place of the blocks, in order."""
-    padding: torch.Tensor
-    """bool [Σ rows × width]: the places that hold padding."""
-    place: torch.Tensor
-    """int64 [T]: the place of each token in the blocks."""
-
-    WASTE = 1.5
-    """The most that the longest sequence of a block may be a multiple of the shortest."""
-    SHORT = 32
-    """Sequences of up to so many tokens share a block, whatever their lengths."""
-
-    @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> Blocks:
-        sizes = np.asarray(lengths)
-        starts = np.cumsum(sizes) - sizes
-        order = np.argsort(-sizes, kind="stable")
-        shapes, taken, padding = [], [], []
-        first = 0
-        while first < len(order):
-            width = int(sizes[order[first]])
-            least = 0 if width <= cls.SHORT else width / cls.WASTE
-            stop = int(np.searchsorted(-sizes[order], -least, side="right"))
-            rows = order[first:stop]
-            column = np.arange(width)
-            real = column < sizes[rows, None]
-            taken.append(np.where(real, starts[rows, None] + column, starts[rows, None]).ravel())
-            padding.append(~real.ravel())
-            shapes.append((len(rows), width))
-            first = stop
-        taken, padding = np.concatenate(taken), np.concatenate(padding)
-        place = np.empty(sizes.sum(), dtype=np.int64)
-        place[taken[~padding]] = np.flatnonzero(~padding)
-        return cls(tuple(shapes), *(torch.from_numpy(array).to(device) for array in (taken, padding, place)))
-
-
-class _ToBlocks(torch.autograd.Function):
-    """[T, ...] → [Σ rows × width, ...]. The backward pass selects instead of scattering: padding has no gradient."""
-
-    @staticmethod
-    def forward(ctx, tokens, blocks):
-        ctx.place = blocks.place
-        return tokens.index_select(0, blocks.taken)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.index_select(0, ctx.place), None
-
-
-class _FromBlocks(torch.autograd.Function):
-    """[Σ rows × width, ...] → [T, ...]"""
-
-    @staticmethod
-    def forward(ctx, padded, blocks):
-        ctx.blocks = blocks
-        return padded.index_select(0, blocks.place)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        padded = gradient.index_select(0, ctx.blocks.taken)
-        padded[ctx.blocks.padding] = 0
-        return padded, None
+    @cached_property
+    def pasts(self) -> list[tuple[Tensor, Tensor]]:
+        """For each past of the view the places of its keys and of the queries that attend to it, int64 each."""
+        pasts = [(past.keys, past.queries) for past in self.view.pasts]
+        return [tuple(torch.from_numpy(places).to(self.device) for places in past) for past in pasts]
 
 
 class CoreAttention(MegatronModule):
@@ -147,10 +100,70 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is None:
             out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
             return out.permute(2, 0, 1, 3).flatten(2)
-        # The kernel behind varlen_attn has neither a CPU nor a float32 version.
-        attend = _packed_varlen if query.is_cuda and query.dtype != torch.float32 else _packed_blocks
-        out = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params, self.scale)
+        out = attend(*(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.scale)
         return out.flatten(1).unsqueeze(1)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None) -> Tensor:
+    """Returns the attention of this rank's tokens: [T, heads, d], [T, groups, d] twice → [T, heads, d].
+
+    Keys and values of other context-parallel ranks, and those that several runs attend to, are not kept for the
+    backward pass but made again in it, so that a rank keeps no more than its own tokens' share.
+    """
+    # The kernel behind varlen_attn has neither a CPU nor a float32 version.
+    by_varlen = query.is_cuda and query.dtype != torch.float32
+    if not packed.view.pasts and not packed.view.cut:
+        return (_packed_varlen if by_varlen else attend_in_blocks)(query, key, value, packed, scale)
+
+    def reached(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if packed.view.cut:
+            key, value = _gathered(key, value)
+        if by_varlen:
+            key, value = key.index_select(0, packed.key_places), value.index_select(0, packed.key_places)
+        return key, value
+
+    made, own = reached(key, value), (key.detach(), value.detach())
+    with _MadeAgain(made, lambda: reached(*own)).hooks():
+        return (_packed_varlen if by_varlen else attend_with_past)(query, *made, packed, scale)
+
+
+def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of all context-parallel ranks, in the order of the ranks: [cp × T, groups, d] each."""
+    both = torch.cat((key, value), -1).contiguous()
+    group = parallel_state.get_context_parallel_group()
+    gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=group)
+    return gathered.split((key.size(-1), value.size(-1)), -1)
+
+
+class _MadeAgain:
+    """Tensors that autograd shall not keep: where it would, `make` makes them again in the backward pass."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]):
+        self._storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        self._make, self._missing, self._made = make, 0, None
+
+    def hooks(self):
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in self._storages:
+            return tensor
+        self._missing += 1
+        return self._storages.index(storage), tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Tensor | tuple) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._make()
+        number, *place = packed
+        tensor = self._made[number].as_strided(*place)
+        self._missing -= 1
+        if not self._missing:
+            self._made = None
+        return tensor
 
 
 def _causal(query, key, value, scale):
@@ -160,30 +173,16 @@ def _causal(query, key, value, scale):
 
 
 def _packed_varlen(query, key, value, packed, scale):
-    """[T, heads, d] → the same"""
+    """[T, heads, d] → the same. Each run of queries attends to its keys, the last query to all of them."""
     from torch.nn.attention import varlen  # imports compiler machinery that a CPU does without
 
-    starts, longest, grouped = packed.boundaries, max(packed.lengths), query.size(1) != key.size(1)
-    sequences = (starts, starts, longest, longest)
+    view, grouped = packed.view, query.size(1) != key.size(1)
+    runs = (packed.boundaries, packed.key_boundaries, max(view.sizes), max(view.key_counts))
     flag = {"enable_gqa": True} if grouped and _asks_for_groups(varlen.varlen_attn) else {}
-    return varlen.varlen_attn(query, key, value, *sequences, scale=scale, window_size=(-1, 0), **flag)
+    return varlen.varlen_attn(query, key, value, *runs, scale=scale, window_size=(-1, 0), **flag)
 
 
 @cache
 def _asks_for_groups(attend) -> bool:
     """Whether grouped queries need a flag, as from torch 2.12 on; the kernel has always taken them."""
     return "enable_gqa" in inspect.signature(attend).parameters
-
-
-def _packed_blocks(query, key, value, packed, scale):
-    """[T, heads, d] → the same"""
-    blocks = packed.blocks
-    if len(blocks.shapes) == 1 and blocks.shapes[0][0] == 1:
-        return _causal(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), scale)[0].transpose(0, 1)
-    sizes = [rows * width for rows, width in blocks.shapes]
-    parts = zip(*(_ToBlocks.apply(x, blocks).split(sizes) for x in (query, key, value)), strict=True)
-    outs = []
-    for (rows, width), part in zip(blocks.shapes, parts, strict=True):
-        out = _causal(*(x.unflatten(0, (rows, width)).transpose(1, 2) for x in part), scale)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return _FromBlocks.apply(torch.cat(outs), blocks)

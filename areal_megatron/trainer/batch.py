@@ -1,4 +1,4 @@
-"""Micro-batches: whole sequences packed into one row of tensors, and what is trained in it."""
+"""Micro-batches: whole sequences packed into one row, this context-parallel rank's part of it, and what is trained."""
 
 from __future__ import annotations
 
@@ -7,24 +7,61 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.models.flops import SequenceFlops
+from areal_megatron.packing.row import TokenRow, View, divide
 from areal_megatron.trainer.attention import Packed
-from areal_megatron.trainer.routing import Routing
+from areal_megatron.trainer.routing import UNKNOWN, Routing
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Which part of each row this rank gets."""
+
+    device: torch.device
+    multiple: int = 1
+    """The divisor of the length of each rank's row, so that sequence parallelism cuts it evenly."""
+    ranks: int = 1
+    """The context-parallel ranks."""
+    rank: int = 0
+    flops: SequenceFlops | None = None
+    """What tokens and attention cost, by which rows are divided."""
+
+    @classmethod
+    def of(cls, config: TransformerConfig, device: torch.device, flops: SequenceFlops | None = None) -> RowPart:
+        """Returns the part of this rank. Megatron's process groups must exist."""
+        return cls(
+            device,
+            config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            config.context_parallel_size,
+            parallel_state.get_context_parallel_rank(),
+            flops,
+        )
 
 
 @dataclass
 class MicroBatch:
-    """Whole sequences of T tokens in total, N of which are trained; N may be 0."""
+    """Whole sequences, N tokens of which are trained; T tokens are on this context-parallel rank, n of them followed by
+    trained ones. N may be 0."""
 
     tokens: Tensor
     """int64 [1, T]"""
     packed: Packed
     rows: Tensor
-    """int64 [N]: the token before each trained token, whose hidden state predicts it."""
+    """int64 [n]: the token before each trained token, whose hidden state predicts it."""
     labels: Tensor
-    """int64 [N]: the trained tokens."""
+    """int64 [n]: the trained tokens."""
+    own: Tensor | None = None
+    """int64 [n]: the numbers of these among the N trained tokens; None if this rank has all."""
+    trained: int = 0
+    """N"""
 
     @property
     def untrained(self) -> Tensor:
@@ -32,6 +69,29 @@ class MicroBatch:
         untrained = torch.ones_like(self.tokens, dtype=torch.bool)
         untrained[0, self.rows] = False
         return untrained
+
+    def of_all_ranks(self, values: Tensor) -> Tensor:
+        """Returns [N] from this rank's values [n], the same on all context-parallel ranks. Collective.
+
+        Each rank may go on to compute the whole loss, as if it were alone: only its own values have a gradient.
+        """
+        if self.own is None:
+            return values
+        return _OfAllRanks.apply(values, self.own, self.trained, parallel_state.get_context_parallel_group())
+
+
+class _OfAllRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, own, count, group):
+        ctx.own = own
+        joined = values.new_zeros(count)
+        joined[own] = values
+        dist.all_reduce(joined, group=group)
+        return joined
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_select(0, ctx.own), None, None, None
 
 
 @dataclass
@@ -63,24 +123,63 @@ class PPOMicroBatch:
 
 
 def pack(
-    sequences: Sequence[np.ndarray], trained: Sequence[np.ndarray], multiple: int, device: torch.device
+    sequences: Sequence[np.ndarray],
+    trained: Sequence[np.ndarray],
+    part: RowPart,
+    shared: Sequence[tuple[int, int]] = (),
+    routes: np.ndarray | None = None,
 ) -> MicroBatch:
     """Packs sequences (int32 [n]) in their order; `trained`: the places, from 1 to n − 1, of each one's trained tokens.
 
-    A last, untrained sequence fills T up to a multiple of `multiple`, so that sequence parallelism can cut the row
-    evenly. Without any sequence the row consists of this filler.
+    `shared` divides the sequences, in order, into groups: (number of sequences, tokens that all of them begin with and
+    that the row holds once; 0 for none); by default each sequence stands alone. `routes`, int16 [tokens, layers, k],
+    are those of all sequences one after another. Untrained tokens fill the row up to a length that ranks can share.
     """
     lengths = [len(sequence) for sequence in sequences]
-    total = max(sum(lengths), 1)
-    filler = -(-total // multiple) * multiple - sum(lengths)
-    starts = np.cumsum([0, *lengths])
-    row = _joined([*sequences, np.zeros(filler, np.int64)], np.int64)
-    targets = _joined([start + places for start, places in zip(starts, trained, strict=False)], np.int64)
+    tokens, starts = _joined(sequences, np.int64), np.cumsum([0, *lengths]).tolist()
+    source, segments, prefixes, targets = [_NONE], [], [], [_NONE]
+    at = number = 0
+    for count, common in shared or [(1, 0)] * len(sequences):
+        prefix = -1
+        if common:
+            prefix = len(segments)
+            segments.append(common)
+            prefixes.append(-1)
+            source.append(np.arange(starts[number], starts[number] + common))
+            at += common
+        for sequence in range(number, number + count):
+            segments.append(lengths[sequence] - common)
+            prefixes.append(prefix)
+            source.append(np.arange(starts[sequence] + common, starts[sequence + 1]))
+            targets.append(trained[sequence] - common + at)
+            at += segments[-1]
+        number += count
+    row = TokenRow.of(segments, prefixes)
+    view = View(row, divide(row, part.ranks, part.multiple, part.flops), part.rank)
+    return _microbatch(tokens, np.concatenate(source), np.concatenate(targets), view, part, routes)
+
+
+def _microbatch(
+    tokens: np.ndarray, source: np.ndarray, targets: np.ndarray, view: View, part: RowPart, routes: np.ndarray | None
+) -> MicroBatch:
+    """`source`: the place in `tokens` of each token of the row; `targets`: the places in the row of trained tokens."""
+    row, filler = tokens[source], view.tokens < 0
+    local = np.zeros(view.length, np.int64)
+    local[~filler] = row[view.tokens[~filler]]
+    packed = Packed(view=view, device=part.device)
+    if routes is not None:
+        own = np.full((view.length, *routes.shape[1:]), UNKNOWN, np.int16)
+        own[~filler] = routes[source[view.tokens[~filler]]]
+        packed.routes = torch.from_numpy(np.ascontiguousarray(own.transpose(1, 0, 2)))
+    rows = view.place[targets - 1]
+    own = np.flatnonzero(rows >= 0)
     return MicroBatch(
-        tokens=torch.from_numpy(row[None]).to(device),
-        packed=Packed(lengths=(*lengths, filler) if filler else tuple(lengths), device=device),
-        rows=torch.from_numpy(targets - 1).to(device),
-        labels=torch.from_numpy(row[targets]).to(device),
+        tokens=torch.from_numpy(local[None]).to(part.device),
+        packed=packed,
+        rows=torch.from_numpy(rows[own]).to(part.device),
+        labels=torch.from_numpy(row[targets[own]]).to(part.device),
+        own=torch.from_numpy(own).to(part.device) if part.ranks > 1 else None,
+        trained=len(targets),
     )
 
 
@@ -90,24 +189,25 @@ def pack_trajectories(
     weights: Sequence[float],
     version: int,
     kv_policy: str,
-    multiple: int,
-    device: torch.device,
+    part: RowPart,
     routing: Routing | None = None,
+    shared: Sequence[int] = (),
 ) -> PPOMicroBatch:
     """Packs trajectories into one micro-batch, with the advantage and the weight of each one's tokens.
 
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
-    `routing` is given. Raises ConfigError for routes of another model.
+    `routing` is given. `shared` divides the trajectories, in order, into so many each that have the same prompt, which
+    the row then holds once (but for its last token, which predicts the first of each answer); none share by default.
+    Raises ConfigError for routes of another model.
     """
     trained = _joined([t.loss_mask for t in trajectories], np.bool_)
     microbatch = pack(
         [np.concatenate((t.prompt, t.response)) for t in trajectories],
         [len(t.prompt) + np.flatnonzero(t.loss_mask) for t in trajectories],
-        multiple,
-        device,
+        part,
+        _common(trajectories, shared),
+        routing.joined(trajectories) if routing else None,
     )
-    if routing:
-        microbatch.packed.routes = routing.pack(trajectories, microbatch.tokens.numel())
     lengths = np.array([len(t.response) for t in trajectories], dtype=np.int64)
     sequences = np.repeat(np.arange(len(trajectories)), lengths)[trained]
     staleness = version - _joined([t.versions for t in trajectories], np.int32)[trained]
@@ -123,7 +223,18 @@ def pack_trajectories(
         "by_this_version": fresh,
         "kept": np.ones_like(fresh),
     }
-    return PPOMicroBatch(microbatch, **{name: torch.from_numpy(values).to(device) for name, values in columns.items()})
+    return PPOMicroBatch(
+        microbatch, **{name: torch.from_numpy(values).to(part.device) for name, values in columns.items()}
+    )
+
+
+def _common(trajectories: Sequence[Trajectory], shared: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns `shared` of `pack` from that of `pack_trajectories`."""
+    starts = np.cumsum([0, *shared]).tolist()
+    return [
+        (count, len(trajectories[start].prompt) - 1 if count > 1 else 0)
+        for count, start in zip(shared, starts, strict=False)
+    ]
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -126,5 +126,5 @@ class Critic:
 
 
 def _values(values: Tensor, microbatch: MicroBatch) -> Tensor:
-    """The values [N] of the states before the trained tokens, from those after each token of the row [T]."""
-    return values.index_select(0, microbatch.rows)
+    """The values [N] of the states before the trained tokens, from those after each token of this rank's row [T]."""
+    return microbatch.of_all_ranks(values.index_select(0, microbatch.rows))

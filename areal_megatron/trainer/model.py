@@ -122,7 +122,7 @@ def build_model(
     hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     held = architecture(read_config(config.model.path))
     transformer = transformer_config(config, sizes, hf, held, device)
-    overlap = config.trainer.dp > 1
+    overlap = config.trainer.dp * config.trainer.cp > 1
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -249,6 +249,7 @@ def _parallel(config: Config, sizes: MegatronSizes, layers: int, on_cuda: bool) 
     return {
         "tensor_model_parallel_size": sizes.tp,
         "sequence_parallel": sizes.tp > 1,
+        "context_parallel_size": sizes.cp,
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": sizes.expert_tp,
         "pipeline_model_parallel_size": sizes.pp,

@@ -44,7 +44,9 @@ class Objective:
         return self._logprobs(hidden, microbatch, self._sampled)
 
     def _logprobs(self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden, self._policy.output_weight, microbatch.rows, microbatch.labels, vocabulary)
+        weight = self._policy.output_weight
+        own = token_logprobs(hidden, weight, microbatch.rows, microbatch.labels, vocabulary)
+        return tuple(microbatch.of_all_ranks(values) for values in own)
 
     def sft(self, hidden: Tensor, microbatch: MicroBatch, sums: TokenSums) -> Tensor:
         """Returns the sum of the negative log-probabilities, and adds it to `sums`."""

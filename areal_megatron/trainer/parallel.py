@@ -1,4 +1,4 @@
-"""The process groups of the trainer pool: Megatron's tp, pp, dp, ep and etp, and two small ones for control.
+"""The process groups of the trainer pool: Megatron's tp, cp, pp, dp, ep and etp, and two small ones for control.
 
 Megatron's carry what lies on the device, by NCCL on CUDA: what they share of objects, torch puts there too. CPU tensors
 go through the groups for control, by gloo, and through no others: a gloo group connects each rank with each other one.
@@ -38,6 +38,7 @@ class Parallel:
     rank: int
     world: int
     tp_rank: int
+    cp_rank: int
     pp_rank: int
     replica: int
     """The data-parallel rank."""
@@ -47,7 +48,7 @@ class Parallel:
     control: dist.ProcessGroup
     """The gloo group of all ranks, for small CPU tensors only."""
     replica_control: dist.ProcessGroup
-    """The gloo group of this replica's tp × pp ranks."""
+    """The gloo group of this replica's tp × cp × pp ranks."""
     store: dist.Store
     """The TCPStore of the pool."""
 
@@ -73,8 +74,9 @@ class Parallel:
         return self.sum_over_ranks(values if self.is_leader else torch.zeros_like(values))
 
     def sum_of_last_stages(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over replicas of values that the tensor-parallel ranks of a last stage hold alike."""
-        return self.sum_over_ranks(values if self.is_last_stage and self.tp_rank == 0 else torch.zeros_like(values))
+        """Returns the sum over replicas of values that the tp × cp ranks of a last stage hold alike."""
+        is_first = self.tp_rank == self.cp_rank == 0
+        return self.sum_over_ranks(values if self.is_last_stage and is_first else torch.zeros_like(values))
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -150,6 +152,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
         sizes.tp,
         sizes.pp,
         virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.expert_tp,
         create_gloo_process_groups=False,
@@ -163,6 +166,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
         rank=rank,
         world=world,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         replica=replica,
         is_leader=rank == dist.get_global_rank(replica_control, 0),

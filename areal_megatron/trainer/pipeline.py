@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from areal_megatron.trainer.batch import MicroBatch, pack
+from areal_megatron.trainer.batch import MicroBatch, RowPart, pack
 
 Work = tuple[MicroBatch, Callable[[Tensor], Any]]
 """A micro-batch, and the function that the last stage applies to the output of the model: final hidden states
@@ -39,14 +39,8 @@ def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
     return _run(chunks, work, forward_only=True)[-len(work) :]
 
 
-def row_multiple(chunks: Chunks) -> int:
-    """Returns the divisor that the length of a micro-batch must have, so that sequence parallelism cuts it evenly."""
-    config = chunks[0].config
-    return config.tensor_model_parallel_size if config.sequence_parallel else 1
-
-
 def token_count(work: Sequence[Work]) -> int:
-    """The number of tokens of the micro-batches, trained or not."""
+    """The number of this rank's tokens of the micro-batches, trained or not."""
     return sum(microbatch.tokens.numel() for microbatch, _ in work)
 
 
@@ -85,7 +79,8 @@ class Stages(P2PCommunicator):
         config = chunks[0].config
         super().__init__(group, config)
         self._rest = [1, config.hidden_size]
-        rows = [microbatch.tokens.size(1) // row_multiple(chunks) for microbatch, _ in work]
+        sharded = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        rows = [microbatch.tokens.size(1) // sharded for microbatch, _ in work]
         order = get_schedule_table(len(work), len(chunks), config.microbatch_group_size_per_vp_stage)
         # A rank computes in this order, and so does the one that it receives from. Only what goes around, from the
         # last rank to the first, has a virtual stage less: the output of the model goes nowhere.
@@ -107,7 +102,7 @@ def _filling(chunks: Chunks, count: int) -> list[Work]:
     missing = -count % chunks[0].config.pipeline_model_parallel_size if len(chunks) > 1 else 0
     if not missing:
         return []
-    empty = pack([], [], row_multiple(chunks), next(chunks[0].parameters()).device)
+    empty = pack([], [], RowPart.of(chunks[0].config, next(chunks[0].parameters()).device))
     return [(empty, lambda hidden: 0.0 * hidden.sum())] * missing
 
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory
 
-_UNKNOWN = -1
+UNKNOWN = -1
+"""The number of no expert: the router chooses."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Routing:
             return None
         return cls(config.num_layers, config.num_moe_experts, config.moe_router_topk)
 
-    def pack(self, trajectories: Sequence[Trajectory], tokens: int) -> Tensor | None:
-        """Returns the routes of a packed row, int16 [layers, tokens, k], or None if no token has any.
+    def joined(self, trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+        """Returns the routes of all tokens, int16 [tokens, layers, k], or None if no token has any.
 
-        They are −1 at tokens without routes, and stay on the CPU, since they are larger than the rest of a batch.
-        Raises ConfigError for routes of another model.
+        They are UNKNOWN at tokens without routes. Raises ConfigError for routes of another model.
         """
         if not any(len(t.routes) for t in trajectories):
             return None
-        packed, start = np.full((tokens, self.layers, self.chosen), _UNKNOWN, np.int16), 0
+        joined = np.full((sum(t.length for t in trajectories), self.layers, self.chosen), UNKNOWN, np.int16)
+        start = 0
         for t in trajectories:
             rows, rest = divmod(len(t.routes), self.layers * self.chosen)
             if rest or rows > t.length or t.routes.max(initial=0) >= self.experts:
@@ -58,9 +59,9 @@ class Routing:
                     f"trajectory {t.uid}: {len(t.routes)} expert numbers for {t.length} tokens are of another "
                     f"model: this one has {self.layers} layers that choose {self.chosen} of {self.experts}"
                 )
-            packed[start : start + rows] = t.routes.reshape(rows, self.layers, self.chosen)
+            joined[start : start + rows] = t.routes.reshape(rows, self.layers, self.chosen)
             start += t.length
-        return torch.from_numpy(np.ascontiguousarray(packed.transpose(1, 0, 2)))
+        return joined
 
 
 class RouteOverride:
@@ -75,7 +76,7 @@ class RouteOverride:
         if self.routes is None:
             return values, chosen
         replayed = self.routes.to(scores.device, non_blocking=True).long()
-        chosen = torch.where(replayed == _UNKNOWN, chosen, replayed)
+        chosen = torch.where(replayed == UNKNOWN, chosen, replayed)
         return scores.gather(1, chosen), chosen
 
 

@@ -31,7 +31,7 @@ from areal_megatron.reshard.trainer_layout import layout
 from areal_megatron.run import Run
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer import pipeline
-from areal_megatron.trainer.batch import PPOMicroBatch, pack, pack_trajectories
+from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_trajectories
 from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.logprobs import Vocabulary
@@ -101,7 +101,8 @@ class Trainer:
         )
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
-        self._row_multiple, self._routing = pipeline.row_multiple(chunks), Routing.of(chunks[0].config)
+        self._part = RowPart.of(chunks[0].config, self.device, self._flops)
+        self._routing = Routing.of(chunks[0].config)
 
     def __enter__(self) -> Trainer:
         return self
@@ -186,7 +187,7 @@ class Trainer:
         for members in plan[self.parallel.replica][0]:
             sequences = [examples[i][0] for i in members]
             trained = [np.arange(prompts[i], lengths[i]) for i in members]
-            microbatch = pack(sequences, trained, self._row_multiple, self.device)
+            microbatch = pack(sequences, trained, self._part)
             work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, sums=sums)))
         self._step(work, steps)
         self.policy.optimizer.settle()
@@ -251,8 +252,7 @@ class Trainer:
             [weights[i] for i in members],
             version=part.version,
             kv_policy=self.config.rollout.kv_policy,
-            multiple=self._row_multiple,
-            device=self.device,
+            part=self._part,
             routing=self._routing,
         )
 

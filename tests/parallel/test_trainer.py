@@ -19,11 +19,23 @@ CASES = {
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
     "tp2-pp2": [(model, {"tp": 2, "pp": 2}) for model in DENSE],
     "dp2": [(model, {"dp": 2}) for model in (*DENSE, "qwen3_moe")],
+    "cp2": [(model, {"cp": 2}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
     "virtual-and-uneven-stages": [("qwen2", {"pp": 2, "vpp": 2}), ("qwen3_deep", {"pp": 2})],
     "experts-on-2-ranks": [
         ("qwen3_moe", {"dp": 2, "ep": 2}),
         ("qwen3_moe", {"dp": 2, "etp": 2}),
         ("qwen3_moe", {"tp": 2, "etp": 1}),
+        ("qwen3_moe", {"cp": 2, "ep": 2}),
+    ],
+    "cp2-and-others": [
+        ("qwen2", {"cp": 2, "tp": 2}),
+        ("qwen3", {"cp": 2, "dp": 2}),
+        ("llama", {"cp": 2, "pp": 2}),
+        ("qwen2", {"cp": 2, "pp": 2, "vpp": 2}),
+        ("qwen3_moe", {"cp": 2, "dp": 2, "ep": 4}),
+        ("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}),
+        ("qwen3_balanced", {"cp": 2, "tp": 2}),
+        ("qwen3", {"cp": 4}),
     ],
     "experts-on-4-ranks": [
         ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}),
@@ -70,22 +82,22 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
     runs = {f"run-{number}": pair for number, pair in enumerate(CASES[case])}
     for name in runs:
         Run(folder / name).create()
-    [world] = {layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) for _, layout in CASES[case]}
+    [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout in CASES[case]}
     on_ranks("check_layouts", world, cases=runs)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}], ids=["tp1", "tp2-pp2-dp2"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}, {"cp": 2}], ids=["tp1", "tp2-pp2-dp2", "cp2"])
 def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
     cases = {f"run-{algorithm}": {"algorithm": algorithm} for algorithm in ALGORITHMS} | VARIANTS
     for name in cases:
         Run(folder / name).create()
-    on_ranks("check_algorithms", 8 if layout else 1, cases=cases, layout=layout)
+    on_ranks("check_algorithms", math.prod(layout.values()), cases=cases, layout=layout)
 
 
 REPLAYED = {
     1: [{}, {"recompute": "full"}],
-    2: [{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "ep": 2}],
-    4: [{"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"}, {"tp": 2, "dp": 2, "ep": 2}],
+    2: [{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "ep": 2}, {"cp": 2}],
+    4: [{"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"}, {"tp": 2, "dp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 2}],
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from areal_megatron.config import Config
 from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
+from areal_megatron.trainer.batch import MicroBatch
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.model import named_parameters
 from areal_megatron.trainer.parallel import parallel_state
@@ -33,16 +34,27 @@ def gather_sequence(hidden: Tensor, config: Config) -> Tensor:
     return torch.cat(parts)
 
 
+def gather_row(values: Tensor, microbatch: MicroBatch) -> Tensor:
+    """Returns the values of all tokens of the micro-batch's row, from those of each context-parallel rank's tokens."""
+    view = microbatch.packed.view
+    own, whole = torch.from_numpy(view.tokens), values.new_zeros(len(view.place), *values.shape[1:])
+    whole[own[own >= 0]] = values[own >= 0]
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole
+
+
 def whole_gradients(learner: Learner) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's parameters, from the shards of all data-parallel ranks."""
+    """Returns the gradients of this rank's parameters, from the shards of all ranks that hold the same."""
     groups = {
-        "buffers": parallel_state.get_data_parallel_group(),
+        "buffers": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "expert_parallel_buffers": parallel_state.get_expert_data_parallel_group(),
     }
     for kind, group in groups.items():
-        for buffer in (buffer for chunk in learner.chunks for buffer in getattr(chunk, kind)):
-            own = buffer.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(buffer.grad_data, own, group=group)
+        for bucket in (
+            bucket for chunk in learner.chunks for buffer in getattr(chunk, kind) for bucket in buffer.buckets
+        ):
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
     return {name: parameter.main_grad for name, parameter in named_parameters(learner.chunks)}
 
 

@@ -189,14 +189,14 @@ def _step(trainer):
     """Returns a forward and backward pass of TOKENS tokens, without an optimizer step: what is being sent must not
     change."""
     from areal_megatron.trainer import pipeline
-    from areal_megatron.trainer.batch import pack
+    from areal_megatron.trainer.batch import RowPart, pack
     from areal_megatron.trainer.token_sums import TokenSums
 
     generator = torch.Generator().manual_seed(0)
     size = trainer.hf_config["vocab_size"]
     rows = [torch.randint(size, (32,), generator=generator, dtype=torch.int32).numpy() for _ in range(TOKENS // 32)]
     places = [torch.arange(8, 32).numpy() for _ in rows]
-    microbatch = pack(rows, places, 1, trainer.device)
+    microbatch = pack(rows, places, RowPart(trainer.device))
     loss = partial(trainer._objective.sft, microbatch=microbatch, sums=TokenSums())
     return lambda: pipeline.forward_backward(trainer.policy.chunks, [(microbatch, loss)])
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from areal_megatron.packing.row import whole_sequences
 from areal_megatron.trainer import checkpoint, pipeline
-from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
+from areal_megatron.trainer.attention import Packed, _packed_varlen
+from areal_megatron.trainer.attention_blocks import attend_in_blocks
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.weights import save_hf
@@ -81,10 +83,10 @@ def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
 def check_cuda_attention(folder: Path, rank: int) -> None:
     """varlen_attn in bfloat16 agrees with SDPA in float32, forward and backward, with grouped queries."""
     lengths, heads, groups, size = (70, 1, 300, 33, 33, 8), 8, 2, 64
-    packed = Packed(lengths=lengths, device="cuda")
+    packed = Packed(view=whole_sequences(lengths), device="cuda")
     inputs = [torch.randn(sum(lengths), count, size, device="cuda") for count in (heads, groups, groups)]
     results = []
-    for attend, dtype in ((_packed_varlen, torch.bfloat16), (_packed_blocks, torch.float32)):
+    for attend, dtype in ((_packed_varlen, torch.bfloat16), (attend_in_blocks, torch.float32)):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         out = attend(*leaves, packed, None)
         out.float().square().sum().backward()

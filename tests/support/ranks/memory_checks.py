@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, TrainerConfig
-from areal_megatron.trainer.batch import pack
+from areal_megatron.trainer.batch import RowPart, pack
 from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
 from areal_megatron.trainer.optimizer import ModelOptimizer
 
@@ -66,7 +66,7 @@ def saved(model: torch.nn.Module) -> int:
             kept[storage.data_ptr()] = tensor  # alive, so that its address is not used again
         return tensor
 
-    microbatch = pack([np.arange(TOKENS, dtype=np.int32) % 50], [np.zeros(0, dtype=np.int64)], 1, CPU)
+    microbatch = pack([np.arange(TOKENS, dtype=np.int32) % 50], [np.zeros(0, dtype=np.int64)], RowPart(CPU))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(microbatch.tokens, None, None, packed_seq_params=microbatch.packed)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

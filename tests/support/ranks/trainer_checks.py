@@ -28,6 +28,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models import logits as logits_limit
+from areal_megatron.packing import row
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
@@ -39,7 +40,7 @@ from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
-from tests.support.comparison import assert_gradient, assert_parameters, gather_sequence, gather_vocabulary
+from tests.support.comparison import assert_gradient, assert_parameters, gather_row, gather_sequence, gather_vocabulary
 from tests.support.plain_results import (
     critic_minibatch,
     gradients,
@@ -79,6 +80,7 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
 def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
     """Opens a trainer in the run folder `run`, which the test has made; several ranks need a new folder each time."""
     logits_limit.LOGITS_ELEMENTS = 50 * 250  # so that a micro-batch takes several chunks
+    row.LEAST_CUT = 8  # so that sequences of 100 tokens are cut for context parallelism
     with Trainer(config, Run(folder / run), rank) as trainer:
         yield trainer
 
@@ -103,17 +105,18 @@ def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
 def check_logits(subject: Trainer, expected: dict) -> None:
     """Packed rows (of many sequences, of one) and an unpacked batch have the logits of Hugging Face."""
     rows, tokens = rows_and_batch()
-    batches = [pack(row, [np.arange(0)] * len(row), subject._row_multiple, subject.device) for row in rows]
+    batches = [pack(row, [np.arange(0)] * len(row), subject._part) for row in rows]
     size = subject.hf_config["vocab_size"]
     weight = subject._objective._policy.output_weight if subject.parallel.is_last_stage else None
 
-    def logits(hidden):
-        return gather_vocabulary(gather_sequence(hidden, subject.config)[:, 0] @ weight.T, size)
+    def logits(hidden, batch):
+        hidden = gather_row(gather_sequence(hidden, subject.config), batch)
+        return gather_vocabulary(hidden[:, 0] @ weight.T, size)
 
-    found = pipeline.forward(subject.policy.chunks, [(batch, logits) for batch in batches])
+    found = pipeline.forward(subject.policy.chunks, [(batch, partial(logits, batch=batch)) for batch in batches])
     for ours, theirs in zip(found, expected["rows"], strict=False):
-        torch.testing.assert_close(ours[: len(theirs)], theirs, atol=1e-4, rtol=0)
-    if subject.config.trainer.pp == 1:
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    if subject.config.trainer.pp == subject.config.trainer.cp == 1:
         [model] = subject.policy.chunks
         hidden = gather_sequence(model(tokens, None, None), subject.config)
         found = gather_vocabulary(hidden.detach() @ weight.T, size).transpose(0, 1)
@@ -122,7 +125,7 @@ def check_logits(subject: Trainer, expected: dict) -> None:
 
 def check_logprobs(subject: Trainer, expected: dict) -> None:
     trajectories = make_trajectories(7, version=0)
-    batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._row_multiple, subject.device)
+    batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._part)
     work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
     for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
@@ -175,8 +178,7 @@ class MiniBatch:
                 [weights[i] for i in members],
                 0,
                 "recompute",
-                subject._row_multiple,
-                subject.device,
+                subject._part,
                 subject._routing,
             )
             batch.proximal, batch.reference = (
@@ -233,9 +235,7 @@ def check_critic_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -
         plan, work = MiniBatch(subject, trajectories, [], [], []).microbatches(cap), []
         for members in plan[subject.parallel.replica]:
             ones = [1.0] * len(members)
-            batch = pack_trajectories(
-                [trajectories[i] for i in members], ones, ones, 0, "recompute", subject._row_multiple, subject.device
-            )
+            batch = pack_trajectories([trajectories[i] for i in members], ones, ones, 0, "recompute", subject._part)
             batch.values, batch.returns = (
                 torch.cat([torch.zeros(0), *(own[i] for i in members)]) for own in (before, returns)
             )
@@ -394,7 +394,7 @@ def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None
         with open_trainer(folder, rank, config, run) as subject:
             sequences = [np.concatenate((t.prompt, t.response)) for t in make_trajectories(12, 0)]
             trained = [np.arange(1, len(sequence)) for sequence in sequences]
-            microbatch = pack(sequences, trained, subject._row_multiple, subject.device)
+            microbatch = pack(sequences, trained, subject._part)
             [hidden] = pipeline.forward(subject.policy.chunks, [(microbatch, lambda hidden: hidden)])
             hidden = hidden.detach().requires_grad_()
             weight = (20 * subject._objective._policy.output_weight.detach()).requires_grad_()

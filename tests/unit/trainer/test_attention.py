@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from areal_megatron.trainer.attention import Packed, _packed_blocks, _packed_varlen
+from areal_megatron.packing.row import whole_sequences
+from areal_megatron.trainer.attention import Packed, _packed_varlen
+from areal_megatron.trainer.attention_blocks import attend_in_blocks
 
 LENGTHS = (5, 1, 7)
 
 
 def attend(query, key, value, starts, _starts, _longest, _longest_key, scale):
-    packed = Packed(lengths=tuple(starts.diff().tolist()))
-    return _packed_blocks(query, key, value, packed, scale)
+    packed = Packed(view=whole_sequences(starts.diff().tolist()))
+    return attend_in_blocks(query, key, value, packed, scale)
 
 
 def of_torch_2_11(
@@ -38,8 +40,8 @@ def test_grouped_queries_are_asked_for_where_torch_wants_that(monkeypatch, funct
     monkeypatch.setattr(varlen, "varlen_attn", function)
     torch.manual_seed(0)
     query, key, value = (torch.randn(sum(LENGTHS), heads, 8) for heads in (4, groups, groups))
-    packed = Packed(lengths=LENGTHS)
-    expected = _packed_blocks(query, key, value, packed, 0.3)
+    packed = Packed(view=whole_sequences(LENGTHS))
+    expected = attend_in_blocks(query, key, value, packed, 0.3)
     assert torch.equal(_packed_varlen(query, key, value, packed, 0.3), expected)
 
 

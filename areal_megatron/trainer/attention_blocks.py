@@ -1,0 +1,231 @@
+"""Attention of a packed row on devices without a kernel for rows of sequences: sequences in a few padded blocks.
+
+Keys that come before a run of tokens (a prompt that answers share, the earlier part of a sequence that ranks divide)
+take a second softmax, over these keys alone; both are merged by the logarithms of their sums. So nothing is computed
+that a mask would hide, and no key is copied for each run that attends to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Runs of tokens in a few padded blocks [rows, width], each with runs of similar length.
+
+    One long row would cost T² operations, one call for each sequence too many calls, and a single block would be padded
+    to the longest sequence. Padding comes last in a row of a block, where causal attention hides it from all real
+    tokens: it may hold anything finite, and receives no gradient.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    """(rows, width) of each block."""
+    taken: torch.Tensor
+    """int64 [Σ rows × width]: the token at each place of the blocks, in order."""
+    padding: torch.Tensor
+    """bool [Σ rows × width]: the places that hold padding."""
+    place: torch.Tensor
+    """int64 [T]: the place of each token in the blocks."""
+
+    WASTE = 1.5
+    """The most that the longest sequence of a block may be a multiple of the shortest."""
+    SHORT = 32
+    """Sequences of up to so many tokens share a block, whatever their lengths."""
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> Blocks:
+        sizes = np.asarray(lengths)
+        starts = np.cumsum(sizes) - sizes
+        order = np.argsort(-sizes, kind="stable")
+        shapes, taken, padding = [], [], []
+        first = 0
+        while first < len(order):
+            width = int(sizes[order[first]])
+            least = 0 if width <= cls.SHORT else width / cls.WASTE
+            stop = int(np.searchsorted(-sizes[order], -least, side="right"))
+            rows = order[first:stop]
+            column = np.arange(width)
+            real = column < sizes[rows, None]
+            taken.append(np.where(real, starts[rows, None] + column, starts[rows, None]).ravel())
+            padding.append(~real.ravel())
+            shapes.append((len(rows), width))
+            first = stop
+        taken, padding = np.concatenate(taken), np.concatenate(padding)
+        place = np.empty(sizes.sum(), dtype=np.int64)
+        place[taken[~padding]] = np.flatnonzero(~padding)
+        return cls(tuple(shapes), *(torch.from_numpy(array).to(device) for array in (taken, padding, place)))
+
+    @property
+    def are_row(self) -> bool:
+        """Whether there is a single sequence, which the row already holds as the only block would."""
+        return len(self.shapes) == 1 and self.shapes[0][0] == 1
+
+    def fill(self, tokens: Tensor) -> Tensor:
+        """[T, ...] → [Σ rows × width, ...]"""
+        return tokens if self.are_row else _ToBlocks.apply(tokens, self)
+
+    def take(self, places: Tensor) -> Tensor:
+        """[Σ rows × width, ...] → [T, ...]"""
+        return places if self.are_row else _FromBlocks.apply(places, self)
+
+    def cut(self, places: Tensor) -> list[Tensor]:
+        """[Σ rows × width, heads, d] → for each block [rows, heads, width, d]"""
+        parts = places.split([rows * width for rows, width in self.shapes])
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    @staticmethod
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        """What `cut` has cut."""
+        return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+
+
+class _ToBlocks(torch.autograd.Function):
+    """[T, ...] → [Σ rows × width, ...]. The backward pass selects instead of scattering: padding has no gradient."""
+
+    @staticmethod
+    def forward(ctx, tokens, blocks):
+        ctx.place = blocks.place
+        return tokens.index_select(0, blocks.taken)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_select(0, ctx.place), None
+
+
+class _FromBlocks(torch.autograd.Function):
+    """[Σ rows × width, ...] → [T, ...]"""
+
+    @staticmethod
+    def forward(ctx, padded, blocks):
+        ctx.blocks = blocks
+        return padded.index_select(0, blocks.place)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        padded = gradient.index_select(0, ctx.blocks.taken)
+        padded[ctx.blocks.padding] = 0
+        return padded, None
+
+
+def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, packed, scale: float | None) -> Tensor:
+    """Returns the attention of each run of the row to itself: [T, heads, d], [T, groups, d] twice → [T, heads, d]."""
+    blocks, grouped = packed.blocks, query.size(1) != key.size(1)
+    outs = [
+        F.scaled_dot_product_attention(*block, is_causal=True, scale=scale, enable_gqa=grouped)
+        for block in zip(*(blocks.cut(blocks.fill(x)) for x in (query, key, value)), strict=True)
+    ]
+    return blocks.take(blocks.join(outs))
+
+
+def attend_with_past(query: Tensor, key: Tensor, value: Tensor, packed, scale: float | None) -> Tensor:
+    """Returns the attention of each run of the row to itself and to its past.
+
+    [T, heads, d], [keys of the view, groups, d] twice → [T, heads, d]
+    """
+    return _AttendWithPast.apply(query, key, value, packed, scale)
+
+
+class _AttendWithPast(torch.autograd.Function):
+    """With the sums of both softmaxes known, the gradient of each part is that of a softmax over all of its keys: each
+    part's backward pass takes the merged output and the merged logarithm of the sums."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, packed, scale):
+        blocks, own = packed.blocks, packed.own_keys
+        parts = zip(*(blocks.cut(blocks.fill(x)) for x in (query, key[own], value[own])), strict=True)
+        found = [_softmax(*part, True, scale) for part in parts]
+        out = blocks.take(blocks.join([out for out, _ in found]))
+        total = blocks.take(blocks.join([total.unsqueeze(-1) for _, total in found]))
+        for keys, queries in packed.pasts:
+            past = (x.index_select(0, places) for x, places in ((query, queries), (key, keys), (value, keys)))
+            past_out, past_total = _softmax(*(x.transpose(0, 1).unsqueeze(0) for x in past), False, scale)
+            past_out, past_total = past_out[0].transpose(0, 1), past_total[0].T.unsqueeze(-1)
+            own_total = total.index_select(0, queries)
+            merged = torch.logaddexp(own_total, past_total)
+            own_out = out.index_select(0, queries) * (own_total - merged).exp()
+            out[queries] = (own_out + past_out * (past_total - merged).exp()).to(out.dtype)
+            total[queries] = merged
+        ctx.packed, ctx.scale = packed, scale
+        ctx.save_for_backward(query, key, value, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, out, total = ctx.saved_tensors
+        blocks, own, scale = ctx.packed.blocks, ctx.packed.own_keys, ctx.scale
+        d_query = torch.zeros_like(query)
+        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        filled = (blocks.fill(x) for x in (gradient, query, key[own], value[own], out, total))
+        gradient_, query_, key_, value_, out_, total_ = filled
+        gradient_ = gradient_.masked_fill(blocks.padding[:, None, None], 0)
+        total_ = total_.masked_fill(blocks.padding[:, None, None], torch.inf)  # padding has attended to nothing
+        parts = zip(*(blocks.cut(x) for x in (gradient_, query_, key_, value_, out_, total_)), strict=True)
+        found = zip(*(_softmax_backward(*part[:5], part[5].squeeze(-1), True, scale) for part in parts), strict=True)
+        for to, parts in zip((d_query, d_key[own], d_value[own]), found, strict=True):
+            to += blocks.take(blocks.join(parts))
+        for keys, queries in ctx.packed.pasts:
+            mine = (x.index_select(0, queries) for x in (gradient, query))
+            past = (x.index_select(0, keys) for x in (key, value))
+            known = (x.index_select(0, queries) for x in (out, total))
+            arguments = [x.transpose(0, 1).unsqueeze(0) for x in (*mine, *past, *known)]
+            found = _softmax_backward(*arguments[:5], arguments[5].squeeze(-1), False, scale)
+            for to, places, part in zip((d_query, d_key, d_value), (queries, keys, keys), found, strict=True):
+                to[places] += part[0].transpose(0, 1)
+        return d_query, d_key, d_value, None, None
+
+
+def _fused(query: Tensor) -> bool:
+    """Whether torch has a kernel that returns the sum of the softmax, and takes it."""
+    return query.device.type == "cpu"
+
+
+def _softmax(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the attention [b, heads, q, d] and the logarithm of the softmax's sum, float32 [b, heads, q]."""
+    if _fused(query):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    scores = _scores(query, key, causal, scale)
+    groups = query.size(1) // key.size(1)
+    return scores.softmax(-1).to(value.dtype) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
+
+
+def _softmax_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value; `total` is the logarithm of the sum over all keys."""
+    if _fused(query):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, out, total.contiguous(), 0.0, causal, scale=scale
+        )
+    groups = query.size(1) // key.size(1)
+    weights = (_scores(query, key, causal, scale) - total.unsqueeze(-1)).exp()
+    d_weights = gradient.float() @ value.repeat_interleave(groups, 1).float().mT
+    d_scores = (
+        weights * (d_weights - (gradient * out).float().sum(-1, keepdim=True)) * (scale or query.size(-1) ** -0.5)
+    )
+    d_key = (d_scores.mT @ query.float()).unflatten(1, (-1, groups)).sum(2)
+    d_value = (weights.mT @ gradient.float()).unflatten(1, (-1, groups)).sum(2)
+    d_query = d_scores @ key.repeat_interleave(groups, 1).float()
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """float32 [b, heads, q, k]; −inf where a causal query does not attend"""
+    scores = query.float() @ key.repeat_interleave(query.size(1) // key.size(1), 1).float().mT
+    scores *= scale or query.size(-1) ** -0.5
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores
