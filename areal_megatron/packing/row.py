@@ -1,8 +1,8 @@
 """The layout of a micro-batch: one row of segments, and the part of it that each context-parallel rank has.
 
-A segment is a stretch of tokens, each of which attends to those before it. A segment may continue a prefix, another segment
-before it in the row, to all of whose tokens its own attend as well: a prompt that several answers share. Everything is
-deterministic, so that each rank finds its own part without asking, and needs numpy only.
+A segment is a stretch of tokens, each of which attends to those before it. A segment may continue a prefix, another
+segment before it in the row, to all of whose tokens its own attend as well: a prompt that several answers share.
+Everything is deterministic, so that each rank finds its own part without asking, and needs numpy only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Trainer pools that resume from a checkpoint, under the same layout and others."""
 
+import math
+
 import pytest
 
 from areal_megatron.run import Run
@@ -7,8 +9,9 @@ from tests.support.tiny_models import save_model
 
 CASES = {
     "dense": ("qwen3", {"tp": 2, "pp": 2}, [{"tp": 2, "pp": 2}, {}, {"dp": 2}, {"pp": 4}]),
-    "replicas": ("qwen2", {"dp": 2}, [{"dp": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}]),
-    "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}]),
+    "replicas": ("qwen2", {"dp": 2}, [{"dp": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}]),
+    "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}, {"cp": 2, "ep": 2}]),
+    "context": ("qwen3", {"cp": 2}, [{"cp": 2}, {"dp": 2}, {"cp": 2, "tp": 2}]),
 }
 """A model, the layout that saves, and those that resume."""
 WITH_CRITIC = ("dense", "replicas")
@@ -60,4 +63,4 @@ def test_a_disk_without_room_and_a_clock_that_jumps(tmp_path, on_ranks, check, r
 
 
 def ranks(layout):
-    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    return math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp"))

@@ -73,6 +73,20 @@ def test_saved_activations(world, measured, tp):
         assert counted == pytest.approx(found["saved"], rel=2e-3), (name, case)
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_ranks_divide_the_activations(world, tmp_path_factory, start_ranks, cp):
+    found = []
+    for ranks in (1, cp):
+        folder = tmp_path_factory.mktemp("ranks")
+        start_ranks(folder, "memory_checks:write_alive", ranks, models=str(world), cp=ranks)
+        found.append([json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)])
+    [whole], parts = found
+    assert len(whole) == 2 * len(FAMILIES)
+    for case, size in whole.items():
+        for part in parts:
+            assert part[case] == pytest.approx(size / cp, rel=0.1), case
+
+
 def test_forward_passes_in_flight(world, measured):
     for pp, vpp, stage, microbatches, warm_up in measured[1]["warm_up"]:
         asked = config(world, "qwen3", 1, "bfloat16", "none")

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, TrainerConfig
 from areal_megatron.trainer.batch import RowPart, pack
@@ -70,6 +73,51 @@ def saved(model: torch.nn.Module) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(microbatch.tokens, None, None, packed_seq_params=microbatch.packed)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def alive(model: torch.nn.Module, part: RowPart) -> int:
+    """Returns the bytes of what a forward pass over one long sequence has made and is still there after it."""
+    made = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            made.extend((StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()) for x in tensors)
+            return result
+
+    parameters = {StorageWeakRef(parameter.untyped_storage()).cdata for parameter in model.parameters()}
+    microbatch = pack([np.arange(TOKENS, dtype=np.int32) % 50], [np.zeros(0, dtype=np.int64)], part)
+    with Recording():
+        output = model(microbatch.tokens, None, None, packed_seq_params=microbatch.packed)
+    held = {storage.cdata: size for storage, size in made if not storage.expired()}
+    assert output.requires_grad
+    return sum(size for storage, size in held.items() if storage not in parameters)
+
+
+def write_alive(folder: Path, rank: int, models: str, cp: int) -> None:
+    """Writes rank-N.json into `folder`: model, recompute → the bytes of activations on this context-parallel rank."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), cp), rank=rank, world_size=cp)
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    model_parallel_cuda_manual_seed(1)
+    found = {}
+    for model, recompute in itertools.product(sorted(Path(models).iterdir()), ("none", "full")):
+        trainer = TrainerConfig(cp=cp, recompute=recompute, microbatch_tokens=TOKENS)
+        config = Config(
+            name="t",
+            updates=1,
+            mode="sft",
+            model=ModelConfig(str(model), "float32"),
+            data=DataConfig(""),
+            trainer=trainer,
+        )
+        torch.manual_seed(0)
+        chunk, _ = allocated(config, Policy)
+        for parameter in chunk.parameters():
+            torch.nn.init.normal_(parameter.data, std=0.02)
+        found[f"{model.name} {recompute}"] = alive(chunk, RowPart.of(chunk.config, CPU))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
 def warm_up(pp: int, vpp: int, stage: int, microbatches: int) -> int:

@@ -184,6 +184,8 @@ QWEN3_06B = {
         MegatronSizes(pp=2, dp=2),
         MegatronSizes(tp=2, pp=2, dp=2),
         MegatronSizes(tp=4, dp=4),
+        MegatronSizes(cp=2),
+        MegatronSizes(tp=2, cp=2, dp=2),
     ],
     ids=str,
 )
