@@ -114,6 +114,9 @@ class TrainerConfig:
     """Activations that are recomputed in the backward pass."""
     microbatch_tokens: int = key(32768, at_least=1)
     """Most tokens of a packed micro-batch, over all of its cp ranks; a longer trajectory gets one of its own."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its answers in a micro-batch, where that saves enough
+    (docs/packing.md). What is trained is the same without it."""
 
     @property
     def microbatch_multiple(self) -> int:

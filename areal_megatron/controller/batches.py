@@ -192,6 +192,7 @@ class Batches:
             cap=config.trainer.microbatch_tokens,
             flops=self._flops,
             multiple=config.trainer.microbatch_multiple,
+            share_prompts=config.trainer.share_prompts,
         )
         return [encode_batch(part) for part in parts], describe(trajectories, version, config.reward.right)
 

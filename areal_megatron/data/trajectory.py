@@ -5,6 +5,7 @@ Needs numpy and msgspec only, no torch.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,24 @@ class Trajectory(msgspec.Struct, kw_only=True):
 class BatchPart(msgspec.Struct, kw_only=True):
     """What one data-parallel replica trains on in one PPO update.
 
-    `minibatches[m][k]` lists the indices in `trajectories` of micro-batch k of mini-batch m. All replicas have the same
-    number of mini-batches and of micro-batches; a micro-batch may be empty.
+    `minibatches[m][k]` lists the bundles of micro-batch k of mini-batch m: a bundle holds the indices in `trajectories`
+    of answers whose prompt is computed once, or a single index. All replicas have the same number of mini-batches and
+    of micro-batches; a micro-batch may be empty.
     """
 
     version: int
     """The policy version that this batch trains, i; training it makes version i+1."""
     trajectories: list[Trajectory]
-    minibatches: list[list[list[int]]]
+    minibatches: list[list[list[list[int]]]]
     groups: int
     """The number of groups in the whole batch."""
     group_of: list[int]
     """The group of each trajectory, numbered from 0 in the whole batch; its other answers may be in other parts."""
+
+    @property
+    def members(self) -> list[list[list[int]]]:
+        """The indices in `trajectories` by [mini-batch][micro-batch], in the order of their bundles."""
+        return [[[*chain(*bundles)] for bundles in minibatch] for minibatch in self.minibatches]
 
 
 _DTYPES = {"<i4", "<f4", "|u1", "<u2"}

@@ -39,8 +39,14 @@ class SequenceFlops:
             pair=2.0 * sizes.layers * 2 * sizes.query,  # q·k, and its weight times v, of every query head
         )
 
-    def __call__(self, tokens: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    def __call__(self, tokens: np.ndarray, trained: np.ndarray, before: np.ndarray | int = 0) -> np.ndarray:
         """Returns float64 [n], the FLOPs of n sequences of int [n] tokens, `trained` of them trained, under causal
-        attention."""
+        attention.
+
+        They also attend to `before` tokens, int [n], that have been computed already: where answers share a prompt,
+        that is all of it but its last token, of which each answer begins with a copy. So a bundle of k answers of a
+        tokens, all trained, to a prompt of p costs `flops(p - 1, 0) + k * flops(1 + a, a, p - 1)`.
+        """
         tokens = np.asarray(tokens, dtype=np.float64)
-        return self.token * tokens + self.trained * np.asarray(trained) + self.pair * tokens * (tokens + 1) / 2
+        pairs = tokens * before + tokens * (tokens + 1) / 2
+        return self.token * tokens + self.trained * np.asarray(trained) + self.pair * pairs

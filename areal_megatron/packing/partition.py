@@ -8,6 +8,7 @@ assigns them to replicas. Needs numpy only, since the controller does it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.balance import Shares
 from areal_megatron.packing.bins import lower_bound, pack
+from areal_megatron.packing.sharing import Prefixes, bundlings, by_number
 
 WORTH_A_MICROBATCH = 0.01
 """Imbalance above which every replica gets one micro-batch more than needed, if that is better balanced.
@@ -33,18 +35,21 @@ def split(
     seed: int,
     flops: SequenceFlops | None = None,
     multiple: int = 1,
+    share_prompts: bool = False,
 ) -> list[BatchPart]:
-    """Splits a batch into one part for each data-parallel replica; see `partition`.
+    """Splits a batch into one part for each data-parallel replica; see `partition`. Groups stay together.
 
-    The cost of a trajectory is the FLOPs that `flops` counts, or its number of tokens without it.
+    The cost of a trajectory is the FLOPs that `flops` counts, or its number of tokens without it. With `share_prompts`
+    the parts have bundles (`sharing.py`), else single trajectories only.
     """
-    lengths, costs = [t.length for t in trajectories], None
-    if flops:
-        costs = flops(lengths, [int(t.loss_mask.sum()) for t in trajectories])
+    flops = flops or SequenceFlops(token=1.0, trained=0.0, pair=0.0)
+    lengths = [t.length for t in trajectories]
+    costs = flops(lengths, [int(t.loss_mask.sum()) for t in trajectories])
+    prefixes = Prefixes.of(trajectories, costs, flops) if share_prompts else Prefixes.none(len(trajectories))
     numbers: dict[tuple[int, int], int] = {}
     group_of = [numbers.setdefault((t.epoch, t.prompt_id), len(numbers)) for t in trajectories]
     parts = []
-    for plan in partition(lengths, replicas, minibatches, cap, seed, costs, multiple):
+    for plan in partition(lengths, replicas, minibatches, cap, seed, costs, multiple, group_of, prefixes):
         mine = [index for minibatch in plan for microbatch in minibatch for index in microbatch]
         place = {index: i for i, index in enumerate(mine)}
         parts.append(
@@ -52,7 +57,11 @@ def split(
                 version=version,
                 trajectories=[trajectories[index] for index in mine],
                 minibatches=[
-                    [[place[index] for index in microbatch] for microbatch in minibatch] for minibatch in plan
+                    [
+                        [[place[index] for index in bundle] for bundle in prefixes.bundles(microbatch)]
+                        for microbatch in minibatch
+                    ]
+                    for minibatch in plan
                 ],
                 groups=len(numbers),
                 group_of=[group_of[index] for index in mine],
@@ -69,42 +78,75 @@ def partition(
     seed: int,
     costs: Sequence[float] | None = None,
     multiple: int = 1,
+    groups: Sequence[int] | None = None,
+    prefixes: Prefixes | None = None,
 ) -> list[list[list[list[int]]]]:
     """Returns the indices of sequences by [replica][mini-batch][micro-batch].
 
     1. Every sequence comes exactly once.
-    2. Mini-batches hold equally many sequences (the first ones one more if they do not divide evenly), drawn in an
-       order shuffled by `seed`.
+    2. Mini-batches hold equally many sequences (the first ones one more if they do not divide evenly). They take one
+       group after the other, in an order shuffled by `seed`, so that a group is cut only where one of them ends and the
+       next begins. `groups` has the group of each sequence; without it each is a group of its own.
     3. Within a mini-batch the sums of `costs` (tokens, without costs) are balanced between the replicas, and no replica
        is without a sequence.
     4. All replicas have the same number of micro-batches, a multiple of `multiple`; some may be empty if there are few
        sequences.
     5. No micro-batch exceeds `cap` tokens, unless it is a single longer sequence.
 
+    In one micro-batch, what sequences share by `prefixes` is counted once, in tokens and in costs. So the members of a
+    family stay together as far as that makes the costliest replica's share less.
+
     Raises ValueError if a mini-batch has fewer sequences than there are replicas.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     weights = np.asarray(lengths if costs is None else costs, dtype=np.float64)
-    order = np.random.default_rng(seed).permutation(len(sizes))
+    prefixes = prefixes or Prefixes.none(len(sizes))
+    order = _shuffled(np.arange(len(sizes)) if groups is None else np.asarray(groups), seed)
     plan: list[list[list[list[int]]]] = [[] for _ in range(replicas)]
     for chosen in np.array_split(order, minibatches):
         if len(chosen) < replicas:
             raise ValueError(f"a mini-batch of {len(chosen)} sequences cannot be split over {replicas} replicas")
-        shares = microbatches(sizes[chosen], weights[chosen], replicas, cap, multiple)
+        shares = microbatches(sizes[chosen], weights[chosen], replicas, cap, multiple, prefixes[chosen])
         for replica, share in enumerate(shares):
             plan[replica].append([chosen[members].tolist() for members in share])
     return plan
 
 
-def microbatches(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, multiple: int) -> list[list[list[int]]]:
-    """Returns the indices of the sequences of one mini-batch by [replica][micro-batch]; see `partition`."""
+def _shuffled(groups: np.ndarray, seed: int) -> np.ndarray:
+    """Returns the indices of the sequences, int64 [n], group by group in an order drawn by the seed."""
+    labels, numbers = np.unique(groups, return_inverse=True)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    return np.argsort(np.argsort(order)[numbers], kind="stable")
+
+
+def microbatches(
+    sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, multiple: int, prefixes: Prefixes
+) -> list[list[list[int]]]:
+    """Returns the indices of the sequences of one mini-batch by [replica][micro-batch]; see `partition`.
+
+    Of the ways to bundle them, it takes the one whose costliest replica costs least, the coarsest of equal ones.
+    """
+    prefixes = prefixes.within(sizes, cap)
     sizes = np.minimum(sizes, cap)  # a longer sequence gets a micro-batch of its own
+    best, best_bundles, least = None, None, np.inf
+    for bundled in bundlings(sizes, costs, prefixes, cap):
+        if bundled.costs.sum() / replicas >= least:  # those that follow cost more still
+            break
+        if len(bundled.sizes) >= replicas:
+            shares = _balanced(bundled.sizes, bundled.costs, replicas, cap, multiple)
+            if shares.totals.max() < least:
+                best, best_bundles, least = shares, bundled.bundles, shares.totals.max()
+    members = by_number(best_bundles)
+    return [[[*chain(*(members[b] for b in microbatch))] for microbatch in share] for share in best.microbatches()]
+
+
+def _balanced(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, multiple: int) -> Shares:
     unit = replicas * multiple
     fewest = _shares(sizes, costs, replicas, cap, aligned(lower_bound(sizes, cap), unit), unit)
     if fewest.imbalance <= WORTH_A_MICROBATCH:
-        return fewest.microbatches()
+        return fewest
     more = _shares(sizes, costs, replicas, cap, len(fewest.owners) + unit, unit)
-    return min(fewest, more, key=lambda shares: shares.imbalance).microbatches()
+    return min(fewest, more, key=lambda shares: shares.imbalance)
 
 
 def _shares(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, count: int, unit: int) -> Shares:

@@ -64,7 +64,7 @@ class Critic:
             values = pipeline.forward(self.learner.chunks, work)
         known = microbatches if self._parallel.is_last_stage else []
         raw, weights = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
-        for sampled, own, members in zip(known, values, chain(*part.minibatches), strict=False):
+        for sampled, own, members in zip(known, values, chain(*part.members), strict=False):
             rewards = [part.trajectories[i].reward for i in members]
             rewards = torch.tensor(rewards, dtype=torch.float64, device=own.device)
             per_token = at_the_end(rewards, sampled.sequences)

@@ -238,7 +238,7 @@ class Trainer:
 
     def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
         minibatches = []
-        for minibatch in part.minibatches:
+        for minibatch in part.members:
             weights = self._weights([i for members in minibatch for i in members], trained)
             minibatches.append([self._pack(part, members, advantages, weights) for members in minibatch])
         return minibatches

@@ -114,7 +114,7 @@ def check_parts(parts, config, prompts, tokenizer, version):
     for part in parts:
         assert part.version == version
         assert len(part.minibatches) == config.ppo.minibatches
-        places = [i for minibatch in part.minibatches for micro in minibatch for i in micro]
+        places = [i for minibatch in part.members for microbatch in minibatch for i in microbatch]
         assert sorted(places) == list(range(len(part.trajectories)))
     for t in trajectories:
         assert 0 <= version - t.admission_version <= ETA

@@ -125,8 +125,8 @@ def _compute(config: Config) -> dict[str, Any]:
 
 def update_data() -> tuple[list[Trajectory], list[list[int]]]:
     """Returns groups of trajectories, and the members of the two mini-batches that `split` makes with seed 0."""
-    halves = np.array_split(np.random.default_rng(0).permutation(12), 2)
-    return make_trajectories(12, 0, seed=4, group=4), [half.tolist() for half in halves]
+    order = [4 * group + answer for group in np.random.default_rng(0).permutation(3).tolist() for answer in range(4)]
+    return make_trajectories(12, 0, seed=4, group=4), [order[:6], order[6:]]
 
 
 def _compute_update(config: Config) -> dict[str, Any]:

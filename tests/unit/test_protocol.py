@@ -46,7 +46,7 @@ def trajectory(uid):
 PART = BatchPart(
     version=2,
     trajectories=[trajectory(uid) for uid in (3, 4)],
-    minibatches=[[[1], []], [[0]]],
+    minibatches=[[[[1]], []], [[[0]]]],
     groups=4,
     group_of=[3, 0],
 )

@@ -12,6 +12,11 @@ Columns, summed over mini-batches: micro-batches of all replicas; the bound L2 o
 rounded up to equally many on every replica; the sum of lengths divided by the cap; micro-batches that exceed the cap (a
 single longer sequence does not count, and is taken as one of the cap's length); (highest − lowest) / mean over replicas
 of FLOPs and of tokens, in the worst mini-batch; CPU time.
+
+Without --lengths there is a second table, of groups of 16 answers whose prompt may be computed once. Its columns, as
+shares of the FLOPs of all trajectories alone: all FLOPs; those of the costliest replica, summed over mini-batches,
+times the number of replicas; the FLOPs if no group were divided. Then micro-batches that exceed the cap, and CPU time,
+also without sharing.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +33,12 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.files import write_json
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.bins import lower_bound
-from areal_megatron.packing.partition import aligned, partition
+from areal_megatron.packing.partition import aligned, partition, split
 from tools.bench import packing_paper
 from tools.bench.figures import cell, spread
 
@@ -88,6 +94,56 @@ def generate(name: str, seed: int) -> np.ndarray:
     return np.clip(draw(np.random.default_rng(seed), count), 100, LONGEST).astype(np.int64)
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Groups of SAMPLED answers; prompts and answers have lognormal lengths."""
+
+    count: int
+    prompt: int
+    """The median length of prompts."""
+    answer: int
+    """The median length of answers."""
+
+    def __str__(self) -> str:
+        return f"{self.count} groups, prompts {self.prompt}, answers {self.answer}"
+
+    def generate(self, seed: int) -> list[Trajectory]:
+        random = np.random.default_rng(seed)
+        prompts = _lognormal(random, self.prompt, 0.5, self.count)
+        answers = _lognormal(random, self.answer, 1.0, self.count * SAMPLED)
+        tokens = [random.integers(0, 1000, length, dtype=np.int32) for length in prompts]
+        return [
+            Trajectory(
+                uid=uid,
+                epoch=0,
+                prompt_id=uid // SAMPLED,
+                admission_version=0,
+                prompt=tokens[uid // SAMPLED].copy(),
+                response=np.zeros(length, np.int32),
+                logprobs=np.zeros(length, np.float32),
+                versions=np.zeros(length, np.int32),
+                loss_mask=np.ones(length, np.uint8),
+                reward=0.0,
+                truncated=False,
+            )
+            for uid, length in enumerate(answers.tolist())
+        ]
+
+
+def _lognormal(random: np.random.Generator, median: int, sigma: float, count: int) -> np.ndarray:
+    return np.clip(random.lognormal(np.log(median), sigma, count), 2, LONGEST // 2).astype(np.int64)
+
+
+SAMPLED = 16
+GROUPS = (
+    Groups(128, prompt=512, answer=128),
+    Groups(32, prompt=512, answer=128),
+    Groups(16, prompt=512, answer=128),
+    Groups(128, prompt=8192, answer=512),
+    Groups(128, prompt=128, answer=4096),
+)
+
+
 def ours(lengths: np.ndarray, task: Task) -> Plan:
     return partition(lengths, task.dp, task.minibatches, task.cap, task.seed, task.flops(lengths, lengths))
 
@@ -135,6 +191,72 @@ def measure(name: str, lengths: np.ndarray, task: Task, repetitions: int) -> lis
         row = {"lengths": name, "algorithm": algorithm} | judge(plan, lengths, task) | {"ms": spread(times)}
         rows.append(row | {"assignment": plan})
     return rows
+
+
+def measure_groups(groups: Groups, seed: int, task: Task, repetitions: int) -> dict[str, Any]:
+    """Returns a row of the second table."""
+    trajectories = groups.generate(seed)
+    settings = {
+        "version": 0,
+        "replicas": task.dp,
+        "minibatches": task.minibatches,
+        "cap": task.cap,
+        "seed": task.seed,
+        "flops": task.flops,
+    }
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(repetitions):
+        for share, taken in times.items():
+            start = time.process_time()
+            parts = split(trajectories, **settings, share_prompts=share)
+            taken.append(1e3 * (time.process_time() - start))
+            if share:
+                figures = judge_bundles(parts, task)
+    times_of = {"ms": spread(times[True]), "ms without sharing": spread(times[False])}
+    return {"groups": str(groups), "seed": seed} | figures | times_of
+
+
+def judge_bundles(parts: Sequence[BatchPart], task: Task) -> dict[str, float]:
+    """Returns the columns of the second table except the time."""
+    spent, over = np.zeros((task.dp, task.minibatches)), 0
+    for replica, part in enumerate(parts):
+        for m, minibatch in enumerate(part.minibatches):
+            for microbatch in minibatch:
+                bundles = [[part.trajectories[i] for i in bundle] for bundle in microbatch]
+                spent[replica, m] += sum(bundle_flops(bundle, task.flops) for bundle in bundles)
+                tokens = [sum(t.length for t in b) - (len(b) - 1) * (len(b[0].prompt) - 1) for b in bundles]
+                over += sum(tokens) > task.cap and len(tokens) > 1
+    trajectories = [t for part in parts for t in part.trajectories]
+    whole: dict[int, list[Trajectory]] = {}
+    for t in trajectories:
+        whole.setdefault(t.prompt_id, []).append(t)
+    alone = sum(bundle_flops([t], task.flops) for t in trajectories)
+    return {
+        "FLOPs": spent.sum() / alone,
+        "costliest": spent.max(axis=0).sum() * task.dp / alone,
+        "undivided": sum(bundle_flops(bundle, task.flops) for bundle in whole.values()) / alone,
+        "over the cap": over,
+    }
+
+
+def bundle_flops(bundle: Sequence[Trajectory], flops: SequenceFlops) -> float:
+    """Returns the FLOPs of answers whose prompt is computed once."""
+    prefix, answers = len(bundle[0].prompt) - 1, np.array([1 + len(t.response) for t in bundle])
+    return float(flops(prefix, 0) + flops(answers, [int(t.loss_mask.sum()) for t in bundle], prefix).sum())
+
+
+def group_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'groups of ' + str(SAMPLED):<52}{'FLOPs':>8}{'costliest':>11}{'undivided':>11}{'over cap':>10}"
+        f"   {'ms of CPU time':<22}without sharing"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['groups'] + ', seed ' + str(row['seed']):<52}{row['FLOPs']:>8.3f}{row['costliest']:>11.3f}"
+            f"{row['undivided']:>11.3f}{row['over the cap']:>10}   {cell(row['ms'], 1, width=5):<22}"
+            f"{cell(row['ms without sharing'], 1, width=5)}"
+        )
+    return "\n".join(lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -226,12 +348,18 @@ def main() -> None:
         f"ms: median (lowest – highest) of {options.repetitions}\n"
     )
     print(table(rows))
+    grouped = []
     if not options.lengths:
-        print("\n" + summary(rows) + "\n\n" + PEERS)
+        grouped = [
+            measure_groups(groups, seed, task, options.repetitions)
+            for groups in GROUPS
+            for seed in range(min(options.seeds, 3))
+        ]
+        print("\n" + summary(rows) + "\n\n" + PEERS + "\n\n" + group_table(grouped))
     if options.json:
         kept = [{key: value for key, value in row.items() if options.lengths or key != "assignment"} for row in rows]
         settings = {"dp": task.dp, "cap": task.cap, "minibatches": task.minibatches, "model": options.model.name}
-        write_json(options.json, settings | {"rows": kept})
+        write_json(options.json, settings | {"rows": kept, "groups": grouped})
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Variant:
         cap = self.config.trainer.microbatch_tokens
         [part] = split(trajectories, version=0, replicas=1, minibatches=1, cap=cap, seed=0)
         store(part, self.run.folder / BATCH)
-        order = [i for microbatch in part.minibatches[0] for i in microbatch]
+        order = [i for microbatch in part.members[0] for i in microbatch]
         logprobs = {"engine": np.concatenate([part.trajectories[i].logprobs for i in order])}
         for by in ("trainer", "transformers"):
             begin = time.monotonic()

@@ -34,7 +34,7 @@ def of_transformers(config: Config, _: Run, part: BatchPart) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype, local_files_only=True)
     model = model.float().to(device).eval()
     found = []
-    for index in (i for microbatch in part.minibatches[0] for i in microbatch):
+    for index in (i for microbatch in part.members[0] for i in microbatch):
         trajectory = part.trajectories[index]
         row = torch.from_numpy(np.concatenate((trajectory.prompt, trajectory.response))).long().to(device)
         logits = model(row[None], logits_to_keep=len(trajectory.response) + 1).logits[0, :-1]

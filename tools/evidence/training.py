@@ -124,9 +124,9 @@ def batch(case: Case, vocabulary: int) -> BatchPart:
         )
         for uid in range(count)
     ]
-    members = np.arange(count).reshape(case.microbatches, case.sequences).tolist()
+    bundles = np.arange(count).reshape(case.microbatches, case.sequences, 1).tolist()
     return BatchPart(
-        version=0, trajectories=trajectories, minibatches=[members], groups=count, group_of=[*range(count)]
+        version=0, trajectories=trajectories, minibatches=[bundles], groups=count, group_of=[*range(count)]
     )
 
 

@@ -131,7 +131,11 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
     part = BatchPart(
-        version=0, trajectories=trajectories, minibatches=[[[0, 1, 2], [3, 4, 5, 6]]], groups=7, group_of=[*range(7)]
+        version=0,
+        trajectories=trajectories,
+        minibatches=[[[[0], [1], [2]], [[3], [4], [5], [6]]]],
+        groups=7,
+        group_of=[*range(7)],
     )
     found = expected["logprobs"] if subject.parallel.is_last_stage else torch.zeros(0)
     torch.testing.assert_close(subject.logprobs(part), found, atol=1e-5, rtol=0)
@@ -342,7 +346,7 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
             trajectories = make_trajectories(12, 0)
             parts = split(trajectories, version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
             for m in bad:
-                members = [parts[-1].trajectories[i] for microbatch in parts[-1].minibatches[m] for i in microbatch]
+                members = [parts[-1].trajectories[i] for microbatch in parts[-1].members[m] for i in microbatch]
                 spoiled = next(trajectory for trajectory in members if trajectory.loss_mask.any())
                 spoiled.logprobs = np.full_like(spoiled.logprobs, np.nan)
             called = []

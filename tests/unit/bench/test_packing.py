@@ -6,9 +6,10 @@ import sys
 import numpy as np
 import pytest
 
+from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.models.flops import SequenceFlops
 from tools.bench import packing
-from tools.bench.packing import Task, judge
+from tools.bench.packing import Groups, Task, judge, judge_bundles
 
 TOKENS = SequenceFlops(token=1.0, trained=0.0, pair=0.0)
 
@@ -32,6 +33,32 @@ def test_figures_of_a_plan():
     assert judge([[[[0, 1], [3]]], [[[4], [2]]]], lengths, task)["over the cap"] == 1
     with pytest.raises(ValueError, match="exactly once"):
         judge([[[[0, 1], [3]]], [[[4], [3]]]], lengths, task)
+
+
+def test_figures_of_bundles():
+    trajectories = Groups(1, prompt=40, answer=20).generate(0)[:4]
+    for t, length in zip(trajectories, (4, 5, 6, 5), strict=True):
+        t.prompt, t.loss_mask, t.response = np.zeros(11, np.int32), np.ones(length, np.uint8), np.zeros(length)
+    halves = [
+        BatchPart(version=0, trajectories=trajectories[:3], minibatches=[[[[0, 1], [2]]]], groups=1, group_of=[0] * 3),
+        BatchPart(version=0, trajectories=trajectories[3:], minibatches=[[[[0]]]], groups=1, group_of=[0]),
+    ]
+    assert judge_bundles(halves, Task(dp=2, cap=38, flops=TOKENS)) == {
+        "FLOPs": 54 / 64,  # 10 + 5 + 6, 17 and 16 of 64 tokens
+        "costliest": 2 * 38 / 64,
+        "undivided": 34 / 64,
+        "over the cap": 0,
+    }
+    assert judge_bundles(halves, Task(dp=2, cap=37, flops=TOKENS))["over the cap"] == 1
+
+
+def test_groups_have_a_table_of_their_own(monkeypatch, capsys):
+    monkeypatch.setattr(packing, "GROUPS", (Groups(8, prompt=512, answer=128),))
+    monkeypatch.setattr(packing, "DISTRIBUTIONS", {"few": (packing.lognormal, 32)})
+    call(monkeypatch, "--seeds", 1, "--repetitions", 1)
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("8 groups, prompts 512")]
+    share, costliest, undivided, over = map(float, row.split("seed 0")[1].split()[:4])
+    assert 0 < undivided <= share <= costliest < 0.6 and over == 0
 
 
 @pytest.mark.parametrize("as_json", [False, True])

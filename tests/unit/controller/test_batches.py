@@ -18,18 +18,18 @@ from areal_megatron.controller.batches import Batches, describe
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained
 
 
-def make(timeout_s, schedule=None, take=None):
+def make(timeout_s, schedule=None, take=None, share_prompts=True):
     config = Config(
         name="t",
         updates=10,
         batch_size=4,
         model=ModelConfig("m"),
         data=DataConfig("d"),
-        trainer=TrainerConfig(dp=2),
+        trainer=TrainerConfig(dp=2, share_prompts=share_prompts),
         ppo=PPOConfig(minibatches=1),
         rollout=RolloutConfig(group_size=2),
         machine=MachineConfig(peer_timeout_s=timeout_s),
@@ -112,6 +112,24 @@ def test_replicas_wait_for_the_last_group_and_for_the_report_of_the_batch_before
         async with asyncio.timeout(10):
             assert isinstance(await ahead, Stop)
         forming.cancel()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_a_group_is_one_bundle_unless_the_config_forbids_it(share_prompts):
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=1, updates=10)
+    schedule.add_engine(0, 0)
+    asked = {"schedule": schedule, "share_prompts": share_prompts}
+    subject = make(60, take=lambda group: [trajectory(0, [0, 0], [1, 1], 1.0) for _ in range(2)], **asked)
+
+    async def play():
+        for prompt in range(2):
+            schedule.finish(schedule.admit(0, 0, prompt))
+        async with asyncio.timeout(10):
+            parts = await asyncio.gather(*(subject.next(NextBatch(replica, 0, 0)) for replica in range(2)))
+        bundles = [decoder(BatchPart).decode(part.part).minibatches for part in parts]
+        assert bundles == [[[[[0, 1]]]] if share_prompts else [[[[0], [1]]]]] * 2
 
     asyncio.run(play())
 

@@ -35,6 +35,20 @@ def test_flops_are_those_that_torch_counts(name, tmp_path):
         assert causal == expected - flops.pair * tokens * (tokens - 1) / 2  # no query with a key after it
 
 
+def test_a_bundle_costs_what_its_mask_has():
+    """Builds the mask of a prompt without its last token and of answers that each begin with that token."""
+    flops, random = SequenceFlops(token=5.0, trained=7.0, pair=11.0), np.random.default_rng(0)
+    for _ in range(20):
+        prompt, answers = int(random.integers(1, 12)), random.integers(1, 9, int(random.integers(1, 5)))
+        owner = np.repeat(np.arange(len(answers) + 1), [prompt - 1, *(1 + answers)])  # 0: the prefix
+        place = np.concatenate([np.arange(prompt - 1), *(prompt - 1 + np.arange(1 + n) for n in answers)])
+        mask = (owner[:, None] == owner) & (place[:, None] >= place) | (owner[:, None] > 0) & (owner == 0)
+        expected = flops.token * len(owner) + flops.trained * answers.sum() + flops.pair * mask.sum()
+        assert flops(prompt - 1, 0) + flops(1 + answers, answers, prompt - 1).sum() == expected
+        if len(answers) == 1:
+            assert expected == flops(prompt + answers, answers)[0]
+
+
 def test_a_published_model_by_hand():
     """Qwen3-30B-A3B: 48 layers, hidden 2048, 32 query and 4 key-value heads of 128, 8 of 128 experts of 768."""
     flops = SequenceFlops.of(read_config(MODELS / "Qwen3-30B-A3B"))

@@ -21,7 +21,7 @@ def trajectory(uid: int, length: int) -> Trajectory:
     return Trajectory(
         uid=uid,
         epoch=0,
-        prompt_id=0,
+        prompt_id=uid,
         admission_version=0,
         prompt=np.ones(1, np.int32),
         response=np.ones(length - 1, np.int32),
@@ -90,7 +90,7 @@ def test_parts_index_their_own_trajectories():
     plan = partition(lengths, 2, 3, 120, 7)
     assert [part.version for part in parts] == [3, 3]
     for part, expected in zip(parts, plan, strict=True):
-        uids = [[[part.trajectories[i].uid for i in bin_] for bin_ in minibatch] for minibatch in part.minibatches]
+        uids = [[[part.trajectories[i].uid for i in bin_] for bin_ in minibatch] for minibatch in part.members]
         assert uids == expected
         assert len(part.trajectories) == sum(len(bin_) for minibatch in expected for bin_ in minibatch)
 
