@@ -126,20 +126,20 @@ def pack(
     sequences: Sequence[np.ndarray],
     trained: Sequence[np.ndarray],
     part: RowPart,
-    shared: Sequence[tuple[int, int]] = (),
+    bundles: Sequence[tuple[int, int]] = (),
     routes: np.ndarray | None = None,
 ) -> MicroBatch:
     """Packs sequences (int32 [n]) in their order; `trained`: the places, from 1 to n − 1, of each one's trained tokens.
 
-    `shared` divides the sequences, in order, into groups: (number of sequences, tokens that all of them begin with and
-    that the row holds once; 0 for none); by default each sequence stands alone. `routes`, int16 [tokens, layers, k],
+    `bundles` divides the sequences, in order: (number of sequences, number of tokens that all of these begin with and
+    that the row holds once); by default each sequence stands alone. `routes`, int16 [tokens, layers, k],
     are those of all sequences one after another. Untrained tokens fill the row up to a length that ranks can share.
     """
     lengths = [len(sequence) for sequence in sequences]
     tokens, starts = _joined(sequences, np.int64), np.cumsum([0, *lengths]).tolist()
     source, segments, prefixes, targets = [_NONE], [], [], [_NONE]
     at = number = 0
-    for count, common in shared or [(1, 0)] * len(sequences):
+    for count, common in bundles or [(1, 0)] * len(sequences):
         prefix = -1
         if common:
             prefix = len(segments)
@@ -191,13 +191,13 @@ def pack_trajectories(
     kv_policy: str,
     part: RowPart,
     routing: Routing | None = None,
-    shared: Sequence[int] = (),
+    bundles: Sequence[int] = (),
 ) -> PPOMicroBatch:
     """Packs trajectories into one micro-batch, with the advantage and the weight of each one's tokens.
 
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
-    `routing` is given. `shared` divides the trajectories, in order, into so many each that have the same prompt, which
-    the row then holds once (but for its last token, which predicts the first of each answer); none share by default.
+    `routing` is given. `bundles` divides the trajectories, in order, into so many each that share a prompt, which the
+    row holds once but for its last token, since that predicts the first token of each answer; by default none share.
     Raises ConfigError for routes of another model.
     """
     trained = _joined([t.loss_mask for t in trajectories], np.bool_)
@@ -205,7 +205,7 @@ def pack_trajectories(
         [np.concatenate((t.prompt, t.response)) for t in trajectories],
         [len(t.prompt) + np.flatnonzero(t.loss_mask) for t in trajectories],
         part,
-        _common(trajectories, shared),
+        _prefixes(trajectories, bundles),
         routing.joined(trajectories) if routing else None,
     )
     lengths = np.array([len(t.response) for t in trajectories], dtype=np.int64)
@@ -228,12 +228,12 @@ def pack_trajectories(
     )
 
 
-def _common(trajectories: Sequence[Trajectory], shared: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns `shared` of `pack` from that of `pack_trajectories`."""
-    starts = np.cumsum([0, *shared]).tolist()
+def _prefixes(trajectories: Sequence[Trajectory], bundles: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the number of trajectories and of tokens that they share, for each bundle."""
+    firsts = np.cumsum([0, *bundles]).tolist()
     return [
-        (count, len(trajectories[start].prompt) - 1 if count > 1 else 0)
-        for count, start in zip(shared, starts, strict=False)
+        (count, len(trajectories[first].prompt) - 1 if count > 1 else 0)
+        for count, first in zip(bundles, firsts, strict=False)
     ]
 
 

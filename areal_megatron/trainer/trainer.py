@@ -238,14 +238,15 @@ class Trainer:
 
     def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
         minibatches = []
-        for minibatch in part.members:
-            weights = self._weights([i for members in minibatch for i in members], trained)
-            minibatches.append([self._pack(part, members, advantages, weights) for members in minibatch])
+        for minibatch in part.minibatches:
+            weights = self._weights([i for bundles in minibatch for i in chain(*bundles)], trained)
+            minibatches.append([self._pack(part, bundles, advantages, weights) for bundles in minibatch])
         return minibatches
 
     def _pack(
-        self, part: BatchPart, members: list[int], advantages: list[float], weights: dict[int, float]
+        self, part: BatchPart, bundles: list[list[int]], advantages: list[float], weights: dict[int, float]
     ) -> PPOMicroBatch:
+        members = [*chain(*bundles)]
         return pack_trajectories(
             [part.trajectories[i] for i in members],
             [advantages[i] for i in members],
@@ -254,6 +255,7 @@ class Trainer:
             kv_policy=self.config.rollout.kv_policy,
             part=self._part,
             routing=self._routing,
+            bundles=[len(bundle) for bundle in bundles],
         )
 
     def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:

@@ -109,6 +109,39 @@ def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, r
     on_ranks("routing_checks:check_replay", ranks, cases=cases)
 
 
+PROMPTS = {
+    1: [
+        ("qwen3", {}, None),
+        ("qwen2", {"recompute": "full"}, VARIANTS["run-corrected-sequences"] | {"minibatches": 2}),
+        ("qwen3_balanced", {}, None),
+        ("qwen3", {}, {"minibatches": 2, "critic": CriticConfig(lr=2e-3, gae_lambda=0.9)}),
+    ],
+    2: [
+        ("llama", {"tp": 2}, None),
+        ("qwen2", {"pp": 2, "vpp": 2}, None),
+        ("qwen3_moe", {"dp": 2, "ep": 2}, None),
+        ("qwen3", {"cp": 2}, None),
+        ("qwen3_balanced", {"cp": 2}, None),
+        ("qwen3", {"cp": 2}, {"minibatches": 2, "critic": CriticConfig(lr=2e-3, gae_lambda=0.9)}),
+    ],
+    4: [("qwen3_moe", {"tp": 2, "cp": 2, "ep": 2}, None), ("qwen3", {"cp": 2, "pp": 2}, None)],
+}
+"""Ranks → models, layouts and settings of PPO."""
+
+
+@pytest.mark.parametrize("ranks", PROMPTS)
+def test_answers_that_share_a_prompt_train_as_if_each_were_alone(folder, on_ranks, ranks):
+    cases = {f"run-{number}": case for number, case in enumerate(PROMPTS[ranks])}
+    for name in cases:
+        Run(folder / name).create()
+    on_ranks("prompt_checks:check_prompts", ranks, cases=cases)
+
+
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}], ids=["tp1", "cp2"])
+def test_routes_of_a_shared_prompt_are_replayed(folder, on_ranks, layout):
+    on_ranks("prompt_checks:check_routes", math.prod(layout.values()), cases={"run": layout})
+
+
 def test_routes_of_another_model_are_an_error(folder, on_ranks):
     on_ranks("routing_checks:check_other_model", 1)
 

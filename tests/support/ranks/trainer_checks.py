@@ -7,7 +7,7 @@ import resource
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +158,15 @@ class MiniBatch:
     advantages: list[float]
     proximals: list[torch.Tensor]
     references: list[torch.Tensor]
+    shares_prompts: bool = False
+    """Whether a micro-batch computes the prompt of a group once."""
+
+    def bundles(self, members: list[int]) -> list[list[int]]:
+        """Returns the members of a micro-batch that share a prompt together; those of one group must have the same."""
+        bundles: dict[int, list[int]] = {}
+        for i in members:
+            bundles.setdefault(self.trajectories[i].prompt_id if self.shares_prompts else i, []).append(i)
+        return [*bundles.values()]
 
     def microbatches(self, cap: int) -> list[list[list[int]]]:
         """Returns the trajectories by [replica][micro-batch]; the last micro-batch is empty, which changes nothing."""
@@ -175,15 +184,17 @@ class MiniBatch:
             subject.config.rollout.max_new_tokens,
         ).tolist()
         for members in self.microbatches(cap)[subject.parallel.replica]:
-            chosen = [self.trajectories[i] for i in members]
+            bundles = self.bundles(members)
+            members = [*chain(*bundles)]
             batch = pack_trajectories(
-                chosen,
+                [self.trajectories[i] for i in members],
                 [self.advantages[i] for i in members],
                 [weights[i] for i in members],
                 0,
                 "recompute",
                 subject._part,
                 subject._routing,
+                [len(bundle) for bundle in bundles],
             )
             batch.proximal, batch.reference = (
                 torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])
