@@ -20,8 +20,9 @@ from areal_megatron.models.flops import SequenceFlops
 WORTH_GATHERING = 0.05
 """How much longer the slowest rank may take with whole sequences than with an equal share of all: about what gathering
 keys and values costs."""
-LEAST_CUT = 64
-"""Fewest tokens in a piece of a sequence that is cut: kernels take about as many queries at a time."""
+LEAST_CUT = 16
+"""Fewest tokens in a piece of a sequence that is cut. Kernels take 64 queries or more at a time, so smaller pieces cost
+more than they should; but attention is little of what short sequences cost, and larger ones would balance it worse."""
 
 _NONE = np.zeros(0, np.int64)
 
@@ -117,12 +118,13 @@ def _whole(row: TokenRow, ranks: int, multiple: int, flops: SequenceFlops | None
 
 def _cut(row: TokenRow, ranks: int, multiple: int) -> Division:
     length = aligned(-(-sum(row.lengths) // ranks), multiple)
-    room, shares = [length] * ranks, [[] for _ in range(ranks)]
+    room, pairs, shares = [length] * ranks, [0] * ranks, [[] for _ in range(ranks)]
 
     def give(rank: int, run: TokenRun) -> None:
         if run.first < run.stop:
             shares[rank].append(run)
             room[rank] -= run.stop - run.first
+            pairs[rank] += row.pairs(run)
 
     longest_first = sorted(range(len(row.lengths)), key=lambda segment: -row.lengths[segment])
     for segment in longest_first:
@@ -134,7 +136,8 @@ def _cut(row: TokenRow, ranks: int, multiple: int) -> Division:
             continue
         first = 0
         while first < tokens:
-            rank = room.index(max(room))
+            # to the rank with the least attention of those that can take all of it, else to the one with the most room
+            rank = max(range(ranks), key=lambda r: (min(room[r], tokens - first), -pairs[r], room[r]))
             stop = min(tokens, first + room[rank])
             give(rank, TokenRun(segment, first, stop))
             first = stop

@@ -1,7 +1,7 @@
 """How many micro-batches a batch takes, how balanced the replicas are, and how long planning takes.
 
     python tools/bench/packing.py [--lengths FILE] [--dp 8] [--cap 32768] [--minibatches 1] [--model DIR] [--seeds 3]
-                                  [--repetitions 5] [--json FILE]
+                                  [--repetitions 5] [--cp 2,4,8] [--json FILE]
 
 FILE has one length in tokens a line, or is a JSON list of them; --json then also writes the assignment: indices of
 lengths by replica, mini-batch and micro-batch. Without --lengths, three distributions are generated, with `--seeds`
@@ -17,6 +17,10 @@ Without --lengths there is a second table, of groups of 16 answers whose prompt 
 shares of the FLOPs of all trajectories alone: all FLOPs; those of the costliest replica, summed over mini-batches,
 times the number of replicas; the FLOPs if no group were divided. Then micro-batches that exceed the cap, and CPU time,
 also without sharing.
+
+With --cp there is a last table, of the rows that context-parallel ranks divide: how many rows are cut; in those, the
+worst (highest − lowest) / mean of the ranks' FLOPs of attention; the worst (highest / mean − 1) of the ranks' FLOPs,
+filler included, over all rows; CPU time of one rank.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from areal_megatron.packing.bins import lower_bound
 from areal_megatron.packing.partition import aligned, partition, split
 from tools.bench import packing_paper
 from tools.bench.figures import cell, spread
+from tools.bench.packing_rows import measure_rows, row_table
 
 Plan = list[list[list[list[int]]]]
 """Indices by [replica][mini-batch][micro-batch]."""
@@ -146,6 +151,12 @@ GROUPS = (
 
 def ours(lengths: np.ndarray, task: Task) -> Plan:
     return partition(lengths, task.dp, task.minibatches, task.cap, task.seed, task.flops(lengths, lengths))
+
+
+def packed_rows(lengths: np.ndarray, task: Task) -> list[np.ndarray]:
+    """Returns the lengths of the sequences of each micro-batch, of all replicas."""
+    plan = ours(lengths, task)
+    return [lengths[m] for replica in plan for minibatch in replica for m in minibatch if len(m)]
 
 
 def paper(lengths: np.ndarray, task: Task) -> Plan:
@@ -325,6 +336,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL, help="folder with the config.json that decides the cost")
     parser.add_argument("--seeds", type=positive, default=3, help="draws of each generated distribution")
     parser.add_argument("--repetitions", type=positive, default=5, help="of the timing")
+    parser.add_argument("--cp", default="", help="context-parallel ranks that divide each row, such as 2,4,8")
     parser.add_argument("--json", type=Path, help="write the rows here, and the assignment of --lengths")
     return parser.parse_args()
 
@@ -356,10 +368,17 @@ def main() -> None:
             for seed in range(min(options.seeds, 3))
         ]
         print("\n" + summary(rows) + "\n\n" + PEERS + "\n\n" + group_table(grouped))
+    divided = [
+        {"lengths": name, "cp": cp} | measure_rows(packed_rows(lengths, task), cp, task.flops)
+        for name, lengths in draws
+        for cp in (int(text) for text in options.cp.split(",") if text)
+    ]
+    if divided:
+        print("\n" + row_table(divided))
     if options.json:
         kept = [{key: value for key, value in row.items() if options.lengths or key != "assignment"} for row in rows]
         settings = {"dp": task.dp, "cap": task.cap, "minibatches": task.minibatches, "model": options.model.name}
-        write_json(options.json, settings | {"rows": kept, "groups": grouped})
+        write_json(options.json, settings | {"rows": kept, "groups": grouped, "divided": divided})
 
 
 if __name__ == "__main__":
