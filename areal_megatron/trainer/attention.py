@@ -110,8 +110,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: flo
     Keys and values of other context-parallel ranks, and those that several runs attend to, are not kept for the
     backward pass but made again in it, so that a rank keeps no more than its own tokens' share.
     """
-    # The kernel behind varlen_attn has neither a CPU nor a float32 version.
-    by_varlen = query.is_cuda and query.dtype != torch.float32
+    by_varlen = _has_varlen(query)
     if not packed.view.pasts and not packed.view.cut:
         return (_packed_varlen if by_varlen else attend_in_blocks)(query, key, value, packed, scale)
 
@@ -125,6 +124,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: flo
     made, own = reached(key, value), (key.detach(), value.detach())
     with _MadeAgain(made, lambda: reached(*own)).hooks():
         return (_packed_varlen if by_varlen else attend_with_past)(query, *made, packed, scale)
+
+
+def _has_varlen(query: Tensor) -> bool:
+    """Whether the kernel behind varlen_attn takes these: it has neither a CPU nor a float32 version."""
+    return query.is_cuda and query.dtype != torch.float32
 
 
 def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from areal_megatron.packing import row as rows
 from areal_megatron.packing.row import TokenRow, View, divide
-from areal_megatron.trainer import attention_blocks
+from areal_megatron.trainer import attention, attention_blocks
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.attention_blocks import attend_in_blocks, attend_with_past
 
@@ -81,10 +82,63 @@ def test_attention_and_gradients_are_those_of_the_mask(name, ranks, kernel, monk
     torch.testing.assert_close(gradients, wanted, **precision)
 
 
+def by_runs(query, key, value, starts, key_starts, longest, longest_key, *, scale, window_size, enable_gqa):
+    """The formula of torch's varlen_attn, whose kernel runs on GPUs alone (tests marked gpu)."""
+    assert window_size == (-1, 0) and enable_gqa
+    outs = []
+    for (first, stop), (key_first, key_stop) in zip(
+        itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True
+    ):
+        assert stop - first <= longest and key_stop - key_first <= longest_key
+        own = [x[key_first:key_stop].repeat_interleave(HEADS // GROUPS, 1) for x in (key, value)]
+        scores = torch.einsum("qhd,khd->hqk", query[first:stop], own[0]) * scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + key_stop - key_first - (stop - first))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), own[1]))
+    return torch.cat(outs)
+
+
+class KeepsItsInputs(torch.autograd.Function):
+    """by_runs, keeping query, keys and values for the backward pass as kernels do."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, arguments, options):
+        ctx.save_for_backward(query, key, value)
+        ctx.arguments, ctx.options = arguments, options
+        return by_runs(query, key, value, *arguments, **options)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = by_runs(*inputs, *ctx.arguments, **ctx.options)
+        return *torch.autograd.grad(out, inputs, gradient), None, None
+
+
+@pytest.mark.parametrize("name", ["answers", "answers and others"])
+def test_keys_of_a_kernel_for_rows_are_made_again_in_the_backward_pass(name, monkeypatch):
+    monkeypatch.setattr(attention, "_has_varlen", lambda query: True)
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda q, k, v, *arguments, **options: KeepsItsInputs.apply(q, k, v, arguments, options)
+    )
+    row = ROWS[name]
+    view = View(row, divide(row, 1, 1), 0)
+    given = inputs(sum(row.lengths))
+    expected = by_mask(row, *given, 0.3)
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), given)
+    kept, pack = [], attention._MadeAgain._pack
+    monkeypatch.setattr(attention._MadeAgain, "_pack", lambda self, x: kept.append(pack(self, x)) or kept[-1])
+    found = attention.attend(*given, Packed(view=view), 0.3)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), given), wanted)
+    assert [isinstance(x, torch.Tensor) for x in kept] == [True, False, False]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", ROWS)
 def test_runs_of_queries_and_their_keys_are_what_a_kernel_for_rows_asks_for(name, ranks, monkeypatch):
     """Kernels take runs of queries, each with keys of its own, and align the last query of a run with its last key."""
+    monkeypatch.setattr(varlen, "varlen_attn", by_runs)
     monkeypatch.setattr(rows, "LEAST_CUT", 3)
     monkeypatch.setattr(rows, "WORTH_GATHERING", -1.0)
     row = ROWS[name]
@@ -98,16 +152,7 @@ def test_runs_of_queries_and_their_keys_are_what_a_kernel_for_rows_asks_for(name
         kept = [torch.cat([take(x, other.tokens) for other in views]) for x in (key, value)]
         if not view.cut:
             kept = [take(x, view.tokens) for x in (key, value)]
-        kept = [x[packed.key_places].repeat_interleave(HEADS // GROUPS, 1) for x in kept]
-        bounds, key_bounds = packed.boundaries.tolist(), packed.key_boundaries.tolist()
-        found = torch.zeros_like(mine)
-        for (first, stop), (key_first, key_stop) in zip(
-            itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True
-        ):
-            own = [x[key_first:key_stop] for x in kept]
-            scores = torch.einsum("qhd,khd->hqk", mine[first:stop], own[0]) * 0.3
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + key_stop - key_first - (stop - first))
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            found[first:stop] = torch.einsum("hqk,khd->qhd", weights, own[1])
+        kept = [x[packed.key_places] for x in kept]
+        found = attention._packed_varlen(mine, *kept, packed, 0.3)
         own = torch.from_numpy(view.tokens)
         torch.testing.assert_close(found[own >= 0], expected[own[own >= 0]])
