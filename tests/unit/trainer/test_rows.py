@@ -82,9 +82,9 @@ def test_attention_and_gradients_are_those_of_the_mask(name, ranks, kernel, monk
     torch.testing.assert_close(gradients, wanted, **precision)
 
 
-def by_runs(query, key, value, starts, key_starts, longest, longest_key, *, scale, window_size, enable_gqa):
+def by_runs(query, key, value, starts, key_starts, longest, longest_key, *, scale, window_size, enable_gqa=True):
     """The formula of torch's varlen_attn, whose kernel runs on GPUs alone (tests marked gpu)."""
-    assert window_size == (-1, 0) and enable_gqa
+    assert window_size == (-1, 0)
     outs = []
     for (first, stop), (key_first, key_stop) in zip(
         itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True
