@@ -35,3 +35,10 @@ def test_kernels_change_nothing(tmp_path, on_ranks, case):
         Run(tmp_path / run).create()
     [world] = {layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) for _, layout in layouts}
     on_ranks("kernel_checks:check_kernels", world, of=check, names=names, cases=cases)
+
+
+def test_fused_swiglu_keeps_less_for_the_backward_pass(tmp_path, on_ranks):
+    models = ["qwen2", "qwen3_moe"]
+    for model in models:
+        save_model(model, tmp_path / model)
+    on_ranks("kernel_checks:check_saved", 1, models=models)

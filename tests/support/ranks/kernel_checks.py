@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import mlp
 
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.trainer import experts, gradients, hardware
+from tests.support.ranks.memory_checks import TOKENS, measure
 from tests.support.ranks.trainer_checks import check_layouts, check_overlap
 
 CHECKS = {"layouts": check_layouts, "overlap": check_overlap}
@@ -57,3 +62,20 @@ def check_kernels(folder: Path, rank: int, of: str, names: list[str], cases: dic
     if "experts" in names:
         # the reference has its weights apart, and the end of a bucket may lie between experts
         assert 0 < calls["copy"] < calls["view"] or of == "overlap", calls
+
+
+def check_saved(folder: Path, rank: int, models: list[str]) -> None:
+    """Fused SwiGLU keeps two tensors of the MLP's width less for the backward pass; of chosen experts' width, three."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=rank, world_size=1)
+    parallel_state.initialize_model_parallel(1, expert_tensor_parallel_size=1)
+    model_parallel_cuda_manual_seed(1)
+    for name in models:
+        saved = {}
+        for names in ([], ["swiglu"], ["swiglu", "experts"]):
+            with only(names):
+                saved[len(names)] = measure(folder / name, 1, "bfloat16", "none")["saved"]
+        hf = read_config(folder / name)
+        d = architecture(hf).dimensions
+        width = 3 * hf["num_experts_per_tok"] * d.expert_ffn if d.experts else 2 * d.ffn
+        assert saved[0] - saved[1] == TOKENS * d.layers * 2 * width, (name, saved)
+        assert saved[2] == saved[1], (name, saved)
