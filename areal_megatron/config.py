@@ -112,6 +112,12 @@ class TrainerConfig:
     """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
     recompute: str = key("none", choices=("none", "selective", "full"))
     """Activations that are recomputed in the backward pass."""
+    attention: str = key("auto", choices=("auto", "fa2", "fa3", "fa4"))
+    """FlashAttention on GPUs: the version named, or `auto`: the fastest that is installed and works
+    (docs/hardware.md)."""
+    expert_dispatch: str = key("alltoall", choices=("alltoall", "flex"))
+    """How tokens reach experts of other ranks: by NCCL; or `flex`, by DeepEP, which sends a token to each node at most
+    once (docs/hardware.md)."""
     microbatch_tokens: int = key(32768, at_least=1)
     """Most tokens of a packed micro-batch, over all of its cp ranks; a longer trajectory gets one of its own."""
     share_prompts: bool = True

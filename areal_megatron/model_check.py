@@ -33,6 +33,7 @@ def check_model(config: Config, weights: bool = True) -> None:
     for key, size in (("ep", config.trainer.ep), ("etp", config.trainer.etp)):
         if size > 1 and not model.dimensions.experts:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
+    _check_kernels(config, model.dimensions)
     trainer_layout.layout(hf, trainer_layout.MegatronSizes.of(config.trainer), rank=0)
     if config.mode == "rl":
         for key in ("expert_parallel", "replay_routes"):
@@ -47,6 +48,20 @@ def check_model(config: Config, weights: bool = True) -> None:
         _check_length(config, hf)
     if weights and not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
+
+
+def _check_kernels(config: Config, model: Dimensions) -> None:
+    trainer, on_cpu = config.trainer, config.machine.is_cpu
+    if trainer.attention != "auto" and (on_cpu or config.model.dtype == "float32"):
+        where = "on CPU" if on_cpu else "in float32"
+        raise ConfigError(f"trainer.attention: there is no {trainer.attention} {where}; leave it out")
+    if trainer.expert_dispatch == "flex":
+        if not model.experts:
+            raise ConfigError(f"trainer.expert_dispatch: the model of {config.model.path} has no experts; leave it out")
+        if on_cpu:
+            raise ConfigError("trainer.expert_dispatch: flex needs DeepEP and GPUs; leave it out on CPU")
+        if trainer.ep * (trainer.etp or trainer.tp) == 1:
+            raise ConfigError("trainer.expert_dispatch: with ep=1 and etp=1 nothing is sent; leave it out")
 
 
 def _check_computation(hf: dict[str, Any], path: str) -> None:

@@ -33,7 +33,7 @@ STEPS = {
     "ceilings": 20,
     "gpu_tests": 60,
     "reshard": 45,
-    "training": 135,
+    "training": 145,
     "logprobs": 40,
     "ranks": 90,
     "links": 60,

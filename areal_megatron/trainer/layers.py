@@ -18,7 +18,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer.attention import CoreAttention
+from areal_megatron.trainer.experts import Experts
 from areal_megatron.trainer.routing import RouteOverride
 
 
@@ -70,12 +70,14 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, coefficient * (scores.sum(dim=0) * taken).sum() / tokens)
 
 
-def block_spec(config: TransformerConfig, sizes: MegatronSizes, stage: int) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, sizes: MegatronSizes, stage: int, grouped: bool = False
+) -> TransformerBlockSubmodules:
     """Returns the layers of a virtual pipeline stage of this rank, and the norm after the last layer.
 
-    `stage` is 0 without virtual stages.
+    `stage` is 0 without virtual stages; `grouped` says whether local experts are multiplied together.
     """
-    layer, norm = (_engine_layer(config), TENorm) if sizes.fused_layernorm else (_local_layer(config), RMSNorm)
+    layer, norm = (_engine_layer(config), TENorm) if sizes.fused_layernorm else (_local_layer(config, grouped), RMSNorm)
     count = get_num_layers_to_build(config, vp_stage=stage if sizes.vpp > 1 else None)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
@@ -90,7 +92,7 @@ def _engine_layer(config: TransformerConfig) -> ModuleSpec:
     return layer
 
 
-def _local_layer(config: TransformerConfig) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, grouped: bool) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -105,7 +107,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
     )
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if config.num_moe_experts:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+        experts = ModuleSpec(module=Experts, submodules=linear, params={"grouped": grouped})
         mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
     else:
         mlp = ModuleSpec(module=MLP, submodules=linear)

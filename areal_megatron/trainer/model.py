@@ -20,7 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture, architecture, read_config
 from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.trainer import hardware
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.gradients import accumulate_in_products
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.routing import replay_routes
 
@@ -121,7 +123,10 @@ def build_model(
     """
     hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     held = architecture(read_config(config.model.path))
+    absent = hardware.kernels(device, config.model.dtype)
     transformer = transformer_config(config, sizes, hf, held, device)
+    if transformer.gradient_accumulation_fusion:
+        accumulate_in_products()
     overlap = config.trainer.dp * config.trainer.cp > 1
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -133,7 +138,7 @@ def build_model(
     chunks = []
     for stage in range(sizes.vpp):
         with device, cpu_passes_for_cuda():
-            chunk = _chunk(kind, transformer, sizes, hf, held, stage)
+            chunk = _chunk(kind, transformer, sizes, hf, held, stage, grouped=not absent["experts"])
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
         if kind is Policy:  # no engine chooses experts for the critic
             replay_routes(chunk)
@@ -163,10 +168,11 @@ def _chunk(
     hf: PretrainedConfig,
     held: Architecture,
     stage: int,
+    grouped: bool,
 ) -> GPTModel:
     chunk = kind(
         transformer,
-        block_spec(transformer, sizes, stage),
+        block_spec(transformer, sizes, stage, grouped),
         vocab_size=sizes.padded_vocabulary(held.dimensions.vocabulary),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -217,13 +223,9 @@ def transformer_config(
         # The gradient is divided by the trained tokens of all replicas, not averaged over replicas.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        moe_token_dispatcher_type="alltoall",  # required with variable lengths, even without experts
+        # "alltoall" is required with variable lengths, even without experts
+        moe_token_dispatcher_type=config.trainer.expert_dispatch,
+        **hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts)),
         **(_experts(sizes, hf, held) if dimensions.experts else {}),
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **RECOMPUTE[config.trainer.recompute],

@@ -17,7 +17,7 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.model_check import check_model
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.models.logits import chunk_tokens
 from areal_megatron.observe.background import AppendedFile
@@ -29,8 +29,8 @@ from areal_megatron.ppo.correction import SECOND_MOMENT, within_second_moment
 from areal_megatron.ppo.loss import effective_share
 from areal_megatron.reshard.trainer_layout import layout
 from areal_megatron.run import Run
+from areal_megatron.trainer import attention_kernels, hardware, pipeline
 from areal_megatron.trainer import parallel as process_groups
-from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_trajectories
 from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner, Steps
@@ -83,6 +83,7 @@ class Trainer:
         self.device = self.parallel.device
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = read_config(config.model.path)
+        self._choose_kernels()
         self._flops = SequenceFlops.of(self.hf_config)
         chunks = build_model(config, self.sizes, self.device)
         hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
@@ -124,6 +125,19 @@ class Trainer:
     def learners(self) -> dict[str, Learner]:
         """The models that are trained, by name: `policy` and, if there is one, `critic`."""
         return {"policy": self.policy, **({"critic": self.critic.learner} if self.critic else {})}
+
+    def _choose_kernels(self) -> None:
+        """Chooses what computes attention, and says on the first rank which kernels are used."""
+        config, d = self.config, architecture(self.hf_config).dimensions
+        absent, experts = hardware.kernels(self.device, config.model.dtype), bool(d.experts)
+        hardware.check_dispatch(config.trainer.expert_dispatch, absent)
+        shape = d.heads // self.sizes.tp, max(d.kv_heads // self.sizes.tp, 1), d.head_dim
+        attention = attention_kernels.activate(
+            config.trainer.attention, self.device, getattr(torch, config.model.dtype), shape, absent
+        )
+        if self.parallel.is_first and self.device.type == "cuda":
+            others = hardware.describe(absent, experts, grouped=self.sizes.grouped_experts)
+            print(f"kernels: {attention}; {others}", flush=True)
 
     def _steps(self) -> int:
         """The number of optimizer steps of the policy in the whole run."""

@@ -92,6 +92,29 @@ def test_what_does_not_fit_is_named(tmp_path, hf, trainer, message):
         check_model(config(tmp_path, GOOD | hf, **trainer))
 
 
+@pytest.mark.parametrize(
+    ("hf", "trainer", "device", "dtype", "message"),
+    [
+        (GOOD, {"attention": "fa3"}, "cpu", "bfloat16", "trainer.attention: there is no fa3 on CPU; leave it out"),
+        (GOOD, {"attention": "fa2"}, "cuda", "float32", "trainer.attention: there is no fa2 in float32; leave it out"),
+        (GOOD, {"attention": "fa4"}, "cuda", "bfloat16", ""),
+        (GOOD, {"expert_dispatch": "flex"}, "cuda", "bfloat16", "trainer.expert_dispatch: the model of .* has no exp"),
+        (EXPERTS, {"expert_dispatch": "flex"}, "cpu", "bfloat16", "trainer.expert_dispatch: flex needs DeepEP and GPU"),
+        (EXPERTS, {"expert_dispatch": "flex"}, "cuda", "bfloat16", "trainer.expert_dispatch: with ep=1 and etp=1 noth"),
+        (EXPERTS, {"expert_dispatch": "flex", "dp": 3, "ep": 3}, "cuda", "bfloat16", ""),
+        (EXPERTS, {"expert_dispatch": "flex", "tp": 2}, "cuda", "bfloat16", ""),
+    ],
+)
+def test_kernels_that_cannot_be_are_refused(tmp_path, hf, trainer, device, dtype, message):
+    subject = config(tmp_path, GOOD | hf, **trainer)
+    subject.machine.device, subject.model.dtype = device, dtype
+    if not message:
+        check_model(subject)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_model(subject)
+
+
 @pytest.mark.parametrize("asked", ["expert_parallel", "replay_routes"])
 def test_what_engines_do_with_experts_needs_some_and_cuda(tmp_path, asked):
     subject = config(tmp_path, GOOD | EXPERTS)

@@ -1,6 +1,7 @@
 """PPO steps of the trainer: speed, the longest kernels, and peak memory against the plan of `launch.plan`.
 
-Random weights, one rank, answers of equal length packed into micro-batches of 8k and 32k tokens.
+Random weights, one rank, answers of equal length packed into micro-batches of 8k and 32k tokens. Then what each kernel
+that is chosen by hardware (areal_megatron/trainer/hardware.py) brings.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,14 @@ from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.run import Run
+from areal_megatron.trainer import hardware
 from areal_megatron.trainer.parallel import leave
 from areal_megatron.trainer.trainer import Trainer
 from launch.memory import plan_memory
 from launch.memory.trainer import trainer_memory
 from tools.bench.logprobs import peak
 from tools.evidence.ceilings import product_rate
-from tools.evidence.parts import Finding, Options, Part
+from tools.evidence.parts import Finding, Options, Part, Skip
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
@@ -55,7 +58,8 @@ class Case:
 
 def measure(options: Options, case: Case) -> Iterator[Finding]:
     hf = json.loads((MODELS / case.model / "config.json").read_text())
-    hf |= {"model_type": "qwen2"} | ({"num_hidden_layers": case.layers} if case.layers else {})
+    hf |= {"model_type": "qwen3_moe" if "num_experts" in hf else "qwen2"}
+    hf |= {"num_hidden_layers": case.layers} if case.layers else {}
     if options.small:
         hf, case = hf | SMALL, replace(case, tokens=case.tokens // 64)
     folder = options.folder / f"{case.model}-{case.tokens}"
@@ -87,6 +91,25 @@ def measure(options: Options, case: Case) -> Iterator[Finding]:
         gc.collect()
         if options.on_cuda:
             torch.cuda.empty_cache()
+
+
+def compare(options: Options, case: Case, names: tuple[str, ...]) -> Iterator[Finding]:
+    """Finds the speed with and without the kernels of those names. Raises Skip if there are none of them."""
+    plain = hardware.kernels
+    absent = plain(torch.device(options.device), "bfloat16")
+    used = [name for name in names if not absent[name]]
+    if not used:
+        raise Skip("; ".join(f"{name}: {absent[name]}" for name in names))
+    for word, left_out in (("with", []), ("without", used)):
+        hardware.kernels = lambda *_, off=tuple(left_out): absent | dict.fromkeys(off, "left out")
+        steps = measure(replace(options, folder=options.folder / f"{word}-{'-'.join(used)}"), case)
+        try:
+            speed, _, share = islice(steps, 3)
+        finally:
+            steps.close()
+            hardware.kernels = plain
+        yield Finding(f"{word} {' and '.join(used)}", speed.value, "tokens/s", more=share.more)
+        yield replace(share, more=None)
 
 
 def write_checkpoint(folder: Path, hf: dict[str, Any], device: torch.device) -> None:
@@ -188,8 +211,15 @@ def _kernels(step, options: Options) -> Finding:
     return Finding(f"  time in {KERNELS} longest kernels", 100 * sum(k["share"] for k in longest), "%", False, longest)
 
 
+DENSE = Case("DeepSeek-R1-Distill-Qwen-7B", 2, 16384, 1, 2)
+EXPERTS = Case("Qwen3-30B-A3B", 1, 16384, 2, 2)
 PARTS: dict[str, Part] = {
     "1.5B, 8k": partial(measure, case=Case("DeepSeek-R1-Distill-Qwen-1.5B", None, 8192, 2, 4)),
     "1.5B, 32k": partial(measure, case=Case("DeepSeek-R1-Distill-Qwen-1.5B", None, 32768, 2, 2)),
     "7B, 32k": partial(measure, case=Case("DeepSeek-R1-Distill-Qwen-7B", 4, 32768, 2, 2)),
+    "without FlashAttention 3 or 4": partial(compare, case=DENSE, names=("fa3", "fa4")),
+    "without fused SwiGLU": partial(compare, case=DENSE, names=("swiglu",)),
+    "without products into gradients": partial(compare, case=DENSE, names=("gradients",)),
+    "without one product for experts": partial(compare, case=EXPERTS, names=("experts",)),
+    "without TransformerEngine's fusions": partial(compare, case=EXPERTS, names=("rotary", "permutation")),
 }

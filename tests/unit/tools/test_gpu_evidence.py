@@ -154,6 +154,37 @@ def test_all_steps_fit_into_ten_minutes():
     assert sum(gpu_evidence.STEPS.values()) <= 580
 
 
+COMPARED = """
+import sys
+from pathlib import Path
+from areal_megatron.trainer.cpu import adapt_megatron
+adapt_megatron()
+from megatron.core.transformer import mlp
+from areal_megatron.trainer import hardware
+from tools.evidence import training
+from tools.evidence.parts import Options
+
+calls, fused = [], mlp.bias_swiglu_impl
+mlp.bias_swiglu_impl = lambda *arguments: calls.append(1) or fused(*arguments)
+plain = hardware.kernels
+hardware.kernels = there = lambda *_: plain(*_) | {"swiglu": ""}  # it computes on CPU too
+options = Options("cpu", True, Path(sys.argv[1]))
+found = [(len(calls), f.name) for f in training.compare(options, training.DENSE, ("swiglu", "fa3"))]
+assert hardware.kernels is there
+counts, names = zip(*found)
+print(counts[0] == counts[1] == counts[2] == counts[3] > 0, *names, sep="|")
+"""
+
+
+def test_kernels_are_compared_with_their_absence(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMPARED, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    of = "  of the rate of large products"
+    assert done.stdout.strip().splitlines()[-1] == f"True|with swiglu|{of}|without swiglu|{of}"
+
+
 def run(folder, *arguments):
     command = [sys.executable, ROOT / "tools" / "gpu_evidence.py", "--device", "cpu", "--small", "--out", folder]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

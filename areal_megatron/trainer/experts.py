@@ -1,0 +1,120 @@
+"""The experts of a layer without TransformerEngine: one product for all of them where torch has a kernel for that, one
+after another elsewhere. Both have the parameters of Megatron's SequentialMLP, and so its checkpoints and layouts."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+from torch.nn import ModuleList
+
+_ALIGNED = 16
+"""Rows of matrices must begin at multiples of so many bytes for torch to multiply groups of them."""
+
+
+class Experts(SequentialMLP):
+    """Megatron's experts; with `grouped` all of a rank are multiplied in one kernel."""
+
+    def __init__(self, *args: Any, grouped: bool = False, **options: Any):
+        super().__init__(*args, **options)
+        widths = {weight.size(1) * weight.element_size() for weight in self.parameters()}
+        if grouped and any(width % _ALIGNED for width in widths):
+            _warn(f"experts are multiplied one after another: {sorted(widths)} bytes a row are no multiples of 16")
+            grouped = False
+        self.grouped = grouped and self.num_local_experts > 1
+        if self.grouped:
+            self.local_experts = _LastFirst(self.local_experts)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        rows, probs = permuted_local_hidden_states, permuted_probs
+        if not self.grouped or not len(rows):
+            return super().forward(rows, tokens_per_expert, probs)
+        self._settle()
+        counts = tokens_per_expert.tolist()
+        first = [expert.linear_fc1.weight for expert in self.local_experts]
+        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        inner = self._activate(_Products.apply(rows, counts, *first), probs.unsqueeze(-1))
+        return _Products.apply(inner, counts, *second), None
+
+    def _activate(self, inner: Tensor, probs: Tensor) -> Tensor:
+        if self.config.bias_activation_fusion:
+            return weighted_bias_swiglu_impl(inner, None, probs)
+        gate, up = inner.chunk(2, dim=-1)
+        return (F.silu(gate) * up * probs).to(inner.dtype)
+
+    def _settle(self) -> None:
+        """Waits for gathered weights, as Megatron does before a layer is called; here none of these layers is."""
+        for expert in reversed(self.local_experts):
+            for linear in (expert.linear_fc1, expert.linear_fc2):
+                for settle in linear._forward_pre_hooks.values():
+                    settle(linear, ())
+
+
+class _LastFirst(ModuleList):
+    """Modules that are registered last first, under their names.
+
+    Megatron's buffers hold parameters in reverse order of registration: so the weights of the experts lie in the order
+    of the experts, at equal distances, and need no copy to be one tensor.
+    """
+
+    def __init__(self, modules: ModuleList):
+        super().__init__()
+        for name, module in reversed(list(modules.named_children())):
+            self.add_module(name, module)
+
+    def __iter__(self):
+        return (self[number] for number in range(len(self)))
+
+
+class _Products(torch.autograd.Function):
+    """[rows, in], an expert's rows after those of the one before, times its weight [out, in]ᵀ → [rows, out]"""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, *weights)
+        ctx.counts = counts
+        return F.grouped_mm(rows, stacked(weights).transpose(1, 2), offs=_ends(counts, rows.device))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        gradient, ends = gradient.contiguous(), _ends(ctx.counts, rows.device)
+        to_rows = F.grouped_mm(gradient, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        to_weights = F.grouped_mm(gradient.t(), rows, offs=ends).unbind()
+        for count, to_weight in zip(ctx.counts, to_weights, strict=True):
+            if not count:  # nothing was multiplied, and so perhaps nothing written
+                to_weight.zero_()
+        return to_rows, None, *to_weights
+
+
+def stacked(weights: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Returns [len(weights), …] of tensors of one shape: a view if they lie at equal distances in one buffer, as in
+    Megatron's, else a copy."""
+    first, second = weights[0], weights[1]
+    distance = (second.data_ptr() - first.data_ptr()) // first.element_size()
+    if distance > 0 and all(
+        weight.is_contiguous()
+        and weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and weight.storage_offset() == first.storage_offset() + number * distance
+        for number, weight in enumerate(weights)
+    ):
+        return first.detach().as_strided((len(weights), *first.shape), (distance, *first.stride()))
+    return torch.stack([weight.detach() for weight in weights])
+
+
+def _ends(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([*accumulate(counts)], dtype=torch.int32).to(device, non_blocking=True)
+
+
+@cache
+def _warn(line: str) -> None:
+    logging.warning(line)

@@ -1,0 +1,179 @@
+"""Which kernels which hardware gets, and that megatron-core agrees to the switches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from areal_megatron.config import ConfigError
+from areal_megatron.trainer import hardware
+from areal_megatron.trainer.hardware import KERNELS, Hardware, fusions, lacks
+
+TORCH = {"triton", "a C compiler", "torch.addmm with out_dtype", "torch.nn.functional.grouped_mm"}
+TE, FA3, FA4, DEEP_EP = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep"
+PLAIN = {"swiglu", "gradients", "fa2"}
+"""What torch alone brings on any GPU from Ampere on."""
+
+
+@pytest.mark.parametrize(
+    ("major", "has", "dtype", "expected"),
+    [
+        (0, set(), "bfloat16", set()),
+        (8, TORCH, "bfloat16", PLAIN),
+        (9, TORCH, "bfloat16", {*PLAIN, "experts"}),
+        (9, TORCH, "float16", PLAIN),
+        (9, TORCH, "float32", {"swiglu"}),
+        (9, {*TORCH, TE, FA3, FA4, DEEP_EP}, "bfloat16", set(KERNELS)),
+        (10, {*TORCH, TE, FA3, FA4, DEEP_EP}, "bfloat16", set(KERNELS) - {"fa3"}),
+        (8, {*TORCH, TE, FA3, FA4}, "bfloat16", {*PLAIN, "rotary", "permutation"}),
+        (9, TORCH - {"a C compiler"}, "bfloat16", {"gradients", "fa2", "experts"}),
+        (7, {*TORCH, TE}, "float16", set()),
+    ],
+)
+def test_each_hardware_gets_what_it_has(major, has, dtype, expected):
+    assert {name for name in KERNELS if not lacks(name, Hardware(major, frozenset(has)), dtype)} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "dtype", "reason"),
+    [
+        ("swiglu", Hardware(0, frozenset()), "bfloat16", "there is no GPU"),
+        ("swiglu", Hardware(9, frozenset({"triton"})), "bfloat16", "a C compiler is missing"),
+        ("swiglu", Hardware(9, frozenset()), "bfloat16", "triton is missing and a C compiler is missing"),
+        ("fa3", Hardware(10, frozenset({FA3})), "bfloat16", "it is not written for GPUs of compute capability 10"),
+        ("experts", Hardware(9, frozenset(TORCH)), "float16", "it does not compute in float16"),
+    ],
+)
+def test_a_missing_kernel_has_a_reason(name, hardware, dtype, reason):
+    assert lacks(name, hardware, dtype) == reason
+
+
+def test_this_machine_is_looked_at_without_a_gpu():
+    assert set(hardware.kernels(torch.device("cpu"), "bfloat16").values()) == {"there is no GPU"}
+
+
+def test_dense_models_have_no_switches_for_experts():
+    absent = dict.fromkeys(KERNELS, "") | {"rotary": "TransformerEngine is missing"}
+    expected = {"bias_activation_fusion": True, "gradient_accumulation_fusion": True, "apply_rope_fusion": False}
+    assert fusions(absent, experts=False) == expected
+    assert fusions(absent, experts=True) == expected | {"moe_permute_fusion": True}
+
+
+def test_a_dispatcher_without_its_package_is_refused():
+    absent = {"deep_ep": "deep_ep is missing"}
+    hardware.check_dispatch("alltoall", absent)
+    hardware.check_dispatch("flex", {"deep_ep": ""})
+    with pytest.raises(ConfigError, match=r"trainer\.expert_dispatch: flex needs DeepEP, and deep_ep is missing"):
+        hardware.check_dispatch("flex", absent)
+
+
+def test_one_line_says_what_is_used_and_what_is_not():
+    absent = dict.fromkeys(KERNELS, "") | {"rotary": "TransformerEngine is missing", "experts": "no reason"}
+    assert hardware.describe(absent, experts=False, grouped=False) == (
+        "SwiGLU in one pass, products that add to float32 gradients; "
+        "without rotary embeddings in one pass (TransformerEngine is missing)"
+    )
+    line = hardware.describe(absent, experts=True, grouped=False)
+    assert "one product for all experts (no reason)" in line and "\n" not in line
+    assert "one product for all experts" not in hardware.describe(absent, experts=True, grouped=True)
+
+
+RESIDUAL = """
+from areal_megatron.trainer.cpu import adapt_megatron
+adapt_megatron()
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from torch.profiler import ProfilerActivity, profile
+x, residual = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
+with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    get_bias_dropout_add(training=True, fused=False)((x, None), residual, 0.0)
+computed = [k.key for k in profiled.key_averages() if k.key not in ("aten::dropout", "aten::feature_dropout")]
+print(computed)
+"""
+
+
+def test_the_residual_is_one_addition_without_bias_dropout_fusion():
+    found = subprocess.run([sys.executable, "-c", RESIDUAL], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "['aten::add']"
+
+
+def gated(x, weight=None):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up if weight is None else F.silu(gate) * up * weight
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("rows", [[128, 77, 1, 4096, 128]], ids=["lengths-that-change"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu_is_the_formula_on_cuda(rows, weighted):
+    """Compiled, for rows of any length. The formula is in float32, from the same bfloat16 numbers."""
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+
+    for count in rows:
+        x = torch.randn(count, 192, device="cuda", dtype=torch.bfloat16)
+        probability, gradient = torch.rand(count, 1, device="cuda"), torch.randn(count, 96, device="cuda").bfloat16()
+        leaves = [x.clone().requires_grad_(), probability.clone().requires_grad_()]
+        plain = [x.float().requires_grad_(), probability.clone().requires_grad_()]
+        used = slice(None) if weighted else slice(1)
+        fused = weighted_bias_swiglu_impl(leaves[0], None, leaves[1]) if weighted else bias_swiglu_impl(leaves[0], None)
+        expected = gated(*plain[used])
+        assert fused.dtype == torch.bfloat16
+        torch.testing.assert_close(fused.float(), expected, atol=0.02, rtol=0.02)
+        found = torch.autograd.grad(fused, leaves[used], gradient)
+        for ours, right in zip(found, torch.autograd.grad(expected, plain[used], gradient.float()), strict=True):
+            torch.testing.assert_close(ours.float(), right, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_added_in_float32_on_cuda(dtype):
+    from areal_megatron.trainer.gradients import _Products
+
+    rows, gradient = (torch.randn(300, size, device="cuda", dtype=dtype) for size in (64, 96))
+    total = torch.randn(96, 64, device="cuda")
+    expected = total.double() + gradient.double().t() @ rows.double()
+    _Products.wgrad_gemm_accum_fp32(rows, gradient, total)
+    torch.testing.assert_close(total.double(), expected, atol=1e-3, rtol=1e-5)
+    before = total.clone()
+    _Products.wgrad_gemm_accum_fp32(rows[:0], gradient[:0], total)  # an expert without tokens
+    assert torch.equal(total, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_rotary_embeddings_of_transformer_engine_are_the_formula():
+    rope = pytest.importorskip("transformer_engine.pytorch.attention").apply_rotary_pos_emb
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    positions = torch.cat([torch.arange(n, device="cuda") for n in (50, 1, 300)])
+    angles = torch.outer(positions.float(), 1e4 ** -(torch.arange(0, 64, 2, device="cuda") / 64))
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    query = torch.randn(len(positions), 1, 4, 64, device="cuda", requires_grad=True)
+    results = [rope(query, angles), _apply_rotary_pos_emb_bshd(query, angles)]
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    gradients = [torch.autograd.grad(result.square().sum() + result.sum(), query)[0] for result in results]
+    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_permutation_of_transformer_engine_is_the_plain_one():
+    pytest.importorskip("transformer_engine.pytorch")
+    from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+    chosen = torch.rand(100, 8, device="cuda").topk(2).indices
+    routes = torch.zeros(100, 8, device="cuda", dtype=torch.bool).scatter(1, chosen, True)
+    tokens, probs = torch.randn(100, 64, device="cuda", requires_grad=True), torch.rand(100, 8, device="cuda")
+    results = []
+    for fused in (True, False):
+        rows, weights, order = permute(tokens, routes, probs=probs * routes, num_out_tokens=200, fused=fused)
+        back = unpermute(rows * weights[:, None], order, tokens.shape, routing_map=routes, fused=fused)
+        results.append((rows, weights, back, *torch.autograd.grad(back.square().sum(), tokens)))
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
