@@ -132,6 +132,9 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
     for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
+    unasked = partial(objective._logprobs, microbatch=batch.microbatch, vocabulary=objective._sampled)
+    for _, entropy in pipeline.forward(subject.policy.chunks, [(batch.microbatch, unasked)]):
+        assert entropy is None
     part = BatchPart(
         version=0,
         trajectories=trajectories,
