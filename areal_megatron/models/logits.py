@@ -6,8 +6,8 @@ from math import isqrt
 
 BYTES = 12
 """What computing with a logit takes at most: itself and two intermediate results, in float32."""
-LEAST, MOST = 2**27, 2**29
-"""Bounds of the logits that a GPU holds at a time."""
+UNKNOWN = 80 * 2**30
+"""The memory that a GPU is taken to have where nobody says."""
 PER_CORE = 2**17
 """Logits that a CPU core computes at a time: with intermediate results they stay in a second-level cache of 2 MiB."""
 ALIGNED = 128
@@ -15,9 +15,12 @@ ALIGNED = 128
 
 
 def gpu_logits(memory: float) -> int:
-    """Returns how many logits a GPU with `memory` bytes (0 if unknown) holds at a time: what fits a tenth of it, within
-    the bounds. A power of two, so that GPUs of about the same size hold as many."""
-    return min(max(_power_of_two(int(memory / 10 / BYTES)), LEAST), MOST)
+    """Returns how many logits a GPU with `memory` bytes (0 if unknown) holds at a time: what fits a fiftieth of it.
+
+    More would not be faster: products with square tiles are at their full rate long before. A power of two, so that
+    GPUs of about the same size hold as many.
+    """
+    return _power_of_two(int((memory or UNKNOWN) / 50 / BYTES))
 
 
 def cpu_logits(threads: int) -> int:
