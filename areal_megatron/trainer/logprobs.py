@@ -1,13 +1,17 @@
 """Log-probabilities and entropies of tokens from hidden states, without ever holding the logits of all tokens.
 
-Each tensor-parallel rank computes the logits of its part of the vocabulary for a chunk of tokens at a time, and the
-sums that the softmax needs are reduced over the ranks. The backward pass computes the logits again. Peak memory is
-about chunk × vocabulary / tp × 12 bytes, whatever the number of tokens.
+Each tensor-parallel rank computes the logits of its part of the vocabulary tile by tile, some tokens × some columns,
+and adds each tile to the sums that the softmax needs; these are reduced over the ranks once, at the end. The backward
+pass computes the logits again, in the same tiles. On a CPU a tile stays in the core's cache. On a GPU it is as large as
+its memory allows (models/logits.py), and one kernel or two do all that happens to a tile between products.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +22,12 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-_LEAST = -200.0
-"""Log-probability below which the probability is 0 in float32, so that its product with the logarithm is 0 as well."""
+from areal_megatron.models.logits import cpu_logits, gpu_logits, tile
+
+log = logging.getLogger(__name__)
+
+_LEAST = -87.0
+"""The logarithm of about the smallest normal number: a CPU takes a hundred times as long for e to the power of less."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,8 @@ class Vocabulary:
     """The tokens of the model; the columns beyond, which pad the output layer, have no probability."""
     temperature: float
     """The divisor of the logits: engines sample from that distribution and report its log-probabilities."""
-    chunk: int
-    """The number of tokens whose logits are in memory at the same time."""
+    tile: int
+    """The number of logits in memory at the same time, at most."""
     sequence_parallel: bool
     """Whether hidden states are sharded over tp along the tokens."""
     rounded: bool = False
@@ -39,10 +47,18 @@ class Vocabulary:
     float32."""
 
 
+def tile_of(device: torch.device) -> int:
+    """Returns how many logits to hold at a time on a device."""
+    if device.type == "cuda":
+        return gpu_logits(torch.cuda.get_device_properties(device).total_memory)
+    return cpu_logits(torch.get_num_threads())
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor]:
-    """Returns log p(labels[i]) after the token at rows[i], and the entropy of that distribution: float32 [N] each.
+    hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Returns log p(labels[i]) after the token at rows[i], and if asked for the `entropy` of that distribution in nats:
+    float32 [N] each.
 
     hidden: the final hidden states of a micro-batch on the last pipeline stage, [T, 1, h] ([T / tp, 1, h] under
     sequence parallelism). weight: [padded vocabulary / tp, h]. rows, labels: int64 [N]. Both results are the same on
@@ -53,82 +69,90 @@ def token_logprobs(
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
     group = parallel_state.get_tensor_model_parallel_group()
-    return _TokenLogprobs.apply(hidden.squeeze(1).index_select(0, rows), weight, labels, vocabulary, group)
+    return _TokenLogprobs.apply(hidden.squeeze(1).index_select(0, rows), weight, labels, vocabulary, group, entropy)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, vocabulary, group):
-        shard = _Shard(weight, vocabulary, group)
-        logprobs, entropies, normalisers = (
-            torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(3)
-        )
-        for chunk in _chunks(len(labels), vocabulary.chunk):
-            logits = shard.logits(hidden[chunk])
-            top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
-            logits -= top[:, None]
-            own, column = shard.columns(labels[chunk])
-            target = logits.gather(1, column[:, None])[:, 0].where(own, 0)
-            weights = logits.exp()
-            parts = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, logits), target])
-            total, weighted, target = shard.reduce(parts, dist.ReduceOp.SUM)
-            log_total = total.log()
-            logprobs[chunk] = target - log_total
-            entropies[chunk] = log_total - weighted / total
-            normalisers[chunk] = top + log_total
-        ctx.shard, ctx.chunk = shard, vocabulary.chunk
-        ctx.save_for_backward(hidden, weight, labels, normalisers, entropies)
+    def forward(ctx, hidden, weight, labels, vocabulary, group, entropy):
+        shard = _Shard(weight, labels, vocabulary, group)
+        target, total = torch.zeros((2, len(labels)), dtype=torch.float32, device=hidden.device)
+        top = torch.full_like(total, torch.finfo(torch.float32).min)
+        weighted = torch.zeros_like(total) if entropy else None
+        for columns in shard.columns:
+            layer = shard.layer(columns)
+            for tokens in shard.tokens:
+                logits = shard.logits(hidden[tokens], layer)
+                own, column = shard.labels(tokens, columns)
+                target[tokens] += logits.gather(1, column)[:, 0].where(own, 0)
+                sums = [x[tokens] for x in (top, total, weighted) if x is not None]
+                for old, new in zip(sums, fold(logits, *sums), strict=True):
+                    old.copy_(new)
+        highest = shard.reduce(top.clone(), dist.ReduceOp.MAX)
+        parts = torch.stack([target, *_shifted(top - highest, total, weighted)])
+        target, total, *weighted = shard.reduce(parts, dist.ReduceOp.SUM)
+        log_total = total.log()
+        entropies = log_total - weighted[0] / total if entropy else None
+        ctx.shard = shard
+        ctx.save_for_backward(hidden, weight, highest + log_total, entropies)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return target - highest - log_total, entropies
 
     @staticmethod
     def backward(ctx, d_logprobs, d_entropies):
-        hidden, weight, labels, normalisers, entropies = ctx.saved_tensors
-        if d_logprobs is None:
-            d_logprobs = torch.zeros_like(entropies)
-        shard, held = ctx.shard, ctx.shard.rows
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for chunk in _chunks(len(labels), ctx.chunk):
-            # d log p(label) / d logits = onehot(label) − softmax
-            # d entropy / d logits = −softmax · (log softmax + entropy)
-            logprobs = shard.logits(hidden[chunk]).sub_(normalisers[chunk, None])
-            slope = -d_logprobs[chunk, None]
-            if d_entropies is not None:
-                known = logprobs.clamp(min=_LEAST).add_(entropies[chunk, None])
-                slope = known.mul_(-d_entropies[chunk, None]).add_(slope)
-            d_logits = logprobs.exp_().mul_(slope)
-            own, column = shard.columns(labels[chunk])
-            d_logits.scatter_add_(1, column[:, None], (d_logprobs[chunk] * own)[:, None])
-            d_logits = d_logits.div_(shard.temperature).to(hidden.dtype)
-            d_hidden[chunk] = d_logits @ weight[:held]
-            d_weight[:held] += d_logits.T @ hidden[chunk]
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        hidden, weight, normalisers, entropies = ctx.saved_tensors
+        shard = ctx.shard
+        d_logprobs = torch.zeros_like(normalisers) if d_logprobs is None else d_logprobs / shard.temperature
+        known = (normalisers, d_logprobs)
+        if d_entropies is not None:
+            known += (entropies, d_entropies / shard.temperature)
+        d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weight)
+        for columns in shard.columns:
+            layer, own_weight = shard.layer(columns), weight[columns]
+            d_own_weight = torch.zeros_like(own_weight, dtype=torch.float32)
+            for tokens in shard.tokens:
+                logits = shard.logits(hidden[tokens], layer)
+                d_logits = slopes(logits, *(x[tokens] for x in known))
+                own, column = shard.labels(tokens, columns)
+                d_logits.scatter_add_(1, column, d_logprobs[tokens].where(own, 0)[:, None])
+                d_logits = d_logits.to(hidden.dtype)
+                _add_product(d_hidden[tokens], d_logits, own_weight)
+                _add_product(d_own_weight, d_logits.T, hidden[tokens])
+            d_weight[columns] = d_own_weight
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
 
 class _Shard:
-    """The columns of the logits that this tensor-parallel rank computes."""
+    """The logits that this tensor-parallel rank computes, and the tiles in which it does."""
 
-    def __init__(self, weight: Tensor, vocabulary: Vocabulary, group: dist.ProcessGroup):
+    def __init__(self, weight: Tensor, labels: Tensor, vocabulary: Vocabulary, group: dist.ProcessGroup):
         self.group, self.temperature, self.rounded = group, vocabulary.temperature, vocabulary.rounded
-        self.start = weight.size(0) * group.rank()
-        real = min(max(vocabulary.size - self.start, 0), weight.size(0))
-        self.all_padding = real == 0
-        self.rows = max(real, 1)
-        self.weight = weight.detach()[: self.rows]
+        self.weight, first = weight.detach(), weight.size(0) * group.rank()
+        self.own_labels = labels - first
+        real = min(max(vocabulary.size - first, 0), weight.size(0))
+        high, wide = tile(len(labels), real, vocabulary.tile)
+        self.tokens, self.columns = _slices(len(labels), high), _slices(real, wide)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, rows]"""
-        logits = (hidden @ self.weight.T).float() if self.rounded else _float32_product(hidden, self.weight.T)
-        if self.all_padding:
-            return logits.fill_(torch.finfo(torch.float32).min)
-        return logits.div_(self.temperature)
+    def layer(self, columns: slice) -> Tensor:
+        """Returns the output layer's rows for these columns, in the dtype that `logits` multiplies with."""
+        part = self.weight[columns]
+        return part if self.rounded or part.is_cuda else part.float()
 
-    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns whether this rank has the column of each label, and which column (any if it has not)."""
-        column = labels - self.start
-        own = (column >= 0) & (column < self.rows) & (not self.all_padding)
-        return own, column.clamp(0, self.rows - 1)
+    def logits(self, hidden: Tensor, layer: Tensor) -> Tensor:
+        """Returns the logits in float32, exact but for the order of their sums, or rounded to the dtype of `hidden`."""
+        if self.rounded or hidden.dtype == torch.float32:
+            logits = (hidden @ layer.T).float()
+        elif hidden.is_cuda:  # as vLLM computes it; there is no such kernel for a CPU
+            logits = torch.mm(hidden, layer.T, out_dtype=torch.float32)
+        else:
+            logits = hidden.float() @ layer.T
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
+
+    def labels(self, tokens: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Returns whether each label is in these columns, [n], and in which of them, [n, 1], any if it is not."""
+        label = self.own_labels[tokens] - columns.start
+        column = label.clamp(0, columns.stop - columns.start - 1)
+        return column == label, column[:, None]
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self.group.size() > 1:
@@ -136,12 +160,82 @@ class _Shard:
         return values
 
 
-def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left @ right in float32, which is exact but for the order of its sums, whatever the dtype of both."""
-    if left.is_cuda and left.dtype != torch.float32:  # as vLLM computes it; there is no such kernel for a CPU
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+class Fused:
+    """A function of a tile of logits and vectors that runs on a GPU as one kernel or two, compiled at the first call.
+
+    It runs as it is written on a CPU, and where torch cannot compile it for want of Triton or a C compiler, which is
+    logged.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.plain, self._compiled = function, None
+
+    def __call__(self, logits: Tensor, *vectors: Tensor) -> Any:
+        # a tile of one row or column would be compiled on its own
+        run = self.compiled if logits.is_cuda and 1 not in logits.shape else self.plain
+        return run(logits, *vectors)
+
+    def compiled(self, *tensors: Tensor) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes seconds
+
+        if self._compiled is None:
+            self._compiled = torch.compile(self.plain, dynamic=True, fullgraph=True)
+        try:
+            return self._compiled(*tensors)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as e:
+            log.warning("log-probabilities: not compiled, and so slower: %s", str(e).strip().split("\n")[0])
+            self._compiled = self.plain
+            return self.plain(*tensors)
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+@Fused
+def fold(logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor | None = None) -> list[Tensor]:
+    """Returns the sums with a tile added, [n] each: the highest logit, the sum of weights e^(logit − highest), and if
+    `weighted` is there the sum of weight × (logit − highest)."""
+    highest = torch.maximum(top, logits.amax(-1))
+    below = (logits - highest[:, None]).clamp_(min=_LEAST)
+    total, *weighted = _shifted(top - highest, total, weighted)
+    if not weighted:
+        return [highest, total + below.exp_().sum(-1)]
+    weights = below.exp()
+    return [highest, total + weights.sum(-1), weighted[0] + weights.mul_(below).sum(-1)]
+
+
+def _shifted(lower: Tensor, total: Tensor, weighted: Tensor | None) -> list[Tensor]:
+    """Returns both sums of `fold` as they are where the highest logit is higher: by −lower, which is 0 at least."""
+    scale = lower.exp()
+    return [total * scale] if weighted is None else [total * scale, (weighted + total * lower) * scale]
+
+
+@Fused
+def slopes(
+    logits: Tensor,
+    normalisers: Tensor,
+    d_logprobs: Tensor,
+    entropies: Tensor | None = None,
+    d_entropies: Tensor | None = None,
+) -> Tensor:
+    """Returns the gradient of a tile's logits, but for the labels' own part, in place of the logits.
+
+    d log p(label) / d logits = onehot(label) − softmax
+    d entropy / d logits = −softmax · (log softmax + entropy)
+    """
+    logprobs = logits.sub_(normalisers[:, None]).clamp_(min=_LEAST)
+    if entropies is None:
+        return logprobs.exp_().mul_(-d_logprobs[:, None])
+    factors = (logprobs + entropies[:, None]).mul_(-d_entropies[:, None]).sub_(d_logprobs[:, None])
+    return logprobs.exp_().mul_(factors)
+
+
+def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to a float32 matrix. On a CPU, products of half precision are rounded to it before."""
+    if left.dtype == torch.float32:
+        to.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(to, left, right, out_dtype=torch.float32, out=to)
+    else:
+        to += left @ right
+
+
+def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]

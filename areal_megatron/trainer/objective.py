@@ -36,17 +36,17 @@ class Objective:
         )
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
-    def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log-probability and entropy of each trained token, float32 [N] each.
+    def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
+        """Returns the log-probability of each trained token, float32 [N], by the distribution that answers are sampled
+        from."""
+        return self._logprobs(hidden, microbatch, self._sampled)[0]
 
-        They are those of the distribution that answers are sampled from.
-        """
-        return self._logprobs(hidden, microbatch, self._sampled)
-
-    def _logprobs(self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         weight = self._policy.output_weight
-        own = token_logprobs(hidden, weight, microbatch.rows, microbatch.labels, vocabulary)
-        return tuple(microbatch.of_all_ranks(values) for values in own)
+        own = token_logprobs(hidden, weight, microbatch.rows, microbatch.labels, vocabulary, entropy=entropy)
+        return tuple(values if values is None else microbatch.of_all_ranks(values) for values in own)
 
     def sft(self, hidden: Tensor, microbatch: MicroBatch, sums: TokenSums) -> Tensor:
         """Returns the sum of the negative log-probabilities, and adds it to `sums`."""
@@ -60,7 +60,7 @@ class Objective:
 
         `taken`: the optimizer steps since the batch began; at 0 the current policy is the trained version.
         """
-        current, entropy = self.logprobs(hidden, sampled.microbatch)
+        current, entropy = self._logprobs(hidden, sampled.microbatch, self._sampled, entropy=True)
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)

@@ -19,7 +19,6 @@ from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
-from areal_megatron.models.logits import chunk_tokens
 from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import partition
@@ -34,7 +33,7 @@ from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_trajectories
 from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner, Steps
-from areal_megatron.trainer.logprobs import Vocabulary
+from areal_megatron.trainer.logprobs import Vocabulary, tile_of
 from areal_megatron.trainer.model import build_model, named_parameters, parallel_sizes, tensors
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import ModelOptimizer
@@ -96,7 +95,7 @@ class Trainer:
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
             temperature=config.rollout.temperature,
-            chunk=chunk_tokens(self.hf_config["vocab_size"], self.sizes.tp),
+            tile=tile_of(self.device),
             sequence_parallel=self.sizes.tp > 1,
             rounded=config.model.head_dtype == "model",
         )
@@ -323,7 +322,7 @@ class Trainer:
         rows = [sampled.microbatch for sampled in microbatches]
         work = [(row, partial(self._objective.logprobs, microbatch=row)) for row in rows]
         with self.timeline.span(span, tokens=pipeline.token_count(work)):
-            return [logprobs for logprobs, _ in pipeline.forward(self.policy.chunks, work)]
+            return pipeline.forward(self.policy.chunks, work)
 
     def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
         """Masks the tokens that M2PO leaves out of the mini-batch, over all replicas. Collective."""

@@ -102,7 +102,7 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     `memory` in bytes that all engines share (0: that of this machine).
     """
     on_cuda = config.machine.device == "cuda"
-    trainer = trainer_memory(config, hf_config, on_cuda)
+    trainer = trainer_memory(config, hf_config, on_cuda, gpu_gib)
     if on_cuda and gpu_gib and not _fits(trainer, gpu_gib) and not config.shares_gpus:
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
     engine = None
@@ -134,7 +134,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
     )
     for text, trainer in _smaller_trainers(config):
         try:
-            smaller = trainer_memory(replace(config, trainer=trainer), hf_config, on_cuda=True)
+            smaller = trainer_memory(replace(config, trainer=trainer), hf_config, True, gpu_gib)
         except ConfigError:
             continue
         if _fits(smaller, gpu_gib):
@@ -214,7 +214,7 @@ def _too_large_to_share(
         problem += f": the rest holds {tokens:,} tokens, an answer may have {longest:,} with its prompt"
     for text, changed in _smaller_pools(config):
         try:
-            taken = trainer_memory(changed, hf_config, on_cuda=True).total
+            taken = trainer_memory(changed, hf_config, True, gpu_gib).total
             engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda=True, taken=taken)
         except ConfigError:
             continue

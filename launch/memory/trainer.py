@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.models.logits import chunk_tokens
+from areal_megatron.models.logits import BYTES, cpu_logits, gpu_logits, tile
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
-from launch.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
+from launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, MemoryPart, RankMemory, communicator_bytes
 from launch.memory.traffic import weight_traffic
 
 MOMENTS, MAIN = 8, 4
@@ -50,15 +50,18 @@ def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic:
     return Held(sum(counts.values()) - experts, experts, largest)
 
 
-def trainer_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> RankMemory:
-    """Returns the peak memory of the fullest rank. Raises ConfigError where the sizes do not fit the model."""
+def trainer_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool, gpu_gib: float = 0) -> RankMemory:
+    """Returns the peak memory of the fullest rank, on GPUs with `gpu_gib` GiB (0 if unknown). Raises ConfigError where
+    the sizes do not fit the model."""
     return max(
-        (stage_memory(config, hf_config, stage, on_cuda) for stage in range(config.trainer.pp)),
+        (stage_memory(config, hf_config, stage, on_cuda, gpu_gib) for stage in range(config.trainer.pp)),
         key=lambda memory: memory.total,
     )
 
 
-def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cuda: bool) -> RankMemory:
+def stage_memory(
+    config: Config, hf_config: Mapping[str, Any], stage: int, on_cuda: bool, gpu_gib: float = 0
+) -> RankMemory:
     """Returns the peak memory of a rank of one pipeline stage: in a backward pass, in an optimizer step, or while the
     model is built."""
     t, sizes, element = config.trainer, MegatronSizes.of(config.trainer), ITEMSIZE[config.model.dtype]
@@ -72,7 +75,8 @@ def stage_memory(config: Config, hf_config: Mapping[str, Any], stage: int, on_cu
     chosen = hf_config["num_experts_per_tok"] if model.dimensions.experts else 0
     layer = layer_of(config, model, chosen, on_cuda)
     kept = MemoryPart("activations", activations(config, layer, stage), describe(config, stage))
-    logprobs = _logprobs(config, hf_config, sizes, stage)
+    held_logits = gpu_logits(gpu_gib * GIB) if on_cuda else cpu_logits(1)
+    logprobs = _logprobs(config, hf_config, sizes, stage, held_logits)
     backward = kept.bytes + logprobs.bytes
     # DDP makes its buffers beside the parameters that the model was built with, before optimizer and activations
     building = parameters.bytes - optimizer.bytes
@@ -125,17 +129,17 @@ def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, 
     return MemoryPart("critic", size, note)
 
 
-def _logprobs(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
-    """trainer/logprobs.py: the logits of a chunk (12 bytes each), a gradient of the output layer in float32 and twice
-    in its dtype, and the final hidden states of a micro-batch: gathered, picked, and their gradient."""
+def _logprobs(
+    config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, held_logits: int
+) -> MemoryPart:
+    """trainer/logprobs.py: the logits of a tile; the gradient of the output layer, and in float32 that of a tile's
+    columns; and the final hidden states of a micro-batch: gathered, picked, and their gradient, in float32 at first."""
     model, element = architecture(hf_config).dimensions, ITEMSIZE[config.model.dtype]
-    tokens = microbatch_tokens(config)
-    chunk = chunk_tokens(model.vocabulary, sizes.tp)
-    rows = sizes.padded_vocabulary(model.vocabulary) // sizes.tp
-    logits = 12 * min(chunk, tokens) * rows
-    output_layer = (4 + 2 * element) * rows * model.hidden
-    hidden_states = 3 * element * tokens * model.hidden
-    size = logits + output_layer + hidden_states if stage == sizes.pp - 1 else 0
+    tokens, rows = microbatch_tokens(config), sizes.padded_vocabulary(model.vocabulary) // sizes.tp
+    high, wide = tile(tokens, rows, held_logits)
+    output_layer = (element * rows + 4 * wide) * model.hidden
+    hidden_states = (2 * element + 4 + (element if element < 4 else 0)) * tokens * model.hidden
+    size = BYTES * high * wide + output_layer + hidden_states if stage == sizes.pp - 1 else 0
     return MemoryPart("log-probabilities", size, "last stage only")
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of a vocabulary of 152k: what larger chunks, a float32 product and compiled code would change.
+"""Log-probabilities of a vocabulary of 152k: what tiles, their size, a float32 product and compiled code change.
 
-The trainer's own function is timed forward and backward, with chunks as it has them and four times as large. Its
-result, and that of the output layer's product with a bfloat16 and with a float32 result, are compared with float32.
+The trainer's own function is timed forward and backward beside plain torch by whole rows, in tiles of several sizes.
+Its result, and that of the output layer's product with a bfloat16 and with a float32 result, are compared with float32.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import areal_megatron.trainer  # noqa: F401  (adapts megatron-core to this machine before anything imports it)
-from areal_megatron.models.logits import chunk_tokens
-from areal_megatron.trainer.logprobs import Vocabulary
-from tools.bench.logprobs import chunked, full
+from areal_megatron.models.logits import tile
+from areal_megatron.trainer.logprobs import Vocabulary, fold, slopes
+from tools.bench.logprobs import full, rows, tiles
 from tools.evidence.ceilings import seconds
 from tools.evidence.parts import Finding, Options, Part, Skip
 
 VOCABULARY, HIDDEN, TOKENS = 151936, 1536, 8192
 """As in Qwen2.5-1.5B."""
+LOGITS = 2**27
+"""Held at a time on a GPU of 80 GB."""
 
 
 def inputs(options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +34,7 @@ def inputs(options: Options) -> tuple[Tensor, Tensor, Tensor]:
     return states.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,), device=options.device)
 
 
-def chunks(options: Options) -> Iterator[Finding]:
+def sizes(options: Options) -> Iterator[Finding]:
     hidden, weight, labels = inputs(options)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if options.on_cuda else "gloo"
@@ -41,57 +43,51 @@ def chunks(options: Options) -> Iterator[Finding]:
 
         parallel_state.initialize_model_parallel()
     with torch.no_grad():
-        exact = full(hidden.float(), weight.float(), labels, _vocabulary(weight, 1))
-    for factor in (1, 4):
-        vocabulary = _vocabulary(weight, factor)
+        exact, _ = full(hidden.float(), weight.float(), labels, _vocabulary(weight, LOGITS), entropy=False)
+    ways = {"log-probabilities by whole rows": (rows, LOGITS)}
+    ways |= {f"… in tiles of 2^{power}": (tiles, 2**power) for power in (25, 27, 29)}
+    for name, (function, held) in ways.items():
 
-        def both_ways(vocabulary: Vocabulary = vocabulary) -> None:
-            chunked(hidden, weight, labels, vocabulary).sum().backward()
+        def both_ways(function: Callable = function, held: int = held) -> None:
+            function(hidden, weight, labels, _vocabulary(weight, held))[0].sum().backward()
 
-        took = seconds(both_ways, hidden.device)
-        name = "log-probabilities" if factor == 1 else f"… in chunks {factor} times as large"
-        yield Finding(name, 1e6 * took / len(labels), "µs/token", more={"chunk": vocabulary.chunk})
+        yield Finding(name, 1e6 * seconds(both_ways, hidden.device) / len(labels), "µs/token", more={"tile": held})
     with torch.no_grad():
-        yield from _difference("log-probabilities", chunked(hidden, weight, labels, _vocabulary(weight, 1)), exact)
+        found, _ = tiles(hidden, weight, labels, _vocabulary(weight, LOGITS), entropy=False)
+        yield from _difference("log-probabilities", found, exact)
 
 
 def products(options: Options) -> Iterator[Finding]:
     if not options.on_cuda:
         raise Skip("torch.mm takes out_dtype on CUDA only")
     hidden, weight, labels = (tensor.detach() for tensor in inputs(options))
-    exact = full(hidden.float(), weight.float(), labels, _vocabulary(weight, 1))
+    exact, _ = full(hidden.float(), weight.float(), labels, _vocabulary(weight, LOGITS), entropy=False)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "product in bfloat16, then to float32": lambda states: (states @ weight.T).float(),
         "product with a float32 result": lambda states: torch.mm(states, weight.T, out_dtype=torch.float32),
     }
     for name, logits in ways.items():
-        rows = hidden[: chunk_tokens(len(weight), 1)]
-        took = seconds(lambda logits=logits, rows=rows: logits(rows), hidden.device)
-        yield Finding(name, 1e6 * took / len(rows), "µs/token", shown=False)
-        parts = [logits(states).log_softmax(-1) for states in hidden.split(len(rows))]
+        chunk = hidden[: max(1, LOGITS // len(weight))]
+        took = seconds(lambda logits=logits, chunk=chunk: logits(chunk), hidden.device)
+        yield Finding(name, 1e6 * took / len(chunk), "µs/token", shown=False)
+        parts = [logits(states).log_softmax(-1) for states in hidden.split(len(chunk))]
         found = torch.cat(parts).gather(1, labels[:, None])[:, 0]
         yield from _difference(name, found, exact)
 
 
 def compiled(options: Options) -> Iterator[Finding]:
-    """The passes over the logits of a chunk, which compiled code would make one."""
+    """What happens to a tile between products."""
     if not options.on_cuda:
         raise Skip("the trainer compiles nothing on CPU")
-    _, weight, _ = inputs(options)
-    logits = torch.randn(chunk_tokens(len(weight), 1), len(weight), device=options.device)
-
-    def sums(logits: Tensor) -> Tensor:
-        logits = logits - logits.amax(-1, keepdim=True)
-        weights = logits.exp()
-        return torch.stack([weights.sum(-1), (weights * logits).sum(-1)])
-
-    eager, fused = (seconds(lambda f=f: f(logits), logits.device) for f in (sums, torch.compile(sums)))
-    yield Finding("compiled passes over logits, time over eager ones", fused / eager, more={"eager_s": eager})
+    high, wide = tile(TOKENS, VOCABULARY, LOGITS)
+    logits, sums = torch.randn(high, wide, device=options.device), torch.randn(2, high, device=options.device).unbind()
+    for name, part in (("forward", fold), ("backward", slopes)):
+        eager, fused = (seconds(lambda f=f: f(logits, *sums), logits.device) for f in (part.plain, part.compiled))
+        yield Finding(f"compiled code for a tile, {name}, over eager", fused / eager, more={"eager_s": eager})
 
 
-def _vocabulary(weight: Tensor, factor: int) -> Vocabulary:
-    size = len(weight)
-    return Vocabulary(size, temperature=1.0, chunk=factor * chunk_tokens(size, 1), sequence_parallel=False)
+def _vocabulary(weight: Tensor, tile: int) -> Vocabulary:
+    return Vocabulary(len(weight), temperature=1.0, tile=tile, sequence_parallel=False)
 
 
 def _difference(name: str, found: Tensor, exact: Tensor) -> Iterator[Finding]:
@@ -100,4 +96,4 @@ def _difference(name: str, found: Tensor, exact: Tensor) -> Iterator[Finding]:
     yield Finding(f"{name}, off float32 at p99", float(off.quantile(0.99)), more=more)
 
 
-PARTS: dict[str, Part] = {"chunks": chunks, "products": products, "compiled": compiled}
+PARTS: dict[str, Part] = {"sizes": sizes, "products": products, "compiled": compiled}

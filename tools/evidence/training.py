@@ -180,9 +180,11 @@ def _that_fits(config: Config, hf: dict[str, Any], options: Options) -> tuple[Co
 
 def _memory(config: Config, hf: dict[str, Any], device: torch.device, before: int) -> Finding:
     """Returns the largest memory of the process over what the plan says."""
-    planned, statistics = trainer_memory(config, hf, device.type == "cuda"), {}
+    on_cuda, statistics = device.type == "cuda", {}
+    total = torch.cuda.get_device_properties(device).total_memory if on_cuda else 0
+    planned = trainer_memory(config, hf, on_cuda, total / GIB)
     found = peak(device) - before
-    if device.type == "cuda":
+    if on_cuda:
         free, total = torch.cuda.mem_get_info(device)
         statistics = {"allocated_gib": peak(device) / GIB, "retries": torch.cuda.memory_stats()["num_alloc_retries"]}
         found = total - free - torch.cuda.memory_reserved(device) + torch.cuda.max_memory_reserved(device)

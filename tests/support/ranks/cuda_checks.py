@@ -32,7 +32,7 @@ def check_half_precision(folder: Path, rank: int, dtype: str, error: float) -> N
         assert subject.device.type == "cuda"
         batch = pack_trajectories(trajectories, [0.0] * 12, [1.0] * 12, 0, "recompute", 1, subject.device)
         work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
-        [(logprobs, _)] = pipeline.forward(subject.policy.chunks, work)
+        [logprobs] = pipeline.forward(subject.policy.chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
         assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < error
         before = {name: value.clone() for name, value in subject.parameters().items()}
@@ -65,7 +65,7 @@ def check_cuda_logprob_memory(folder: Path, rank: int) -> None:
         make = {"device": subject.device, "dtype": torch.bfloat16, "requires_grad": True}
         hidden, weight = torch.randn(tokens, 1, hidden_size, **make), torch.randn(columns, hidden_size, **make)
         labels = torch.randint(columns, (tokens,), device=subject.device)
-        vocabulary = Vocabulary(size=columns, temperature=1.0, chunk=1024, sequence_parallel=False)
+        vocabulary = Vocabulary(size=columns, temperature=1.0, tile=2**27, sequence_parallel=False)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         rows = torch.arange(tokens, device=subject.device)

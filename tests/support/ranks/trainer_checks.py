@@ -79,7 +79,7 @@ def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
 @contextmanager
 def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
     """Opens a trainer in the run folder `run`, which the test has made; several ranks need a new folder each time."""
-    logits_limit.LOGITS_ELEMENTS = 50 * 250  # so that a micro-batch takes several chunks
+    logits_limit.PER_CORE = 50 * 50  # so that a micro-batch takes several tiles, of tokens and of columns
     row.LEAST_CUT = 8  # so that sequences of 100 tokens are cut for context parallelism
     with Trainer(config, Run(folder / run), rank) as trainer:
         yield trainer
@@ -126,10 +126,15 @@ def check_logits(subject: Trainer, expected: dict) -> None:
 def check_logprobs(subject: Trainer, expected: dict) -> None:
     trajectories = make_trajectories(7, version=0)
     batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._part)
-    work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
+    objective = subject._objective
+    both = partial(objective._logprobs, microbatch=batch.microbatch, vocabulary=objective._sampled, entropy=True)
+    work = [(batch.microbatch, both)]
     for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
+    unasked = partial(objective._logprobs, microbatch=batch.microbatch, vocabulary=objective._sampled)
+    for _, entropy in pipeline.forward(subject.policy.chunks, [(batch.microbatch, unasked)]):
+        assert entropy is None
     part = BatchPart(
         version=0,
         trajectories=trajectories,
@@ -414,7 +419,9 @@ def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None
             hidden = hidden.detach().requires_grad_()
             weight = (20 * subject._objective._policy.output_weight.detach()).requires_grad_()
             vocabulary = subject._objective._sampled
-            logprobs, entropies = token_logprobs(hidden, weight, microbatch.rows, microbatch.labels, vocabulary)
+            logprobs, entropies = token_logprobs(
+                hidden, weight, microbatch.rows, microbatch.labels, vocabulary, entropy=True
+            )
             (logprobs.sum() + 0.1 * entropies.sum()).backward()
 
             plain_hidden = gather_sequence(hidden.detach(), config).float().requires_grad_()
@@ -479,9 +486,9 @@ def check_logprob_memory(folder: Path, rank: int) -> None:
         hidden = torch.randn(tokens, 1, 64, requires_grad=True)
         weight = torch.randn(columns, 64, requires_grad=True)
         labels = torch.randint(columns - 7, (tokens,))
-        vocabulary = Vocabulary(size=columns - 7, temperature=1.0, chunk=64, sequence_parallel=False)
+        vocabulary = Vocabulary(size=columns - 7, temperature=1.0, tile=2**20, sequence_parallel=False)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        logprobs, entropies = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary)
+        logprobs, entropies = token_logprobs(hidden, weight, torch.arange(tokens), labels, vocabulary, entropy=True)
         (logprobs + entropies).sum().backward()
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         assert grown < tokens * columns * 4 / 4, f"{grown / 2**20:.0f} MiB more"
