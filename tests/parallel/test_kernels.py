@@ -1,6 +1,8 @@
 """Training with fused kernels and grouped experts is training without them, in every layout; on CPU, where torch and
 megatron-core have a form of them too."""
 
+import math
+
 import pytest
 
 from areal_megatron.run import Run
@@ -14,7 +16,12 @@ CASES = {
     "all-on-2-ranks": (
         "layouts",
         EVERY,
-        [("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"pp": 2}), ("qwen3_moe", {"dp": 2, "ep": 2})],
+        [
+            ("qwen3_moe", {"tp": 2}),
+            ("qwen3_moe", {"pp": 2}),
+            ("qwen3_moe", {"dp": 2, "ep": 2}),
+            ("qwen3_moe", {"cp": 2, "ep": 2}),
+        ],
     ),
     "all-on-4-ranks": ("layouts", EVERY, [("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})]),
     "all-in-small-buckets": ("overlap", EVERY, [("qwen3_moe", {"dp": 2})]),
@@ -29,7 +36,7 @@ def test_kernels_change_nothing(tmp_path, on_ranks, case):
         if not (tmp_path / model).exists():
             save_model(model, tmp_path / model)
         Run(tmp_path / run).create()
-    [world] = {layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1) for _, layout in layouts}
+    [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout in layouts}
     on_ranks("kernel_checks:check_kernels", world, of=check, names=names, cases=cases)
 
 
