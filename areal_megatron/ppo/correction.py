@@ -74,7 +74,9 @@ def within_second_moment(lag: Tensor, threshold: float, reduce: Reduce) -> Tenso
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
     """Returns, for each value, the mean over its sequence: [N]."""
-    count = int(sequences.max()) + 1 if len(sequences) else 0
-    total = values.new_zeros(count).index_add(0, sequences, values)
-    lengths = values.new_zeros(count).index_add(0, sequences, torch.ones_like(values))
+    # Numbered without gaps there are as many sequences as values at most, and nobody has to wait for their number.
+    begins = sequences.diff(prepend=sequences.new_full((1,), -1)) != 0
+    sequences = begins.cumsum(0) - 1
+    total = torch.zeros_like(values).index_add(0, sequences, values)
+    lengths = torch.zeros_like(values).index_add(0, sequences, torch.ones_like(values))
     return (total / lengths.clamp(min=1))[sequences]

@@ -21,12 +21,15 @@ def first_beyond(values: Tensor, within: Callable[[Tensor, Tensor], Tensor], red
     This is a radix selection: non-negative floats are ordered as their bits are. For each of four groups of eight bits
     256 counts and sums are reduced, whatever n is.
     """
-    keys = values.contiguous().view(torch.int32)
+    # The host has to know each group's result before the next one, and replicas add theirs up on their hosts: it waits
+    # for the device once and does the rest itself.
+    keys = values.cpu().contiguous().view(torch.int32)
     chosen, prefix, below = torch.ones_like(keys, dtype=torch.bool), 0, torch.zeros(2, 1, dtype=torch.float64)
     for shift in (24, 16, 8, 0):
         digits = (keys[chosen] >> shift) & (_BINS - 1)
-        counts, sums = (torch.bincount(digits, weights, _BINS) for weights in (None, values[chosen].double()))
-        held = reduce(torch.stack([counts.double(), sums]).cpu())
+        weights = keys[chosen].view(torch.float32).double()
+        counts, sums = torch.bincount(digits, None, _BINS), torch.bincount(digits, weights, _BINS)
+        held = reduce(torch.stack([counts.double(), sums]))
         upto = below + held.cumsum(1)
         beyond = ~within(*upto)
         if shift < 24:  # one of these is beyond, even if their sum is rounded differently in this order

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from areal_megatron.packing.row import View, whole_sequences
 from areal_megatron.trainer.attention_blocks import Blocks, attend_in_blocks, attend_with_past
+from areal_megatron.trainer.copies import to_device
 
 
 @dataclass
@@ -42,22 +43,22 @@ class Packed(PackedSeqParams):
     @cached_property
     def positions(self) -> Tensor:
         """int64 [T]: the place of each token in its sequence."""
-        return torch.from_numpy(self.view.positions).to(self.device)
+        return to_device(self.view.positions, self.device)
 
     @cached_property
     def boundaries(self) -> Tensor:
         """int32 [runs + 1]: the first token of each run of queries, then T."""
-        return torch.from_numpy(np.cumsum((0, *self.view.sizes), dtype=np.int32)).to(self.device)
+        return to_device(np.cumsum((0, *self.view.sizes), dtype=np.int32), self.device)
 
     @cached_property
     def key_boundaries(self) -> Tensor:
         """int32 [runs + 1]: the first of the keys that each run attends to, among all in `key_places`."""
-        return torch.from_numpy(np.cumsum((0, *self.view.key_counts), dtype=np.int32)).to(self.device)
+        return to_device(np.cumsum((0, *self.view.key_counts), dtype=np.int32), self.device)
 
     @cached_property
     def key_places(self) -> Tensor:
         """int64: for each run, the places of the keys that its last token attends to, in order."""
-        return torch.from_numpy(self.view.key_places).to(self.device)
+        return to_device(self.view.key_places, self.device)
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -72,7 +73,7 @@ class Packed(PackedSeqParams):
     def pasts(self) -> list[tuple[Tensor, Tensor]]:
         """For each past of the view the places of its keys and of the queries that attend to it, int64 each."""
         pasts = [(past.keys, past.queries) for past in self.view.pasts]
-        return [tuple(torch.from_numpy(places).to(self.device) for places in past) for past in pasts]
+        return [tuple(to_device(places, self.device) for places in past) for past in pasts]
 
 
 class CoreAttention(MegatronModule):

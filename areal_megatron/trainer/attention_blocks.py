@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_megatron.trainer.copies import to_device
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -60,7 +62,7 @@ class Blocks:
         taken, padding = np.concatenate(taken), np.concatenate(padding)
         place = np.empty(sizes.sum(), dtype=np.int64)
         place[taken[~padding]] = np.flatnonzero(~padding)
-        return cls(tuple(shapes), *(torch.from_numpy(array).to(device) for array in (taken, padding, place)))
+        return cls(tuple(shapes), *(to_device(array, device) for array in (taken, padding, place)))
 
     @property
     def are_row(self) -> bool:

@@ -16,6 +16,7 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.row import TokenRow, View, divide
 from areal_megatron.trainer.attention import Packed
+from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.routing import UNKNOWN, Routing
 
 _NONE = np.zeros(0, np.int64)
@@ -174,11 +175,11 @@ def _microbatch(
     rows = view.place[targets - 1]
     own = np.flatnonzero(rows >= 0)
     return MicroBatch(
-        tokens=torch.from_numpy(local[None]).to(part.device),
+        tokens=to_device(local[None], part.device),
         packed=packed,
-        rows=torch.from_numpy(rows[own]).to(part.device),
-        labels=torch.from_numpy(row[targets[own]]).to(part.device),
-        own=torch.from_numpy(own).to(part.device) if part.ranks > 1 else None,
+        rows=to_device(rows[own], part.device),
+        labels=to_device(row[targets[own]], part.device),
+        own=to_device(own, part.device) if part.ranks > 1 else None,
         trained=len(targets),
     )
 
@@ -223,9 +224,7 @@ def pack_trajectories(
         "by_this_version": fresh,
         "kept": np.ones_like(fresh),
     }
-    return PPOMicroBatch(
-        microbatch, **{name: torch.from_numpy(values).to(part.device) for name, values in columns.items()}
-    )
+    return PPOMicroBatch(microbatch, **{name: to_device(values, part.device) for name, values in columns.items()})
 
 
 def _prefixes(trajectories: Sequence[Trajectory], bundles: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the name `torch`
 inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in that forwards everything to
-torch except the few calls below. With a CUDA device the only change is a name that megatron-core fails to define
-without TransformerEngine.
+torch except the few calls below, and trainer/elementwise.py computes parts of its layers. With a CUDA device the only
+change is a name that megatron-core fails to define without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from areal_megatron.trainer import elementwise
 
 MODULES = (
     "megatron.core.dist_checkpointing.serialization",
@@ -58,6 +60,7 @@ def adapt_megatron() -> None:
                 module.torch = stand_in
         _use_cpu_generator()
         _exchange_uneven_parts()
+        elementwise.bind()
 
 
 @contextlib.contextmanager
@@ -144,7 +147,7 @@ class _Torch(_StandIn):
 def _on_cpu(factory):
     def make(*args, **options):
         if options.get("device") == "cuda":
-            options["device"] = "cpu"
+            options["device"] = torch.device("cpu")
         return factory(*args, **options)
 
     return make
@@ -169,7 +172,10 @@ def _exchange_uneven_parts() -> None:
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def move(tensor, as_numpy=False, **_):
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        if not torch.is_tensor(tensor):
+            return tensor
+        tensor = tensor.to("cpu", non_blocking=True)
+        return tensor.numpy() if as_numpy else tensor
 
     def gather_parts(part, group, sizes=None, use_global_buffer=False):
         if sizes is None or group.size() == 1:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from areal_megatron.ppo.critic import at_the_end, explained_variance, gae, value
 from areal_megatron.reshard.trainer_layout import MegatronSizes, is_head, layout, without_head
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
+from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.model import ValueModel, build_model, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
@@ -63,19 +65,20 @@ class Critic:
         with self._timeline.span("values", tokens=pipeline.token_count(work)):
             values = pipeline.forward(self.learner.chunks, work)
         known = microbatches if self._parallel.is_last_stage else []
-        raw, weights = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+        raw, weights = ([torch.zeros(0, dtype=torch.float64, device=self._parallel.device)] for _ in range(2))
         for sampled, own, members in zip(known, values, chain(*part.members), strict=False):
-            rewards = [part.trajectories[i].reward for i in members]
-            rewards = torch.tensor(rewards, dtype=torch.float64, device=own.device)
+            rewards = to_device(np.array([part.trajectories[i].reward for i in members], np.float64), own.device)
             per_token = at_the_end(rewards, sampled.sequences)
             advantages = gae(per_token, own, sampled.sequences, self._gamma, self._lambda)
             sampled.values, sampled.returns = own, (advantages + own).float()
-            lengths = sampled.sequences.bincount()[sampled.sequences].double()
-            raw.append(advantages.cpu())
-            weights.append(self._weigh(lengths).cpu())
-        advantages = normalised(torch.cat(raw), torch.cat(weights), self._parallel.sum_of_last_stages)
-        for sampled, own in zip(known, advantages.split([len(sampled.values) for sampled in known]), strict=True):
-            sampled.advantages = own.float().to(self._parallel.device)
+            lengths = torch.zeros_like(rewards).index_add(0, sampled.sequences, torch.ones_like(advantages))
+            raw.append(advantages)
+            weights.append(self._weigh(lengths[sampled.sequences]))
+        # The host waits once a batch: replicas add up their moments there.
+        advantages = normalised(torch.cat(raw).cpu(), torch.cat(weights).cpu(), self._parallel.sum_of_last_stages)
+        again = to_device(advantages.float().numpy(), self._parallel.device)
+        for sampled, own in zip(known, again.split([len(sampled.values) for sampled in known]), strict=True):
+            sampled.advantages = own
         return self._described(known, advantages)
 
     def train(
@@ -106,7 +109,7 @@ class Critic:
         loss = value_loss(current, sampled.values, sampled.returns, self._clip).sum()
         sums.add(
             {
-                "tokens": torch.tensor(len(current)),
+                "tokens": current.new_full((), len(current), dtype=torch.int64),
                 "value_loss": loss,
                 "value_clip_share": ((current - sampled.values).abs() > self._clip).sum(),
                 "value_mean": current.sum(),
@@ -119,8 +122,10 @@ class Critic:
     def _described(self, known: list[PPOMicroBatch], advantages: Tensor) -> dict[str, float]:
         sum_over_replicas, once = self._parallel.sum_of_last_stages, torch.ones_like(advantages)
         metrics = over_tokens(advantages, once, sum_over_replicas, self._parallel.max_over_ranks)
-        values = torch.cat([torch.zeros(0), *(sampled.values.cpu() for sampled in known)]).double()
-        returns = torch.cat([torch.zeros(0), *(sampled.returns.cpu() for sampled in known)]).double()
+        values, returns = torch.zeros(2, 0, dtype=torch.float64)
+        if known:  # for these metrics the host waits once a batch, too
+            both = torch.stack([torch.cat([getattr(each, name) for each in known]) for name in ("values", "returns")])
+            values, returns = both.cpu().double()
         explained = explained_variance(values, returns, sum_over_replicas)
         return metrics if explained is None else metrics | {"explained_variance": explained}
 

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.trainer import elementwise
 from areal_megatron.trainer.attention import CoreAttention
 from areal_megatron.trainer.experts import Experts
 from areal_megatron.trainer.routing import RouteOverride
@@ -43,7 +44,9 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return elementwise.rms_norm(x, self.weight, self.eps)
 
 
 class Router(TopKRouter):

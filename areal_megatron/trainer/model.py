@@ -143,9 +143,18 @@ def build_model(
         if kind is Policy:  # no engine chooses experts for the critic
             replay_routes(chunk)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
+        if not overlap:
+            _keep_to_itself(chunks[-1])
     if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
         transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if sizes.vpp > 1 else chunks[0].no_sync
     return chunks
+
+
+def _keep_to_itself(chunk: DistributedDataParallel) -> None:
+    """Leaves out the collectives of groups of one rank, which Megatron calls all the same."""
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        if group.intra_distributed_optimizer_instance_size == 1:
+            group.start_grad_sync = group.start_param_sync = lambda *_, **__: None
 
 
 def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -198,6 +207,9 @@ def transformer_config(
     config: Config, sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture, device: torch.device
 ) -> TransformerConfig:
     dtype, dimensions = getattr(torch, config.model.dtype), held.dimensions
+    fusions = hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts))
+    if device.type == "cpu":  # by trainer/elementwise.py, which weights no experts
+        fusions["bias_activation_fusion"] = not dimensions.experts
     return TransformerConfig(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
@@ -225,7 +237,7 @@ def transformer_config(
         finalize_model_grads_func=finalize_model_grads,
         # "alltoall" is required with variable lengths, even without experts
         moe_token_dispatcher_type=config.trainer.expert_dispatch,
-        **hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts)),
+        **fusions,
         **(_experts(sizes, hf, held) if dimensions.experts else {}),
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **RECOMPUTE[config.trainer.recompute],

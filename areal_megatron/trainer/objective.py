@@ -18,7 +18,7 @@ from areal_megatron.ppo.penalty import k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
-from areal_megatron.trainer.token_sums import TokenSums
+from areal_megatron.trainer.token_sums import LEFT_OUT, TokenSums
 
 
 class Objective:
@@ -68,18 +68,18 @@ class Objective:
         penalties = penalty(current, entropy, sampled.reference, self._penalty)
         loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
-        difference = ((proximal if taken else now) - behaviour).abs()[comparable]
+        difference = ((proximal if taken else now) - behaviour).abs().masked_fill(~comparable, 0)
         sums.add(
             {
                 "tokens": _count(now),
                 "loss": loss,
-                "compared": _count(difference),
+                "compared": comparable.sum(),
                 "difference": difference.sum(),
                 **metric_sums(replace(tokens, current=now), entropy.detach(), self._bounds),
                 **({} if sampled.reference is None else {"kl_reference": k3(sampled.reference - now).sum()}),
             },
             {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
-            {"difference": difference},
+            {"difference": difference.masked_fill(~comparable, LEFT_OUT)},
         )
         return loss
 
@@ -90,7 +90,7 @@ class Objective:
 
 
 def _count(values: Tensor) -> Tensor:
-    return torch.tensor(len(values))
+    return values.new_full((), len(values), dtype=torch.int64)
 
 
 def _largest(values: Tensor) -> Tensor:

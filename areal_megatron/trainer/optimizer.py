@@ -9,14 +9,26 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor
 
 from areal_megatron.config import OptimizerConfig
 from areal_megatron.run import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
+
+
+def _norm(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
+    """Returns the norm of all tensors as one, [1]."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().unsqueeze(0), None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    # Without TransformerEngine and apex, Megatron takes the norm of each tensor to the host.
+    clip_grads.l2_norm_impl = _norm
 
 LOSS_SCALING = {"initial_loss_scale": 16.0, "min_loss_scale": 2.0**-15, "loss_scale_window": 200, "hysteresis": 1}
 """How float16 gradients are kept in range: a gradient that is not finite halves the scale of the loss, 200 finite ones
@@ -61,6 +73,8 @@ class ModelOptimizer:
                 chunks,
                 use_gloo_process_groups=False,
             )
+        for settings_of in self._groups(of=torch.optim.AdamW):
+            settings_of |= {"fused": True, "foreach": False}
         self._scalers = [optimizer.grad_scaler for optimizer in self.megatron.chained_optimizers]
         if self.loss_scale is not None:
             chunks[0].config.grad_scale_func = self.megatron.scale_loss  # the chunks share their config
@@ -161,8 +175,8 @@ class ModelOptimizer:
         with cpu_passes_for_cuda():
             self.megatron.load_state_dict(state)
         for state in self._moments():
-            if "step" in state:
-                state["step"] = state["step"].clone()  # Megatron makes all of them count in the same tensor
+            if "step" in state:  # Megatron makes all of them count in the same tensor
+                state["step"] = state["exp_avg"].new_full((), float(state["step"]))
         for group, settings in zip(self.megatron.param_groups, own, strict=True):
             group |= settings
         self._schedule.num_steps = 0
@@ -173,13 +187,19 @@ class ModelOptimizer:
         for optimizer in self._distributed():
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         for state in self._moments(of=torch.optim.AdamW):
-            state.setdefault("step", torch.zeros(()))
+            state.setdefault("step", state["exp_avg"].new_zeros(()))
 
     def _moments(self, of: type = object) -> Iterator[dict[str, Any]]:
         """The state of each parameter in the optimizers of the type `of`."""
         for optimizer in self._distributed():
             if isinstance(optimizer.optimizer, of):
                 yield from optimizer.optimizer.state.values()
+
+    def _groups(self, of: type) -> Iterator[dict[str, Any]]:
+        """The parameter groups of the optimizers of the type `of`."""
+        for optimizer in self._distributed():
+            if isinstance(optimizer.optimizer, of):
+                yield from optimizer.optimizer.param_groups
 
     def _distributed(self) -> list[DistributedOptimizer]:
         """The optimizers that have parameters on this rank."""

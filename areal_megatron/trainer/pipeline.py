@@ -116,7 +116,7 @@ def _forward_step(iterator, chunk):
         result = function(hidden)
         if non_loss_data:
             return result
-        return result, torch.tensor(len(microbatch.rows), dtype=torch.int, device=hidden.device), None
+        return result, hidden.new_full((), len(microbatch.rows), dtype=torch.int), None
 
     return hidden, finish
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from areal_megatron.ppo.selection import quantile
 from areal_megatron.trainer.parallel import Parallel
 
+LEFT_OUT = -1.0
+"""In place of a value of `TokenSums.values` that no quantile counts."""
+
 
 @dataclass
 class TokenSums:
@@ -19,7 +22,8 @@ class TokenSums:
     sums: dict[str, list[Tensor]] = field(default_factory=dict)
     maxima: dict[str, list[Tensor]] = field(default_factory=dict)
     values: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Values of single tokens, for quantiles: float32 [n], not negative."""
+    """Values of single tokens, for quantiles: float32 [n], not negative, or LEFT_OUT: selecting those that count would
+    wait for the device in every micro-batch."""
 
     def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor], values: dict[str, Tensor] | None = None) -> None:
         for store, new in ((self.sums, sums), (self.maxima, maxima), (self.values, values or {})):
@@ -40,12 +44,15 @@ class TokenSums:
 
         `count`: the number of these values on all ranks, above 0.
         """
-        values = torch.cat(self.values.get(name, [torch.zeros(0)]))
-        return quantile(values, share, count, parallel.sum_of_last_stages)
+        values = torch.cat(self.values.get(name, [torch.zeros(0)])).cpu()
+        return quantile(values[values != LEFT_OUT], share, count, parallel.sum_of_last_stages)
 
 
 def _reduced(values: dict[str, list[Tensor]], names: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """float64 [names], on the CPU."""
-    zero = torch.zeros(())
-    columns = [reduce(torch.stack(values.get(name, [zero])).double()).cpu() for name in names]
-    return torch.stack(columns) if columns else torch.zeros(0, dtype=torch.float64)
+    """float64 [names], on the CPU; 0 for names without values."""
+    known = [name for name in names if name in values]
+    reduced = torch.zeros(len(names), dtype=torch.float64)
+    if known:  # the host waits for the batch's micro-batches, once for all names
+        columns = torch.stack([reduce(torch.stack(values[name]).double()) for name in known])
+        reduced[[names.index(name) for name in known]] = columns.cpu()
+    return reduced

@@ -27,9 +27,8 @@ class Layer:
     sizes: MegatronSizes
     element: int
     """Bytes of an element of model.dtype."""
-    fused_norms: bool = True
-    """CUDA's RMSNorm saves its input; elsewhere the norm consists of operations that save the input and the normalised
-    input in float32."""
+    fused_swiglu: bool = True
+    """Whether SwiGLU keeps its input alone; else it consists of operations that keep their results."""
 
     @property
     def saved(self) -> float:
@@ -44,8 +43,7 @@ class Layer:
     @property
     def final_norm(self) -> float:
         """Bytes that the norm after the last layer saves; its output is counted with the log-probabilities."""
-        hidden = self.model.dimensions.hidden
-        return ((self.element if self.fused_norms else 8) * hidden + 4) / self.sizes.tp
+        return (self.element * self.model.dimensions.hidden + 4) / self.sizes.tp
 
     @property
     def passing(self) -> float:
@@ -62,8 +60,7 @@ class Layer:
     def _norm(self) -> float:
         """The norm before attention or before the MLP: what it saves, its output (saved by the linear layer after it)
         and a float32 number."""
-        hidden = self.model.dimensions.hidden
-        return (self.element if self.fused_norms else 8) * hidden + self.element * hidden + 4
+        return 2 * self.element * self.model.dimensions.hidden + 4
 
     @property
     def _attention(self) -> float:
@@ -80,10 +77,7 @@ class Layer:
         d, e = self.model.dimensions, self.element
         if not any("q_layernorm" in row.megatron for row in self.model.family.layer):
             return 0
-        numbers = 4 * (d.heads + d.kv_heads)
-        if self.fused_norms:
-            return e * d.query + numbers
-        return 8 * d.query + (8 if e < 4 else 4) * d.key_value + numbers
+        return e * d.query + 4 * (d.heads + d.kv_heads)
 
     @property
     def _rotation(self) -> float:
@@ -92,13 +86,13 @@ class Layer:
 
     @property
     def _mlp(self) -> float:
-        """Dense: gate and up, and three tensors of the size of one of them: the activation, the other factor and their
-        product. Experts: for each chosen expert the token itself and, since the product is weighted, a fourth such
-        tensor; also the router's bookkeeping. The load of the experts is assumed to be even."""
+        """Dense: gate and up, and their product; where SwiGLU is not fused also the activation and the other factor.
+        Experts: for each chosen expert the token itself and, if it is not fused, the product before it is weighted;
+        also the router's bookkeeping. The load of the experts is assumed to be even."""
         d, e = self.model.dimensions, self.element
         if not d.experts:
-            return 5 * e * d.ffn
-        inner = 6 * e * d.expert_ffn / self.sizes.expert_tp
+            return (3 if self.fused_swiglu else 5) * e * d.ffn
+        inner = (3 if self.fused_swiglu else 6) * e * d.expert_ffn / self.sizes.expert_tp
         return self.sizes.tp * self._expert_tokens * (e * d.hidden + inner) + 5 * d.experts + 24 * self.chosen
 
     @property
@@ -156,4 +150,6 @@ def describe(config: Config, stage: int) -> str:
 
 
 def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) -> Layer:
-    return Layer(model, chosen, MegatronSizes.of(config.trainer), ITEMSIZE[config.model.dtype], fused_norms=on_cuda)
+    return Layer(
+        model, chosen, MegatronSizes.of(config.trainer), ITEMSIZE[config.model.dtype], fused_swiglu=not on_cuda
+    )

@@ -1,0 +1,77 @@
+"""The elementwise parts of a layer against plain formulas, with gradients by autograd in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+from areal_megatron.trainer.elementwise import rms_norm, rotated, swiglu
+
+SHAPES = {"hidden": (7, 1, 48), "heads": (5, 1, 3, 16), "one token": (1, 1, 8)}
+
+
+def check(ours, plain, inputs, dtype):
+    """Values and gradients of `ours` in `dtype` are those of `plain` in float64."""
+    error = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    found, expected = ours(*leaves), plain(*exact)
+    assert found.dtype == dtype
+    slope = torch.randn(expected.shape).to(dtype)
+    found.backward(slope)
+    expected.backward(slope.double())
+    pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]
+    for ours_is, plain_is in ((a.detach(), b.detach()) for a, b in pairs):
+        scale = float(plain_is.abs().max()) or 1.0
+        assert float((ours_is.double() - plain_is).abs().max()) < error * max(scale, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_rms_norm(shape, dtype):
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape), 1 + torch.randn(shape[-1])]
+    check(
+        lambda x, w: rms_norm(x, w, 1e-3),
+        lambda x, w: w * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt(),
+        inputs,
+        dtype,
+    )
+
+
+def test_rms_norm_of_a_token_that_is_zero():
+    x = torch.zeros(2, 8, requires_grad=True)
+    out = rms_norm(x, torch.ones(8), 1e-6)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(2, 8))
+    torch.testing.assert_close(x.grad, torch.full((2, 8), 1e3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_swiglu(shape, dtype):
+    torch.manual_seed(1)
+
+    def plain(both):
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate) * up
+
+    check(swiglu, plain, [torch.randn(shape)], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation(dtype):
+    torch.manual_seed(2)
+    angles = torch.outer(torch.arange(9.0), torch.rand(8))
+    angles = torch.cat((angles, angles), -1)[:, None, None]
+    plain = [lambda x: _apply_rotary_pos_emb_bshd(x, angles.double()), lambda x: complex_rotation(x, angles[..., :8])]
+    for formula in plain:
+        check(lambda x: rotated(x, angles), formula, [torch.randn(9, 1, 3, 16)], dtype)
+    projection = torch.randn(9, 1, 3, 40)
+    check(lambda x: rotated(x[..., 8:24], angles), lambda x: plain[1](x[..., 8:24]), [projection], dtype)
+
+
+def complex_rotation(x, angles):
+    first, second = x.chunk(2, -1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles).double(), angles.double())
+    return torch.cat((turned.real, turned.imag), -1)

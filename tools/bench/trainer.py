@@ -1,0 +1,335 @@
+"""Speed of the trainer beside the same batch in a plain loop of transformers and torch, and what it waits for.
+
+    python tools/bench/trainer.py [--model demo] [--layers N] [--draw short|equal|long-tail …] [--answers 256]
+                                  [--group 8] [--prompt 6] [--median 24] [--sigma 1.0] [--longest 256] [--cap 2048]
+                                  [--minibatches 4] [--dtype float32] [--recompute none] [--repetitions 9]
+                                  [--threads 1] [--json FILE]
+
+A folder with random weights is made; lengths are drawn and packed as in a run; then the real trainer and the plain loop
+(tools/bench/plain_loop.py) train the same batch in turn, in one process. `short`: the demo's additions; `equal`: every
+answer has the median; `long-tail`: lognormal. Runs on the GPU if there is one, else on `--threads` cores. There a time
+is the processor's for this process, which other programs disturb less than that of the clock.
+
+tokens/s counts prompts and answers. MFU is that of the useful FLOPs (models/flops.py: every token once, forward,
+backward and in the proximal pass) against a large product measured in the same run. Memory is what the process takes
+beyond what it had before, against that of `launch.plan`. Last come the lines that make the host wait for the device
+(tools/bench/synchronisations.py), in one update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import areal_megatron.trainer  # noqa: F401  (adapts megatron-core to this machine before anything imports it)
+from areal_megatron.config import (
+    Config,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PPOConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.files import write_json
+from areal_megatron.models.flops import SequenceFlops
+from areal_megatron.packing.partition import split
+from areal_megatron.run import Run
+from areal_megatron.trainer.trainer import Trainer
+from launch.memory.trainer import trainer_memory
+from tools.bench.figures import cell, spread
+from tools.bench.logprobs import peak
+from tools.bench.plain_loop import PlainLoop, ways
+from tools.bench.synchronisations import kept_on_host, reason, synchronisations
+from tools.evidence.ceilings import seconds
+from tools.evidence.training import MODELS, write_checkpoint
+from tools.make_arithmetic import good_answer, make_model
+
+GIB = 2**30
+TINY = {"demo": {}, "experts": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}}
+"""Sizes beside those of the demo's model."""
+HALF_B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+"""Qwen2.5-0.5B"""
+PRESETS = {
+    **{name: lambda name=name: tiny(name) for name in TINY},
+    "0.5B": lambda: HALF_B,
+    "1.5B": lambda: published("DeepSeek-R1-Distill-Qwen-1.5B"),
+    "7B": lambda: published("DeepSeek-R1-Distill-Qwen-7B"),
+    "30B-A3B": lambda: published("Qwen3-30B-A3B"),
+}
+DRAWS = ("short", "equal", "long-tail")
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """Returns the config.json of the demo's model, in which the MLP may be experts."""
+    dense = make_model(0).config.to_dict()
+    if not TINY[name]:
+        return dense | {"architectures": ["Qwen3ForCausalLM"]}
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+    return dense | kind | TINY[name]
+
+
+def published(name: str) -> dict[str, Any]:
+    return json.loads((MODELS / name / "config.json").read_text())
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What a batch is made of. Lengths are in tokens."""
+
+    answers: int
+    group: int
+    prompt: int
+    median: int
+    sigma: float
+    """Standard deviation of the logarithm of long-tailed lengths."""
+    longest: int
+
+    def draw(self, name: str, generator: np.random.Generator) -> np.ndarray:
+        """Returns the lengths of the answers, int64 [answers]."""
+        if name == "equal":
+            return np.full(self.answers, self.median)
+        if name == "long-tail":
+            drawn = generator.lognormal(np.log(self.median), self.sigma, self.answers)
+            return np.clip(np.round(drawn), 1, self.longest).astype(np.int64)
+        pairs = generator.integers(10, 100, (self.answers, 2))
+        marks = len("\\boxed{") - 1  # one token
+        return np.array([len(good_answer(int(a), int(b))) - marks + 1 for a, b in pairs])  # and the end
+
+
+def batch(lengths: Lengths, draw: str, vocabulary: int, config: Config, hf: dict[str, Any], seed: int) -> BatchPart:
+    """Returns a batch of random tokens, packed as the controller packs it."""
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(0, vocabulary, (-(-lengths.answers // lengths.group), lengths.prompt), dtype=np.int32)
+    trajectories = [
+        Trajectory(
+            uid=uid,
+            epoch=0,
+            prompt_id=uid // lengths.group,
+            admission_version=0,
+            prompt=prompts[uid // lengths.group],
+            response=generator.integers(0, vocabulary, count, dtype=np.int32),
+            logprobs=np.full(count, -np.log(vocabulary), np.float32),
+            versions=np.zeros(count, np.int32),
+            loss_mask=np.ones(count, np.uint8),
+            reward=float(generator.choice([-5.0, 5.0])),
+            truncated=False,
+        )
+        for uid, count in enumerate(lengths.draw(draw, generator).tolist())
+    ]
+    [part] = split(
+        trajectories,
+        version=0,
+        replicas=1,
+        minibatches=config.ppo.minibatches,
+        cap=config.trainer.microbatch_tokens,
+        seed=seed,
+        flops=SequenceFlops.of(hf),
+    )
+    return part
+
+
+def useful_flops(part: BatchPart, hf: dict[str, Any]) -> float:
+    """Returns those of the forward and backward passes, and of the proximal ones: all mini-batches but the first."""
+    flops = SequenceFlops.of(hf)
+
+    def forward(minibatches) -> float:
+        chosen = [part.trajectories[i] for minibatch in minibatches for members in minibatch for i in members]
+        return float(flops([t.length for t in chosen], [int(t.loss_mask.sum()) for t in chosen]).sum())
+
+    return 3 * forward(part.minibatches) + forward(part.minibatches[1:])
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the FLOP/s of a large product."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
+    return 2 * size**3 / seconds(lambda: a @ b, device)
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of a call: the clock's on CUDA, else the processor's for this process."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def compare(trainer: Trainer, plain: PlainLoop, part: BatchPart, repetitions: int) -> dict[str, list[float]]:
+    """Returns the seconds of each side, one value for each repetition."""
+    device = trainer.device
+    sides = {"trainer": partial(trainer.train_batch, part)}
+    sides |= {way: partial(plain.train_batch, part, way) for way in ways(trainer.config, device)}
+    found = {name: [] for name in sides}
+    for repetition in range(repetitions + 1):
+        for name, step in sides.items():
+            took = timed(step, device)
+            if repetition:  # the first one warms up
+                found[name].append(took)
+    return found
+
+
+def measure(draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path):
+    part = batch(lengths, draw, hf["vocab_size"], config, hf, options.seed)
+    passes = [len(minibatch) for minibatch in part.minibatches]
+    tokens = sum(t.length for t in part.trajectories)
+    run = Run(folder)
+    run.create()
+    gc.collect()
+    before = peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"), reset=True)
+    with Trainer(config, run, 0) as trainer:
+        first = trainer.train_batch(part).metrics
+        memory = peak(trainer.device) - before
+        plain = PlainLoop(config, trainer.device)
+        norms = plain.train_batch(part, "padded")
+        times = compare(trainer, plain, part, options.repetitions)
+        with synchronisations(kept_on_host(trainer)) as seen:
+            trainer.train_batch(part)
+        dtype = getattr(torch, config.model.dtype)
+        rate = product_rate(trainer.device, dtype)
+    flops = useful_flops(part, hf)
+    planned = trainer_memory(config, hf, torch.cuda.is_available()).total
+    packed = min((way for way in times if way.startswith("packed")), key=lambda way: float(np.median(times[way])))
+    return {
+        "draw": draw,
+        "tokens": tokens,
+        "longest": max(t.length for t in part.trajectories),
+        "microbatches": sum(passes),
+        "passes": 2 * sum(passes) - passes[0],
+        "gradient_norm": {"trainer": first["grad_norm"], "plain": float(np.mean(norms))},
+        "tokens_per_s": {name: spread(tokens / took for took in own) for name, own in times.items()},
+        "packed": packed,
+        "ratio": {
+            name: spread(other / own for own, other in zip(times["trainer"], took, strict=True))
+            for name, took in times.items()
+            if name != "trainer"
+        },
+        "mfu": {name: spread(flops / took / rate for took in own) for name, own in times.items()},
+        "product_flop_per_s": rate,
+        "memory": {"peak_bytes": memory, "planned_bytes": planned},
+        "synchronisations": [site._asdict() | {"count": n, "reason": reason(site)} for site, n in sorted(seen.items())],
+    }
+
+
+def table(row: dict[str, Any]) -> str:
+    """Returns what a person reads about one draw."""
+    lines = [
+        f"{row['draw']}: {row['tokens']:,} tokens, longest {row['longest']:,}, {row['microbatches']} micro-batches",
+        f"{'':<26}{'tokens/s':>10} (lowest – highest)   {'MFU':>6}   trainer / this",
+    ]
+    for name, figure in row["tokens_per_s"].items():
+        ratio = cell(row["ratio"][name]) if name in row["ratio"] else ""
+        best = "  ← the fastest packed" if name == row["packed"] else ""
+        lines.append(f"{name:<26}{cell(figure, 0, 10)}   {row['mfu'][name]['median']:>6.1%}   {ratio}{best}")
+    norm, memory = row["gradient_norm"], row["memory"]
+    lines += [
+        f"gradient norm of the first update: trainer {norm['trainer']:.6g}, plain {norm['plain']:.6g}",
+        f"peak memory of the trainer: {memory['peak_bytes'] / GIB:.2f} GiB, plan: {memory['planned_bytes'] / GIB:.2f}",
+        f"host synchronisations in one update of {row['passes']} passes over micro-batches:",
+    ]
+    for found in row["synchronisations"]:
+        where = f"{found['file']}, {found['function']}: {found['operation']}"
+        lines.append(f"{found['count']:>6}  {where}; {found['reason'] or 'NO REASON IS KNOWN'}")
+    return "\n".join(lines)
+
+
+def configure(options: argparse.Namespace, folder: Path) -> Config:
+    return Config(
+        name="bench",
+        runs_dir=str(folder),
+        updates=10_000,
+        batch_size=options.answers,
+        model=ModelConfig(path=str(folder / "model"), dtype=options.dtype),
+        data=DataConfig(train="", max_prompt_tokens=options.prompt),
+        machine=MachineConfig(device="cuda" if torch.cuda.is_available() else "cpu", peer_timeout_s=60),
+        trainer=TrainerConfig(microbatch_tokens=options.cap, recompute=options.recompute),
+        optimizer=OptimizerConfig(lr=1e-6, warmup=0.0),
+        ppo=PPOConfig(minibatches=options.minibatches),
+        rollout=RolloutConfig(group_size=options.group, max_new_tokens=max(options.longest, options.median)),
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if int(text) <= 0:
+            raise ValueError
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=PRESETS, default="demo", help="whose sizes the model has")
+    parser.add_argument("--layers", type=positive, help="its first so many layers; default: all")
+    parser.add_argument("--draw", choices=DRAWS, nargs="+", default=["short", "long-tail"])
+    parser.add_argument("--answers", type=positive, default=256, help="of a batch")
+    parser.add_argument("--group", type=positive, default=8, help="answers of a prompt")
+    parser.add_argument("--prompt", type=positive, default=6, help="tokens of a prompt")
+    parser.add_argument("--median", type=positive, default=24, help="tokens of an answer, equal or long-tailed")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of long-tailed lengths")
+    parser.add_argument("--longest", type=positive, default=256, help="tokens of an answer at most")
+    parser.add_argument("--cap", type=positive, default=2048, help="tokens of a micro-batch")
+    parser.add_argument("--minibatches", type=positive, default=4, help="optimizer steps of a batch")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--repetitions", type=positive, default=9)
+    parser.add_argument("--threads", type=positive, default=1, help="of torch, without a GPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    if options.answers < options.minibatches:
+        parser.error(f"--answers {options.answers} are too few for --minibatches {options.minibatches}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hf = PRESETS[options.model]() | ({"num_hidden_layers": options.layers} if options.layers else {})
+    lengths = Lengths(options.answers, options.group, options.prompt, options.median, options.sigma, options.longest)
+    rows = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_checkpoint(folder / "model", hf, device)
+        config = configure(options, folder)
+        where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {options.threads} threads"
+        print(f"{options.model}, {options.dtype}, on {where}; median (lowest – highest) of {options.repetitions}")
+        for number, draw in enumerate(options.draw):
+            rows.append(measure(draw, lengths, config, hf, options, folder / f"run-{number}"))
+            print("\n" + table(rows[-1]), flush=True)
+    if options.json:
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        write_json(options.json, settings | {"device": where, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
