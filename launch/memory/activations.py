@@ -135,7 +135,7 @@ def activations(config: Config, layer: Layer, stage: int) -> int:
     if full:
         kept += 4 * layer.model.dimensions.head_dim  # the angles, float32, an argument of every recomputed layer
     if stage == 0:
-        kept += 8  # token ids
+        kept += 8 + (sizes.tp > 1)  # token ids, and which of them are another rank's
     again = layer.saved if full else 0
     last = layer.final_norm if stage == sizes.pp - 1 else 0
     return round(tokens * (passes * kept + last + again + layer.passing))

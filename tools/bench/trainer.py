@@ -19,6 +19,7 @@ beyond what it had before, against that of `launch.plan`. Last come the lines th
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import tempfile
@@ -88,7 +89,8 @@ DRAWS = ("short", "equal", "long-tail")
 
 def tiny(name: str) -> dict[str, Any]:
     """Returns the config.json of the demo's model, in which the MLP may be experts."""
-    dense = make_model(0).config.to_dict()
+    dense = {key: value for key, value in make_model(0).config.to_dict().items() if key != "layer_types"}
+    dense["pad_token_id"] = None  # transformers gives the embedding of this token no gradient
     if not TINY[name]:
         return dense | {"architectures": ["Qwen3ForCausalLM"]}
     kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
@@ -200,24 +202,31 @@ def compare(trainer: Trainer, plain: PlainLoop, part: BatchPart, repetitions: in
     return found
 
 
-def measure(draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path):
+def measure(
+    draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Returns what the table shows about one draw, for the JSON file."""
     part = batch(lengths, draw, hf["vocab_size"], config, hf, options.seed)
     passes = [len(minibatch) for minibatch in part.minibatches]
     tokens = sum(t.length for t in part.trajectories)
-    run = Run(folder)
+    run, device = Run(folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run.create()
     gc.collect()
-    before = peak(torch.device("cuda" if torch.cuda.is_available() else "cpu"), reset=True)
+    if device.type == "cpu":
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier draws have left would hide what this one takes
+    before = peak(device, reset=True)
     with Trainer(config, run, 0) as trainer:
-        first = trainer.train_batch(part).metrics
-        memory = peak(trainer.device) - before
-        plain = PlainLoop(config, trainer.device)
-        norms = plain.train_batch(part, "padded")
+        norms = {"trainer": trainer.train_batch(part).metrics["grad_norm"]}
+        memory = peak(device) - before
+        plain = None
+        for way in ways(config, device):
+            del plain  # a large model fits once
+            plain = PlainLoop(config, device)
+            norms[way] = float(np.mean(plain.train_batch(part, way)))
         times = compare(trainer, plain, part, options.repetitions)
         with synchronisations(kept_on_host(trainer)) as seen:
             trainer.train_batch(part)
-        dtype = getattr(torch, config.model.dtype)
-        rate = product_rate(trainer.device, dtype)
+        rate = product_rate(device, getattr(torch, config.model.dtype))
     flops = useful_flops(part, hf)
     planned = trainer_memory(config, hf, torch.cuda.is_available()).total
     packed = min((way for way in times if way.startswith("packed")), key=lambda way: float(np.median(times[way])))
@@ -227,7 +236,7 @@ def measure(draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], opt
         "longest": max(t.length for t in part.trajectories),
         "microbatches": sum(passes),
         "passes": 2 * sum(passes) - passes[0],
-        "gradient_norm": {"trainer": first["grad_norm"], "plain": float(np.mean(norms))},
+        "gradient_norms": norms,
         "tokens_per_s": {name: spread(tokens / took for took in own) for name, own in times.items()},
         "packed": packed,
         "ratio": {
@@ -252,9 +261,9 @@ def table(row: dict[str, Any]) -> str:
         ratio = cell(row["ratio"][name]) if name in row["ratio"] else ""
         best = "  ← the fastest packed" if name == row["packed"] else ""
         lines.append(f"{name:<26}{cell(figure, 0, 10)}   {row['mfu'][name]['median']:>6.1%}   {ratio}{best}")
-    norm, memory = row["gradient_norm"], row["memory"]
+    norms, memory = row["gradient_norms"], row["memory"]
     lines += [
-        f"gradient norm of the first update: trainer {norm['trainer']:.6g}, plain {norm['plain']:.6g}",
+        f"gradient norm of the first update: {', '.join(f'{name} {norm:.6g}' for name, norm in norms.items())}",
         f"peak memory of the trainer: {memory['peak_bytes'] / GIB:.2f} GiB, plan: {memory['planned_bytes'] / GIB:.2f}",
         f"host synchronisations in one update of {row['passes']} passes over micro-batches:",
     ]
