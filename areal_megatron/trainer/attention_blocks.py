@@ -36,6 +36,9 @@ class Blocks:
     place: torch.Tensor
     """int64 [T]: the place of each token in the blocks."""
 
+    are_row: bool
+    """Whether the blocks are the row as it is, as of runs of the same length: nothing is copied then."""
+
     WASTE = 1.5
     """The most that the longest sequence of a block may be a multiple of the shortest."""
     SHORT = 32
@@ -62,12 +65,8 @@ class Blocks:
         taken, padding = np.concatenate(taken), np.concatenate(padding)
         place = np.empty(sizes.sum(), dtype=np.int64)
         place[taken[~padding]] = np.flatnonzero(~padding)
-        return cls(tuple(shapes), *(to_device(array, device) for array in (taken, padding, place)))
-
-    @property
-    def are_row(self) -> bool:
-        """Whether there is a single sequence, which the row already holds as the only block would."""
-        return len(self.shapes) == 1 and self.shapes[0][0] == 1
+        places = (to_device(array, device) for array in (taken, padding, place))
+        return cls(tuple(shapes), *places, are_row=np.array_equal(taken, np.arange(len(taken))))
 
     def fill(self, tokens: Tensor) -> Tensor:
         """[T, ...] → [Σ rows × width, ...]"""
@@ -85,7 +84,8 @@ class Blocks:
     @staticmethod
     def join(parts: Sequence[Tensor]) -> Tensor:
         """What `cut` has cut."""
-        return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+        joined = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+        return joined[0] if len(joined) == 1 else torch.cat(joined)
 
 
 class _ToBlocks(torch.autograd.Function):

@@ -298,7 +298,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=PRESETS, default="demo", help="whose sizes the model has")
     parser.add_argument("--layers", type=positive, help="its first so many layers; default: all")
-    parser.add_argument("--draw", choices=DRAWS, nargs="+", default=["short", "long-tail"])
+    parser.add_argument("--draw", choices=DRAWS, nargs="+", default=DRAWS, help="of the answers' lengths")
     parser.add_argument("--answers", type=positive, default=256, help="of a batch")
     parser.add_argument("--group", type=positive, default=8, help="answers of a prompt")
     parser.add_argument("--prompt", type=positive, default=6, help="tokens of a prompt")

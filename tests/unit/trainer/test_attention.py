@@ -45,5 +45,28 @@ def test_grouped_queries_are_asked_for_where_torch_wants_that(monkeypatch, funct
     assert torch.equal(_packed_varlen(query, key, value, packed, 0.3), expected)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "copied"),
+    [((4, 4, 4), False), ((6,), False), ((60, 40, 40, 1), True), ((5, 9), True), ((5, 5, 4), True)],
+)
+def test_blocks_attend_as_each_sequence_alone(lengths, copied):
+    """Sequences of equal length are a block as they are."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(sum(lengths), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    packed = Packed(view=whole_sequences(lengths))
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in part), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        for part in zip(*(leaf.split(lengths) for leaf in leaves), strict=True)
+    ]
+    found = [attend_in_blocks(*leaves, packed, None), torch.cat(alone)]
+    torch.testing.assert_close(*found)
+    slope = torch.randn_like(found[0])
+    torch.testing.assert_close(*(torch.autograd.grad(out, leaves, slope) for out in found))
+    assert packed.blocks.are_row is not copied
+    assert (packed.blocks.fill(leaves[0]) is leaves[0]) is not copied
+
+
 def test_the_torch_that_is_here_has_what_the_call_needs():
     assert {"scale", "window_size"} <= set(inspect.signature(varlen.varlen_attn).parameters)
