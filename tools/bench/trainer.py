@@ -55,7 +55,6 @@ from tools.bench.figures import cell, spread
 from tools.bench.logprobs import peak
 from tools.bench.plain_loop import PlainLoop, ways
 from tools.bench.synchronisations import kept_on_host, reason, synchronisations
-from tools.evidence.ceilings import seconds
 from tools.evidence.training import MODELS, write_checkpoint
 from tools.make_arithmetic import good_answer, make_model
 
@@ -84,6 +83,7 @@ PRESETS = {
     "7B": lambda: published("DeepSeek-R1-Distill-Qwen-7B"),
     "30B-A3B": lambda: published("Qwen3-30B-A3B"),
 }
+PRODUCT = "product"
 DRAWS = ("short", "equal", "long-tail")
 
 
@@ -168,11 +168,17 @@ def useful_flops(part: BatchPart, hf: dict[str, Any]) -> float:
     return 3 * forward(part.minibatches) + forward(part.minibatches[1:])
 
 
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the FLOP/s of a large product."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
-    return 2 * size**3 / seconds(lambda: a @ b, device)
+class Product:
+    """A large product, for the rate that the device can reach."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self._size, self._count = (8192, 10) if device.type == "cuda" else (1024, 2)
+        self._left, self._right = torch.randn(2, self._size, self._size, device=device, dtype=dtype).unbind()
+        self.flops = 2 * self._size**3 * self._count
+
+    def __call__(self) -> None:
+        for _ in range(self._count):
+            _ = self._left @ self._right
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
@@ -189,10 +195,11 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 
 
 def compare(trainer: Trainer, plain: PlainLoop, part: BatchPart, repetitions: int) -> dict[str, list[float]]:
-    """Returns the seconds of each side, one value for each repetition."""
+    """Returns the seconds of each side and of a large product, one value for each repetition."""
     device = trainer.device
     sides = {"trainer": partial(trainer.train_batch, part)}
     sides |= {way: partial(plain.train_batch, part, way) for way in ways(trainer.config, device)}
+    sides[PRODUCT] = Product(device, getattr(torch, trainer.config.model.dtype))
     found = {name: [] for name in sides}
     for repetition in range(repetitions + 1):
         for name, step in sides.items():
@@ -226,8 +233,8 @@ def measure(
         times = compare(trainer, plain, part, options.repetitions)
         with synchronisations(kept_on_host(trainer)) as seen:
             trainer.train_batch(part)
-        rate = product_rate(device, getattr(torch, config.model.dtype))
-    flops = useful_flops(part, hf)
+    flops, product = useful_flops(part, hf), Product(device, torch.float32).flops
+    rates = [product / took for took in times.pop(PRODUCT)]
     planned = trainer_memory(config, hf, torch.cuda.is_available()).total
     packed = min((way for way in times if way.startswith("packed")), key=lambda way: float(np.median(times[way])))
     return {
@@ -244,8 +251,11 @@ def measure(
             for name, took in times.items()
             if name != "trainer"
         },
-        "mfu": {name: spread(flops / took / rate for took in own) for name, own in times.items()},
-        "product_flop_per_s": rate,
+        "mfu": {
+            name: spread(flops / took / rate for took, rate in zip(own, rates, strict=True))
+            for name, own in times.items()
+        },
+        "product_flop_per_s": spread(rates),
         "memory": {"peak_bytes": memory, "planned_bytes": planned},
         "synchronisations": [site._asdict() | {"count": n, "reason": reason(site)} for site, n in sorted(seen.items())],
     }
