@@ -72,12 +72,13 @@ class Layer:
 
     @property
     def _head_norms(self) -> float:
-        """Normalised queries and keys, in families that have them: Megatron copies the queries out of the projection,
-        so that they are saved once more."""
+        """Normalised queries and keys, in families that have them: Megatron copies the queries of several groups
+        out of the projection, so that they are saved once more."""
         d, e = self.model.dimensions, self.element
         if not any("q_layernorm" in row.megatron for row in self.model.family.layer):
             return 0
-        return e * d.query + 4 * (d.heads + d.kv_heads)
+        copied = e * d.query if d.kv_heads > self.sizes.tp else 0
+        return copied + 4 * (d.heads + d.kv_heads)
 
     @property
     def _rotation(self) -> float:
@@ -93,7 +94,11 @@ class Layer:
         if not d.experts:
             return (3 if self.fused_swiglu else 5) * e * d.ffn
         inner = (3 if self.fused_swiglu else 6) * e * d.expert_ffn / self.sizes.expert_tp
-        return self.sizes.tp * self._expert_tokens * (e * d.hidden + inner) + 5 * d.experts + 24 * self.chosen
+        return (
+            self.sizes.tp * self._expert_tokens * (e * d.hidden + inner)
+            + 5 * d.experts
+            + (20 + 4 * self.sizes.expert_tp) * self.chosen
+        )
 
     @property
     def _expert_tokens(self) -> float:
