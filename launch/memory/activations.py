@@ -28,7 +28,7 @@ class Layer:
     element: int
     """Bytes of an element of model.dtype."""
     fused_swiglu: bool = True
-    """Whether SwiGLU keeps its input alone; else it consists of operations that keep their results."""
+    """Whether a dense MLP's SwiGLU keeps its input alone; else it consists of operations that keep their results."""
 
     @property
     def saved(self) -> float:
@@ -88,17 +88,13 @@ class Layer:
     @property
     def _mlp(self) -> float:
         """Dense: gate and up, and their product; where SwiGLU is not fused also the activation and the other factor.
-        Experts: for each chosen expert the token itself and, if it is not fused, the product before it is weighted;
-        also the router's bookkeeping. The load of the experts is assumed to be even."""
+        Experts: for each chosen expert the token itself, all of these, and the weighted product; also the router's
+        bookkeeping. The load of the experts is assumed to be even."""
         d, e = self.model.dimensions, self.element
         if not d.experts:
             return (3 if self.fused_swiglu else 5) * e * d.ffn
-        inner = (3 if self.fused_swiglu else 6) * e * d.expert_ffn / self.sizes.expert_tp
-        return (
-            self.sizes.tp * self._expert_tokens * (e * d.hidden + inner)
-            + 5 * d.experts
-            + (20 + 4 * self.sizes.expert_tp) * self.chosen
-        )
+        inner = 6 * e * d.expert_ffn / self.sizes.expert_tp
+        return self.sizes.tp * self._expert_tokens * (e * d.hidden + inner) + 5 * d.experts + 24 * self.chosen
 
     @property
     def _expert_tokens(self) -> float:
