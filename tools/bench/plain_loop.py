@@ -154,7 +154,7 @@ class PlainLoop:
         advantages = above / (np.average(above**2, weights=counts) ** 0.5 + 1e-5)
         self.model.set_attn_implementation(attention)
         minibatches = [
-            [self._row(part, members, advantages, collate) for members in minibatch] for minibatch in part.minibatches
+            [self._row(part, members, advantages, collate) for members in minibatch] for minibatch in part.members
         ]
         with torch.no_grad():  # those of the first mini-batch are the current ones
             for lengths, row in (pair for minibatch in minibatches[1:] for pair in minibatch):

@@ -10,10 +10,12 @@ A folder with random weights is made; lengths are drawn and packed as in a run; 
 answer has the median; `long-tail`: lognormal. Runs on the GPU if there is one, else on `--threads` cores. There a time
 is the processor's for this process, which other programs disturb less than that of the clock.
 
-tokens/s counts prompts and answers. MFU is that of the useful FLOPs (models/flops.py: every token once, forward,
-backward and in the proximal pass) against a large product measured in the same run. Memory is what the process takes
-beyond what it had before, against that of `launch.plan`. Last come the lines that make the host wait for the device
-(tools/bench/synchronisations.py), in one update.
+The plain loop computes each answer with its prompt, and so does the trainer beside it. `trainer, shared prompts` is the
+trainer with trainer.share_prompts, where the packer finds that this pays. tokens/s counts each prompt with each answer.
+MFU is that of the useful FLOPs (models/flops.py: every token once, forward, backward and in the proximal pass) against
+a large product in the same repetition. Memory is what the process takes beyond what it had before, against that of
+`launch.plan`. Last come the lines that make the host wait for the device (tools/bench/synchronisations.py), in one
+update.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ PRESETS = {
     "30B-A3B": lambda: published("Qwen3-30B-A3B"),
 }
 PRODUCT = "product"
+SHARED = "trainer, shared prompts"
 DRAWS = ("short", "equal", "long-tail")
 
 
@@ -125,8 +128,10 @@ class Lengths:
         return np.array([len(good_answer(int(a), int(b))) - marks + 1 for a, b in pairs])  # and the end
 
 
-def batch(lengths: Lengths, draw: str, vocabulary: int, config: Config, hf: dict[str, Any], seed: int) -> BatchPart:
-    """Returns a batch of random tokens, packed as the controller packs it."""
+def batches(
+    lengths: Lengths, draw: str, vocabulary: int, config: Config, hf: dict[str, Any], seed: int
+) -> tuple[BatchPart, BatchPart]:
+    """Returns a batch of random tokens as the controller packs it: without and with shared prompts."""
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, vocabulary, (-(-lengths.answers // lengths.group), lengths.prompt), dtype=np.int32)
     trajectories = [
@@ -145,16 +150,10 @@ def batch(lengths: Lengths, draw: str, vocabulary: int, config: Config, hf: dict
         )
         for uid, count in enumerate(lengths.draw(draw, generator).tolist())
     ]
-    [part] = split(
-        trajectories,
-        version=0,
-        replicas=1,
-        minibatches=config.ppo.minibatches,
-        cap=config.trainer.microbatch_tokens,
-        seed=seed,
-        flops=SequenceFlops.of(hf),
-    )
-    return part
+    settings = {"version": 0, "replicas": 1, "seed": seed, "flops": SequenceFlops.of(hf)}
+    settings |= {"minibatches": config.ppo.minibatches, "cap": config.trainer.microbatch_tokens}
+    [[alone], [shared]] = (split(trajectories, share_prompts=share, **settings) for share in (False, True))
+    return alone, shared
 
 
 def useful_flops(part: BatchPart, hf: dict[str, Any]) -> float:
@@ -165,7 +164,7 @@ def useful_flops(part: BatchPart, hf: dict[str, Any]) -> float:
         chosen = [part.trajectories[i] for minibatch in minibatches for members in minibatch for i in members]
         return float(flops([t.length for t in chosen], [int(t.loss_mask.sum()) for t in chosen]).sum())
 
-    return 3 * forward(part.minibatches) + forward(part.minibatches[1:])
+    return 3 * forward(part.members) + forward(part.members[1:])
 
 
 class Product:
@@ -194,10 +193,12 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
     return time.process_time() - start
 
 
-def compare(trainer: Trainer, plain: PlainLoop, part: BatchPart, repetitions: int) -> dict[str, list[float]]:
+def compare(
+    trainer: Trainer, plain: PlainLoop, part: BatchPart, shared: BatchPart, repetitions: int
+) -> dict[str, list[float]]:
     """Returns the seconds of each side and of a large product, one value for each repetition."""
     device = trainer.device
-    sides = {"trainer": partial(trainer.train_batch, part)}
+    sides = {"trainer": partial(trainer.train_batch, part), SHARED: partial(trainer.train_batch, shared)}
     sides |= {way: partial(plain.train_batch, part, way) for way in ways(trainer.config, device)}
     sides[PRODUCT] = Product(device, getattr(torch, trainer.config.model.dtype))
     found = {name: [] for name in sides}
@@ -213,7 +214,7 @@ def measure(
     draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Returns what the table shows about one draw, for the JSON file."""
-    part = batch(lengths, draw, hf["vocab_size"], config, hf, options.seed)
+    part, shared = batches(lengths, draw, hf["vocab_size"], config, hf, options.seed)
     passes = [len(minibatch) for minibatch in part.minibatches]
     tokens = sum(t.length for t in part.trajectories)
     run, device = Run(folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -230,7 +231,7 @@ def measure(
             del plain  # a large model fits once
             plain = PlainLoop(config, device)
             norms[way] = float(np.mean(plain.train_batch(part, way)))
-        times = compare(trainer, plain, part, options.repetitions)
+        times = compare(trainer, plain, part, shared, options.repetitions)
         with synchronisations(kept_on_host(trainer)) as seen:
             trainer.train_batch(part)
     flops, product = useful_flops(part, hf), Product(device, torch.float32).flops

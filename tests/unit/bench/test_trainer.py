@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tools.bench.trainer import DRAWS, Lengths, batch, configure, parse, tiny, useful_flops
+from tools.bench.trainer import DRAWS, SHARED, Lengths, batches, configure, parse, tiny, useful_flops
 
 LENGTHS = Lengths(answers=400, group=8, prompt=5, median=20, sigma=1.0, longest=200)
 
@@ -27,13 +27,15 @@ def test_a_batch_is_packed_and_its_useful_flops_counted(tmp_path):
     options = parse(["--answers", "24", "--group", "4", "--cap", "100", "--minibatches", "3"])
     hf, config = tiny("demo"), configure(options, tmp_path)
     lengths = Lengths(24, 4, 5, 20, 1.0, 60)
-    part = batch(lengths, "long-tail", 64, config, hf, seed=1)
-    chosen = [i for minibatch in part.minibatches for members in minibatch for i in members]
+    part, shared = batches(lengths, "long-tail", 64, config, hf, seed=1)
+    assert {len(bundle) for minibatch in part.minibatches for bundles in minibatch for bundle in bundles} == {1}
+    assert max(len(bundle) for minibatch in shared.minibatches for bundles in minibatch for bundle in bundles) > 1
+    chosen = [i for minibatch in part.members for members in minibatch for i in members]
     assert sorted(chosen) == list(range(24)) and len(part.minibatches) == 3
-    sums = [sum(part.trajectories[i].length for i in members) for each in part.minibatches for members in each]
+    sums = [sum(part.trajectories[i].length for i in members) for each in part.members for members in each]
     assert max(sums) <= 100 and part.groups == 6
     assert len({(t.prompt_id, t.prompt.tobytes()) for t in part.trajectories}) == 6
-    one = batch(lengths, "long-tail", 64, configure(parse(["--minibatches", "1"]), tmp_path), hf, seed=1)
+    one, _ = batches(lengths, "long-tail", 64, configure(parse(["--minibatches", "1"]), tmp_path), hf, seed=1)
     assert 1.2 < useful_flops(part, hf) / useful_flops(one, hf) < 1.25  # two of three mini-batches need a proximal pass
 
 
@@ -53,7 +55,7 @@ def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
         norms = row["gradient_norms"]
         assert set(norms) == {"trainer", "padded", "packed, block mask", "packed, call a length"}
         assert norms == pytest.approx(dict.fromkeys(norms, norms["trainer"]), rel=1e-4)
-        assert row["packed"].startswith("packed") and set(row["ratio"]) == set(norms) - {"trainer"}
+        assert row["packed"].startswith("packed") and set(row["ratio"]) == set(norms) - {"trainer"} | {SHARED}
         assert 0 < row["mfu"]["trainer"]["median"] < 1 and row["memory"]["planned_bytes"] > 0
         assert any("clip_grads" in found["file"] for found in row["synchronisations"])
 
