@@ -58,6 +58,7 @@ def server_command(config: Config, host: str, port: int, part: NodePart = NodePa
     command = [sys.executable, "-m", "areal_megatron.engine.serving"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
+    command += ["--middleware", "areal_megatron.engine.sample_route.SampleRoute"]
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
     command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
