@@ -55,7 +55,7 @@ SHORT = [
     "rollout.max_new_tokens=24",
     "rollout.max_running=512",
 ]
-"""Settings of the runs with --short. With so many answers at once, what an engine does once a step costs each little."""
+"""Settings of the runs with --short. With many answers at once, what an engine does once a step costs each little."""
 PARTS = {
     "VLLM::EngineCore": "engine_core",
     "areal_megatron.engine.serving": "engine_server",
