@@ -94,6 +94,7 @@ def _engine_arguments(config: Config) -> list[str]:
     if config.machine.is_cpu:
         size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
+        command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
         # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
         command += ["--no-enable-chunked-prefill"]
         if rollout.tp == 1:

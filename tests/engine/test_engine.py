@@ -22,6 +22,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.answers import decode
 from areal_megatron.engine.client import EngineError
+from areal_megatron.engine.kv_cache import CPU_BLOCK_TOKENS
 from areal_megatron.network import STRANGER_S
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
 from areal_megatron.workflows.episode import EpisodeSpec
@@ -87,6 +88,12 @@ def test_answers_say_what_vllms_own_route_says(run):
     assert [c["finish_reason"] for c in theirs] == [c.finish_reason for c in own]
     expected = [[token["logprob"] for token in c["logprobs"]["content"]] for c in theirs]
     np.testing.assert_allclose([c.logprobs for c in own], expected, rtol=1e-6)
+
+
+def test_vllm_takes_the_plugins_kernels_and_blocks(run):
+    log = run.log("engine-0").read_text()
+    assert "rms_norm=['areal', 'native'], fused_add_rms_norm=['areal', 'native']" in log
+    assert f"'block_size': {CPU_BLOCK_TOKENS}" in log
 
 
 def test_the_benchmarks_stand_in_answers_as_an_engine_does(run):
