@@ -1,20 +1,17 @@
 """A client of one engine over HTTP: token ids in, tokens with log-probabilities and versions out; weight updates.
 
-Answers are not streamed: a decoded token then costs the controller about a microsecond. Imports no torch.
+Answers are not streamed and come as raw arrays (answers.py). Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
 import functools
-import io
 import logging
 import math
 import os
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +19,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from areal_megatron.engine import answers
+from areal_megatron.engine.answers import RawAnswer, RawArray
 from areal_megatron.errors import printable
 from areal_megatron.lateness import now, within
 from areal_megatron.network import KEEP_ALIVE_S
@@ -69,39 +68,10 @@ class Load:
     """Since the engine started."""
 
 
-# gc=False: an answer is thousands of these. None can be part of a cycle, so the collector need not visit them.
-class _TokenLogprob(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    content: list[_TokenLogprob]
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[int]
-    logprobs: _Logprobs
-    weight_versions: list[_Span]
-    finish_reason: str
-    routed_experts: str | None = None
-
-
-class _Generated(msgspec.Struct, gc=False):
-    choices: list[_Choice]
-
-
 class _Committed(msgspec.Struct):
     seconds: float
 
 
-_decode = msgspec.json.Decoder(_Generated).decode
-_logprob = attrgetter("logprob")
 _encode = msgspec.json.encode
 
 
@@ -194,7 +164,7 @@ class EngineClient:
             body["cache_salt"] = cache_salt
         self._generating.add(request_id)
         try:
-            raw = await self._call("POST", "/inference/v1/generate", body, limit_s=math.inf, keep_alive=True)
+            raw = await self._call("POST", answers.PATH, body, limit_s=math.inf, keep_alive=True)
         finally:
             self._generating.discard(request_id)
         async with self._decoding:
@@ -204,14 +174,14 @@ class EngineClient:
     def _completions(self, raw: bytes, request_id: str, routed: int | None) -> list[Completion]:
         """`routed` is how many tokens of the prompt have routes, beside those of the answers; None for no routes."""
         try:
-            return [_completion(choice, routed) for choice in _decode(raw).choices]
+            return [_completion(answer, routed) for answer in answers.decode(raw)]
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
     async def abort(self, prefix: str) -> None:
         """Ends the requests of `generate` whose ids begin with `prefix`; each returns what it has sampled."""
-        prefixed = [f"generate-tokens-{request_id}" for request_id in self._generating if request_id.startswith(prefix)]
-        await self._call("POST", "/inference/v1/abort_requests", {"request_ids": prefixed})
+        ids = [request_id for request_id in self._generating if request_id.startswith(prefix)]
+        await self._call("POST", "/inference/v1/abort_requests", {"request_ids": ids})
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Pauses running requests; with `clear_cache` they are prefilled again under the next weights."""
@@ -325,23 +295,25 @@ def _tell_of_descriptors(problem: str) -> None:
     log.error("%s: requests to engines wait for one another; raise the limit (ulimit -n)", problem)
 
 
-def _completion(choice: _Choice, routed: int | None) -> Completion:
-    tokens = np.array(choice.token_ids, np.int32)
-    logprobs = np.fromiter(map(_logprob, choice.logprobs.content), np.float32, len(choice.logprobs.content))
+def _completion(answer: RawAnswer, routed: int | None) -> Completion:
+    # copies: an array over the bytes would keep those of the whole group
+    tokens = np.frombuffer(answer.tokens, np.int32).copy()
+    logprobs = np.frombuffer(answer.logprobs, np.float32).copy()
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
-    spans = [(span.version, span.start, span.end) for span in choice.weight_versions]
-    routes = NO_ROUTES if routed is None else _routes(choice.routed_experts, len(tokens), routed)
-    return Completion(tokens, logprobs, versions_of_tokens(spans, len(tokens)), choice.finish_reason, routes)
+    routes = NO_ROUTES if routed is None else _routes(answer.routes, len(tokens), routed)
+    return Completion(tokens, logprobs, versions_of_tokens(answer.versions, len(tokens)), answer.finish_reason, routes)
 
 
-def _routes(encoded: str | None, answered: int, routed: int) -> np.ndarray:
-    """Returns Completion.routes. `encoded` is a .npy file in base64, or None if nothing was sampled."""
+def _routes(raw: RawArray | None, answered: int, routed: int) -> np.ndarray:
+    """Returns Completion.routes. `raw` is None if nothing was sampled."""
     if not answered:
         return NO_ROUTES
-    if encoded is None:
+    if raw is None:
         raise ValueError("no routed_experts, although rollout.replay_routes asks for them")
-    routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    if routes.ndim != 3 or len(routes) != routed + answered - 1 or routes.dtype not in (np.uint8, np.uint16):
-        raise ValueError(f"routed_experts {routes.dtype} {list(routes.shape)} of {routed} and {answered} tokens")
-    return routes.reshape(-1)
+    if len(raw.shape) != 3 or raw.shape[0] != routed + answered - 1 or raw.dtype not in ("u1", "u2"):
+        raise ValueError(f"routed_experts {raw.dtype} {raw.shape} of {routed} and {answered} tokens")
+    routes = np.frombuffer(raw.data, raw.dtype).copy()
+    if len(routes) != math.prod(raw.shape):
+        raise ValueError(f"routed_experts {raw.shape} in {len(raw.data)} bytes")
+    return routes

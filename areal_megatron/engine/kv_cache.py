@@ -15,8 +15,9 @@ from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 
-CPU_BLOCK_TOKENS = 128
-"""Tokens in one KV block of vLLM on CPU."""
+CPU_BLOCK_TOKENS = 32
+"""Tokens in one KV block on CPU, the fewest that vLLM's attention takes there: it reads whole blocks, and only whole
+blocks of a prompt are computed once for all answers of a group. vLLM's default is 128."""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass of an engine on a GPU with 70 GiB or more (vLLM's default; fewer on smaller GPUs)."""
 SHARE = 0.25

@@ -19,6 +19,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine("areal-streamed", "areal_megatron.reshard.receive", "StreamedReceiver")
     if current_platform.is_cpu():
         _keep_linear_weights()
+        _use_fused_kernels()
         _fork_processes()
 
 
@@ -34,6 +35,56 @@ def _keep_linear_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def _use_fused_kernels() -> None:
+    """Makes RMSNorm and SwiGLU on CPU one call each of vLLM's own kernels, as on GPUs.
+
+    On CPU vLLM takes five operations of torch instead, counting on torch.compile to join them, which we do without: a
+    step of a small model then takes a fifth longer.
+    """
+    import torch
+    from torch import Tensor
+    from vllm import _custom_ops, ir
+    from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+    def fits(x: Tensor, weight: Tensor | None, size: int | None) -> bool:
+        return size is None and weight is not None and weight.dtype == x.dtype
+
+    def rms_norm_fits(x, weight, epsilon, variance_size=None) -> bool:
+        return fits(x, weight, variance_size)
+
+    @ir.ops.rms_norm.register_impl("areal", supports_args=rms_norm_fits)
+    def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+        x = x.contiguous()
+        _custom_ops.rms_norm(out := torch.empty_like(x), x, weight, epsilon)
+        return out
+
+    def fused_fits(x, x_residual, weight, epsilon, variance_size=None) -> bool:
+        return fits(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+
+    @ir.ops.fused_add_rms_norm.register_impl("areal", supports_args=fused_fits, inplace=True)
+    def fused_add_rms_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        _custom_ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+    def silu_and_mul(_: SiluAndMul, x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        torch.ops._C.silu_and_mul(out, x.contiguous())
+        return out
+
+    def priority(_platform: type, _config: Any) -> IrOpPriorityConfig:
+        own = ["areal", "native"]
+        return IrOpPriorityConfig.with_default(["native"], rms_norm=own, fused_add_rms_norm=own)
+
+    SiluAndMul.forward_cpu = silu_and_mul
+    type(current_platform).get_default_ir_op_priority = classmethod(priority)
 
 
 def _fork_processes() -> None:

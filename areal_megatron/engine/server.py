@@ -58,6 +58,7 @@ def server_command(config: Config, host: str, port: int, part: NodePart = NodePa
     command = [sys.executable, "-m", "areal_megatron.engine.serving"]
     command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
+    command += ["--middleware", "areal_megatron.engine.sample_route.SampleRoute"]
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
     command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
@@ -93,6 +94,7 @@ def _engine_arguments(config: Config) -> list[str]:
     if config.machine.is_cpu:
         size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
+        command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
         # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
         command += ["--no-enable-chunked-prefill"]
         if rollout.tp == 1:

@@ -20,7 +20,9 @@ from areal_megatron.config import RolloutConfig
 from areal_megatron.config_file import load
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.answers import decode
 from areal_megatron.engine.client import EngineError
+from areal_megatron.engine.kv_cache import CPU_BLOCK_TOKENS
 from areal_megatron.network import STRANGER_S
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
 from areal_megatron.workflows.episode import EpisodeSpec
@@ -72,22 +74,36 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference,
         assert_sampled_from(reference, completion)
 
 
+def test_answers_say_what_vllms_own_route_says(run):
+    sampling = {"n": 3, "max_tokens": 9, "seed": 7, "temperature": 0.7, "logprobs": 0, "ignore_eos": True}
+    request = {"token_ids": PROMPT, "sampling_params": sampling | {"detokenize": False}}
+
+    async def both(client):
+        vllms = await client._call("POST", "/inference/v1/generate", request | {"request_id": "theirs"})
+        own = await generate(client, n=3, max_tokens=9, seed=7, stop_tokens=[], request_id="own")
+        return json.loads(vllms)["choices"], own
+
+    theirs, own = ask(run, both)
+    assert [c["token_ids"] for c in theirs] == [c.tokens.tolist() for c in own]
+    assert [c["finish_reason"] for c in theirs] == [c.finish_reason for c in own]
+    expected = [[token["logprob"] for token in c["logprobs"]["content"]] for c in theirs]
+    np.testing.assert_allclose([c.logprobs for c in own], expected, rtol=1e-6)
+
+
+def test_vllm_takes_the_plugins_kernels_and_blocks(run):
+    log = run.log("engine-0").read_text()
+    assert "rms_norm=['areal', 'native'], fused_add_rms_norm=['areal', 'native']" in log
+    assert f"'block_size': {CPU_BLOCK_TOKENS}" in log
+
+
 def test_the_benchmarks_stand_in_answers_as_an_engine_does(run):
-    request = {
-        "request_id": "raw",
-        "token_ids": PROMPT,
-        "sampling_params": {"n": 2, "max_tokens": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True},
-    }
-    answered = json.loads(ask(run, lambda client: client._call("POST", "/inference/v1/generate", request)))
-    stood_in = json.loads(answers("default", tokens=7, group=2, variant=0))
-    assert [*map(form, stood_in["choices"])] == [*map(form, answered["choices"])]
-
-
-def form(choice):
-    """Returns the keys in their order with types in place of values."""
-    if isinstance(choice, dict):
-        return {key: form(value) for key, value in choice.items()}
-    return [form(value) for value in choice] if isinstance(choice, list) else type(choice)
+    sampling = {"n": 2, "max_tokens": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    request = {"request_id": "raw", "token_ids": PROMPT, "sampling_params": sampling}
+    answered = decode(ask(run, lambda client: client._call("POST", "/sample", request)))
+    stood_in = decode(answers("default", tokens=7, group=2, variant=0))
+    for real, imitated in zip(answered, stood_in, strict=True):
+        assert (len(real.tokens), len(real.logprobs)) == (len(imitated.tokens), len(imitated.logprobs)) == (28, 28)
+        assert real.versions == imitated.versions and real.routes is None
 
 
 def assert_sampled_from(reference, completion, prompt=PROMPT, sampled=slice(None)):
@@ -320,6 +336,7 @@ def test_every_route_refuses_a_stranger(run, headers):
         ("GET", "/health"),
         ("GET", "/metrics"),
         ("GET", "/nowhere"),
+        ("POST", "/sample"),
         ("POST", "/inference/v1/generate"),
     ]
 
@@ -382,7 +399,7 @@ def test_an_openai_client_with_the_secret_is_served(run):
 
 
 def test_a_request_that_vllm_refuses_is_an_error_with_its_reason(run):
-    with pytest.raises(EngineError, match=r"engine-0 at .*/inference/v1/generate: status 400: .*vocab"):
+    with pytest.raises(EngineError, match=r"engine-0 at .*/sample: status 400: .*vocab"):
         ask(run, lambda client: generate(client, prompt=[10**6]))
 
 

@@ -4,20 +4,22 @@ import asyncio
 
 from aiohttp import web
 
+from areal_megatron.engine import answers
+from areal_megatron.engine.answers import RawAnswer
 from areal_megatron.engine.client import Completion, EngineClient
 
 
-def generated(choices: list[dict], prompt: list[int], **options) -> tuple[list[Completion], dict]:
-    """Returns what the client makes of an answer with these choices, and the body of its request."""
+def generated(sampled: list[RawAnswer], prompt: list[int], **options) -> tuple[list[Completion], dict]:
+    """Returns what the client makes of these answers, and the body of its request."""
     bodies = []
 
     async def answer(request):
         bodies.append(await request.json())
-        return web.json_response({"choices": choices})
+        return web.Response(body=answers.encode(sampled))
 
     async def ask():
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", answer)
+        app.router.add_post(answers.PATH, answer)
         runner = web.AppRunner(app)
         await runner.setup()
         await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()

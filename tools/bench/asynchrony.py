@@ -1,15 +1,20 @@
 """What asynchrony pays: trained tokens/s at η = 4 over η = 0, and over a colocated synchronous loop.
 
-    python tools/bench/asynchrony.py [--repetitions 3] [--json FILE] [--out runs/bench-async-N]
+    python tools/bench/asynchrony.py [--short] [--repetitions 3] [--json FILE] [--out runs/bench-async-N]
 
 The same model, batch and answers each time. Answer lengths are forced: lognormal, median 24, cap 256
 (tools/bench/asynchrony.jsonl). η = 0 and η = 4 run the engine on one core and the trainer on the other; `colocated`
 gives both cores to generation and then both to training, with two engines and two trainer ranks that take turns.
+
+`--short`: answers of 12 to 24 tokens, 18 on average, 16 to a prompt and 128 a batch, one optimizer step a batch; η = 4
+against `colocated` alone. With so little to compute per answer, what each process does for it counts: *_ms is processor
+time per completion.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -17,12 +22,16 @@ import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import NormalDist, mean
 
+import psutil
+
 from areal_megatron import config_file
 from areal_megatron.files import new_folder, write_json
-from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.metrics import MetricsReader, read_metrics
 from areal_megatron.observe.spans import overlap, read_spans, union
 from areal_megatron.run import Run
 from tools.bench.figures import Figure, cell, spread, spreads
@@ -38,6 +47,22 @@ VARIANTS = {
     "eta4": ["rollout.max_staleness=4"],
     "colocated": ["rollout.max_staleness=0", "rollout.engines=2", "trainer.dp=2", "machine.slots=4"],
 }
+SHORT = [
+    "updates=60",
+    "batch_size=128",
+    "ppo.minibatches=1",
+    "rollout.group_size=16",
+    "rollout.max_new_tokens=24",
+    "rollout.max_running=512",
+]
+"""Settings of the runs with --short. With many answers at once, what an engine does once a step costs each little."""
+PARTS = {
+    "VLLM::EngineCore": "engine_core",
+    "areal_megatron.engine.serving": "engine_server",
+    "areal_megatron.controller.controller": "controller",
+    "areal_megatron.train": "trainer",
+}
+"""Parts of a run by what the command lines of their processes contain."""
 WARM_UP, COOL_DOWN = 6, 5
 """Updates that are not measured, at the beginning and at the end. At η = 4 the first ones wait for the weights of the
 first versions, and the last ones train answers generated earlier while the engine has nothing left to do."""
@@ -51,9 +76,17 @@ def workload(count: int = 512, seed: int = 0) -> str:
 
     The lengths are the quantiles of the distribution in random order, so that the workload depends on no draw.
     """
-    rng = random.Random(seed)
     logarithm = NormalDist(math.log(MEDIAN), SIGMA)
     lengths = [min(CAP, max(1, round(math.exp(logarithm.inv_cdf((i + 0.5) / count))))) for i in range(count)]
+    return _prompts(lengths, random.Random(seed))
+
+
+def short_workload(count: int = 520, seed: int = 0) -> str:
+    """Returns the JSONL text with answers of 12 to 24 tokens, as many of each length."""
+    return _prompts([12 + i % 13 for i in range(count)], random.Random(seed))
+
+
+def _prompts(lengths: list[int], rng: random.Random) -> str:
     rng.shuffle(lengths)
     lines = []
     for length in lengths:
@@ -67,33 +100,74 @@ def score(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2)
 
 
-def run_variant(name: str, out: Path, repetition: int) -> Path:
-    """Runs the variant and returns its folder. Exits with the launcher's output if it fails."""
+def run_variant(name: str, out: Path, repetition: int, settings: list[str]) -> dict[str, float]:
+    """Runs the variant and returns its figures. Exits with the launcher's output if it fails."""
+    folder = out / f"{name}-{repetition}"
     command = [
         sys.executable,
         "-m",
         "launch.local",
         "configs/bench_asynchrony.yaml",
         f"runs_dir={out}",
-        f"name={name}-{repetition}",
+        f"name={folder.name}",
         f"model.path={out / 'model'}",
+        *settings,
         *VARIANTS[name],
     ]
+    log = out / f"{folder.name}.log"
+    with log.open("wb") as file:
+        environment = dict(os.environ, PYTHONPATH=PYTHONPATH)
+        run = psutil.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=dict(os.environ, PYTHONPATH=PYTHONPATH),
-            timeout=RUN_TIMEOUT_S,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
+        spent = watch(run, folder)
+        run.wait()
+    except TimeoutError:
         sys.exit(f"error: {name} took more than {RUN_TIMEOUT_S} s; see the logs in {out}")
-    if done.returncode:
-        sys.exit(f"{done.stdout[-3000:]}\nerror: {name} ended with exit code {done.returncode}; see {out}")
-    return out / f"{name}-{repetition}"
+    finally:
+        if run.is_running():
+            run.kill()  # its guardian ends the others
+    if run.returncode:
+        sys.exit(f"{log.read_text()[-3000:]}\nerror: {name} ended with exit code {run.returncode}; see {out}")
+    return measure(folder) | spent
+
+
+def watch(run: psutil.Popen, folder: Path) -> dict[str, float]:
+    """Returns when the run has ended, with the processor time in ms per completion between warm-up and cool-down, of
+    the processes of each of PARTS, of the others and of all. Raises TimeoutError after RUN_TIMEOUT_S."""
+    reader, updates, deadline = MetricsReader(Run(folder)), 0, time.monotonic() + RUN_TIMEOUT_S
+    marks: list[tuple[int, dict[str, float]]] = []
+    config = None
+    while run.poll() is None:
+        updates += sum(record["kind"] == "update" for record in reader.new())
+        if updates and config is None:
+            config = config_file.load(Run(folder).config)
+        if config and len(marks) < 2 and updates >= (WARM_UP, config.updates - COOL_DOWN)[len(marks)]:
+            marks.append((updates, processor_s(run)))
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.1)
+    return {} if len(marks) < 2 else per_completion(*marks, config.batch_size)
+
+
+def processor_s(run: psutil.Process) -> dict[str, float]:
+    """Returns the processor time so far, in seconds, of each of PARTS and of the run's other processes."""
+    spent = dict.fromkeys([*PARTS.values(), "others"], 0.0)
+    for process in [run, *run.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            part = next((part for text, part in PARTS.items() if text in line), "others")
+            times = process.cpu_times()
+            spent[part] += times.user + times.system
+    return spent
+
+
+def per_completion(
+    begin: tuple[int, dict[str, float]], end: tuple[int, dict[str, float]], batch_size: int
+) -> dict[str, float]:
+    """Returns what was spent between two (updates, processor_s), in ms per completion, and the sum as `all_ms`."""
+    completions = (end[0] - begin[0]) * batch_size
+    spent = {f"{part}_ms": 1000 * (seconds - begin[1][part]) / completions for part, seconds in end[1].items()}
+    return spent | {"all_ms": sum(spent.values())}
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -105,8 +179,10 @@ def measure(folder: Path) -> dict[str, float]:
     spans = read_spans(run)
     answering = [(s.start, s.end, s.args["answers"]) for s in spans if s.name == "generate"]
     training = union([(s.start, s.end) for s in spans if s.name in ("train", "proximal")])
-    generation, tail = generation_seconds(answering, begin, end, TAIL * config_file.load(run.config).batch_size)
+    batch_size = config_file.load(run.config).batch_size
+    generation, tail = generation_seconds(answering, begin, end, TAIL * batch_size)
     return {
+        "completions_per_s": len(measured) * batch_size / (end - begin),
         "tokens_per_s": sum(u["trained_tokens"] for u in measured) / (end - begin),
         "update_s": (end - begin) / len(measured),
         "generation_s": generation / len(measured),
@@ -139,9 +215,9 @@ def generation_seconds(
 
 
 def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, object]:
-    """Returns what --json writes: medians and spreads of every figure, and the two speedups, paired by repetition."""
+    """Returns what --json writes: medians and spreads of every figure, and the speedups, paired by repetition."""
     report: dict[str, object] = {}
-    for base in ("eta0", "colocated"):
+    for base in _bases(results):
         ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(results["eta4"], results[base], strict=True)]
         name = "speedup_eta4_over_" + base
         figure = spread(ratios)
@@ -151,14 +227,21 @@ def summary(results: dict[str, list[dict[str, float]]]) -> dict[str, object]:
     return report
 
 
+def _bases(variants: Iterable[str]) -> list[str]:
+    return [name for name in variants if name != "eta4"]
+
+
 def table(report: dict) -> str:
     variants = report["variants"]
-    lines = [f"median (lowest – highest) of {report['repetitions']} repetitions, seconds per update", ""]
+    lines = [
+        f"median (lowest – highest) of {report['repetitions']} repetitions; seconds are per update, ms per completion",
+        "",
+    ]
     lines.append(f"{'':<18}" + "".join(f"{name:>28}" for name in variants))
     for key in next(iter(variants.values())):
         lines.append(f"{key:<18}" + "".join(f"{_cell(variants[name][key]):>28}" for name in variants))
     lines.append("")
-    for base in ("eta0", "colocated"):
+    for base in _bases(variants):
         name = "speedup_eta4_over_" + base
         lines.append(f"{name:<32}{_cell(report[f'{name}_spread'])}")
     return "\n".join(lines)
@@ -170,6 +253,7 @@ def _cell(figure: Figure) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--short", action="store_true", help="short answers: completions/s, and what they cost")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-async-N")
@@ -178,11 +262,17 @@ def main() -> None:
 
     out = new_folder("bench-async", options.out)
     save_model(out / "model", seed=1)
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    names, settings = list(VARIANTS), []
+    if options.short:
+        names.remove("eta0")
+        (out / "short.jsonl").write_text(short_workload())
+        settings = [*SHORT, f"data.train={out / 'short.jsonl'}"]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for repetition in range(1, options.repetitions + 1):
         for name, runs in results.items():
-            runs.append(measure(run_variant(name, out, repetition)))
-            print(f"{name}, repetition {repetition}: {runs[-1]['tokens_per_s']:,.0f} trained tokens/s", flush=True)
+            runs.append(run_variant(name, out, repetition, settings))
+            rates = "{tokens_per_s:,.0f} trained tokens/s, {completions_per_s:,.0f} completions/s".format(**runs[-1])
+            print(f"{name}, repetition {repetition}: {rates}", flush=True)
     report = summary(results)
     print("\n" + table(report))
     if options.json:

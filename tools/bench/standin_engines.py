@@ -1,4 +1,4 @@
-"""Stand-in engines that compute nothing: the routes of vLLM that the controller uses, with random answers.
+"""Stand-in engines that compute nothing: the routes of an engine that the controller uses, with random answers.
 
     python tools/bench/standin_engines.py ENGINES SECONDS TOKENS GROUP
 
@@ -13,9 +13,10 @@ import asyncio
 import random
 from functools import cache
 
-import msgspec
 import numpy as np
 from aiohttp import web
+
+from areal_megatron.engine.answers import CONTENT_TYPE, PATH, RawAnswer, encode
 
 _VOCABULARY = 15
 _VARIANTS = 8
@@ -38,7 +39,7 @@ class StandIn:
         self._sampled += self._group * self._tokens
         self._served += 1
         body = answers(self._version, self._tokens, self._group, self._served % _VARIANTS)
-        return web.Response(body=body, content_type="application/json")
+        return web.Response(body=body, content_type=CONTENT_TYPE)
 
     async def label(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -54,29 +55,19 @@ class StandIn:
 
 @cache
 def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
-    """Returns the body of a reply in vLLM's form, with everything that vLLM reports about a token."""
+    """Returns the body of an answer to POST /sample."""
     rng = np.random.default_rng(variant)
-    choices = []
-    for index in range(group):
-        ids = rng.integers(3, _VOCABULARY, tokens).tolist()
-        logprobs = (-rng.exponential(1.0, tokens)).astype(np.float32).tolist()
-        sampled = [
-            {"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in zip(ids, logprobs, strict=True)
+    return encode(
+        [
+            RawAnswer(
+                tokens=rng.integers(3, _VOCABULARY, tokens, np.int32).tobytes(),
+                logprobs=(-rng.exponential(1.0, tokens)).astype(np.float32).tobytes(),
+                versions=[(version, 0, tokens)],
+                finish_reason="stop",
+            )
+            for _ in range(group)
         ]
-        content = [token | {"top_logprobs": [token]} for token in sampled]
-        choices.append(
-            {
-                "index": index,
-                "finish_reason": "stop",
-                "stop_reason": None,
-                "token_ids": ids,
-                "routed_experts": None,
-                "sampling_mask": None,
-                "weight_versions": [{"version": version, "start": 0, "end": tokens}],
-                "logprobs": {"content": content},
-            }
-        )
-    return msgspec.json.encode({"request_id": "0", "choices": choices})
+    )
 
 
 async def nothing(_: web.Request) -> web.Response:
@@ -88,7 +79,7 @@ async def serve(engines: int, seconds: float, tokens: int, group: int) -> None:
     for engine in range(engines):
         standin = StandIn(seconds, tokens, group)
         prefix = f"/{engine}"
-        application.router.add_post(f"{prefix}/inference/v1/generate", standin.generate)
+        application.router.add_post(prefix + PATH, standin.generate)
         application.router.add_post(f"{prefix}/commit", standin.label)
         application.router.add_post(f"{prefix}/update_weight_version", standin.label)
         application.router.add_get(f"{prefix}/metrics", standin.metrics)

@@ -3,16 +3,15 @@
 import msgspec
 import pytest
 
-from areal_megatron.engine.client import _completion, _decode
+from areal_megatron.engine.answers import decode
+from areal_megatron.engine.client import _completion
 from tools.bench.controller import GROUP, figures
 from tools.bench.standin_engines import answers
 
 
 def test_answers_are_read_as_an_engines():
     for version in ("default", "7"):
-        completions = [
-            _completion(choice, None) for choice in _decode(answers(version, tokens=40, group=3, variant=1)).choices
-        ]
+        completions = [_completion(answer, None) for answer in decode(answers(version, tokens=40, group=3, variant=1))]
         assert [len(c.tokens) for c in completions] == [40, 40, 40] and len({tuple(c.tokens) for c in completions}) == 3
         assert all((c.versions == (7 if version == "7" else 0)).all() and (c.logprobs < 0).all() for c in completions)
 

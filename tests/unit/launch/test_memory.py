@@ -182,8 +182,8 @@ def test_keys_and_values_by_hand():
 
 
 def test_a_cpu_engine_takes_what_its_requests_need_and_no_more_than_its_share():
-    """Qwen2.5-32B: 256 KiB a token, 32 MiB a block of 128; an answer of 1,024 + 1,000 tokens has 16 blocks."""
-    block = 32 * 2**20
+    """Qwen2.5-32B: 256 KiB a token, 8 MiB a block of 32; an answer of 1,024 + 1,000 tokens has 64 blocks."""
+    block = 8 * 2**20
 
     def blocks(memory, max_running=10, engines=1, tp=1, **rest):
         asked = config(
@@ -192,11 +192,11 @@ def test_a_cpu_engine_takes_what_its_requests_need_and_no_more_than_its_share():
         )
         return kv_cache.cpu_bytes(asked, DENSE, memory) / (block // tp)
 
-    assert blocks(10**15) == 1 + 10 * 16
-    assert blocks(10**15, tp=2) == 1 + 10 * 16
-    assert blocks(4 * 100 * block) == 100 and blocks(4 * 100 * block, engines=4) == 25
-    assert blocks(4 * 100 * block, engines=2, tp=2) == 50, "half a block on each rank"
-    assert blocks(block) == blocks(10**15, max_running=1) == 1 + 16, "one answer at least"
+    assert blocks(10**15) == 1 + 10 * 64
+    assert blocks(10**15, tp=2) == 1 + 10 * 64
+    assert blocks(4 * 400 * block) == 400 and blocks(4 * 400 * block, engines=4) == 100
+    assert blocks(4 * 400 * block, engines=2, tp=2) == 200, "half a block on each rank"
+    assert blocks(block) == blocks(10**15, max_running=1) == 1 + 64, "one answer at least"
     asked = config(rollout={"max_new_tokens": 1000, "group_size": 1}, device="cpu")
     engine = plan_memory(asked, DENSE, memory=500 * GIB).engine
     assert engine.of("KV cache") == 125 * GIB

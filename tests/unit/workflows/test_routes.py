@@ -1,8 +1,6 @@
 """Routes, the experts that engines chose: from their answers into trajectories."""
 
 import asyncio
-import base64
-import io
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from areal_megatron.controller.generation import _trajectory
 from areal_megatron.controller.schedule import Group
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import decoder, encoder
+from areal_megatron.engine.answers import RawAnswer, RawArray
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.workflows import multi_turn
 from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
@@ -28,25 +27,17 @@ def routes_of(places, call):
     return ((places * 7 + call * 50 + np.arange(LAYERS * CHOSEN).reshape(LAYERS, CHOSEN)) % 256).astype(np.uint8)
 
 
-def encoded(routes):
-    """Returns routes as vLLM sends them: base64 of a numpy file."""
-    with io.BytesIO() as file:
-        np.save(file, routes)
-        return base64.b64encode(file.getvalue()).decode()
-
-
 def generate(routes, routes_from, tokens=(5, 6, 7)):
     """Returns what the client makes of an answer to a prompt of four tokens, and where it asked for routes from."""
-    choice = {
-        "token_ids": tokens,
-        "logprobs": {"content": [{"logprob": -1.0}] * len(tokens)},
-        "finish_reason": "stop",
-        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
-    }
-    if routes is not None:
-        choice["routed_experts"] = encoded(routes)
+    answer = RawAnswer(
+        tokens=np.array(tokens, np.int32).tobytes(),
+        logprobs=np.full(len(tokens), -1, np.float32).tobytes(),
+        versions=[("3", 0, len(tokens))],
+        finish_reason="stop",
+        routes=routes if routes is None or isinstance(routes, RawArray) else RawArray.of(routes),
+    )
     [completion], body = generated(
-        [choice], [1, 2, 3, 4], n=1, max_tokens=7, temperature=1.0, stop_tokens=[], routes_from=routes_from
+        [answer], [1, 2, 3, 4], n=1, max_tokens=7, temperature=1.0, stop_tokens=[], routes_from=routes_from
     )
     return completion, body["sampling_params"].get("routed_experts_prompt_start")
 
@@ -67,7 +58,14 @@ def test_no_routes_are_asked_for_without_replay():
 
 @pytest.mark.parametrize(
     "routes",
-    [None, routes_of(range(5), 0), routes_of(range(7), 0), routes_of(range(6), 0)[0], routes_of(range(6), 0) + 0.5],
+    [
+        None,
+        routes_of(range(5), 0),
+        routes_of(range(7), 0),
+        routes_of(range(6), 0)[0],
+        routes_of(range(6), 0) + 0.5,
+        RawArray("u1", [6, LAYERS, CHOSEN], bytes(6 * LAYERS * CHOSEN - 1)),
+    ],
 )
 def test_other_routes_than_were_asked_for_are_an_error_of_the_engine(routes):
     with pytest.raises(EngineError, match=r"engine-7 .* unreadable answer to x: (no )?routed_experts"):
