@@ -53,9 +53,10 @@ SHORT = [
     "ppo.minibatches=1",
     "rollout.group_size=16",
     "rollout.max_new_tokens=24",
-    "rollout.max_running=512",
+    "rollout.max_running=128",
 ]
-"""Settings of the runs with --short. With many answers at once, what an engine does once a step costs each little."""
+"""Settings of the runs with --short. More answers at once share what a step costs the engine whatever its size, but each
+commit of weights prefills all of them again."""
 PARTS = {
     "VLLM::EngineCore": "engine_core",
     "areal_megatron.engine.serving": "engine_server",
