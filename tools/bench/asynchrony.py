@@ -55,8 +55,8 @@ SHORT = [
     "rollout.max_new_tokens=24",
     "rollout.max_running=128",
 ]
-"""Settings of the runs with --short. More answers at once share what a step costs the engine whatever its size, but each
-commit of weights prefills all of them again."""
+"""Settings of the runs with --short. More answers at once share what a step costs the engine whatever its size, but
+each commit of weights prefills all of them again."""
 PARTS = {
     "VLLM::EngineCore": "engine_core",
     "areal_megatron.engine.serving": "engine_server",
