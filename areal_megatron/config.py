@@ -110,8 +110,13 @@ class TrainerConfig:
     """Tensor-parallel size of the experts; 0: as tp."""
     vpp: int = key(1, at_least=1)
     """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
-    recompute: str = key("none", choices=("none", "selective", "full"))
-    """Activations that are recomputed in the backward pass."""
+    recompute: str = key("auto", choices=("auto", "none", "elementwise", "mlp", "full"))
+    """What the backward pass computes again instead of keeping it: nothing; norms and the MLP's activation function
+    (`elementwise`); these and the product before that function (`mlp`); whole layers (`full`). `auto`: what costs the
+    fewest FLOPs within the memory of the GPUs, as the launcher decides; nothing on CPU (docs/launching.md)."""
+    recompute_layers: int = key(0, at_least=0)
+    """So many layers of each virtual pipeline stage, the first ones, are recomputed as `recompute` says, the others as
+    the next smaller of its values says: mlp, elementwise, none. 0: all layers alike."""
     attention: str = key("auto", choices=("auto", "fa2", "fa3", "fa4"))
     """FlashAttention on GPUs: the version named, or `auto`: the fastest that is installed and works
     (docs/hardware.md)."""
@@ -129,6 +134,14 @@ class TrainerConfig:
         """Micro-batches come in multiples of this: virtual stages take as many at a time as there are stages."""
         return self.pp if self.vpp > 1 else 1
 
+    def recomputed(self, layers: int) -> list[str]:
+        """Returns what is recomputed of each of the `layers` layers of a virtual stage: none, elementwise, mlp or full;
+        none while `auto` is undecided."""
+        most = "none" if self.recompute == "auto" else self.recompute
+        less = {"full": "mlp", "mlp": "elementwise"}.get(most, "none")
+        count = min(self.recompute_layers or layers, layers)
+        return [most] * count + [less] * (layers - count)
+
 
 @dataclass
 class OptimizerConfig:
@@ -145,6 +158,9 @@ class OptimizerConfig:
     eps: float = key(1e-5, above=0)
     clip_grad: float = key(1.0, at_least=0)
     """Largest norm of the gradient; 0: not clipped."""
+    on_host: bool = False
+    """Main parameters and moments are in the memory of the hosts, whose cores make the steps: slower, for GPUs that
+    have no room for 12 bytes a parameter (docs/launching.md)."""
 
 
 @dataclass
@@ -474,6 +490,11 @@ def _check_run(config: Config, require: Require) -> None:
         config.mode != "sft" or (not every and not config.resume),
         "checkpoint.every" if every else "resume",
         "supervised runs are short and save no checkpoints",
+    )
+    require(
+        not config.trainer.recompute_layers or config.trainer.recompute not in ("auto", "none"),
+        "trainer.recompute_layers",
+        f"has no meaning with trainer.recompute={config.trainer.recompute}: set that to elementwise, mlp or full",
     )
     require(
         config.reward.wrong < config.reward.right,

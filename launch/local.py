@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         start.check_packages(config, options.python)
         with start.lease(config) as lease:
             beginning = start.check(config, [this_node(config)], gpu_gib=gpu_gib, run=lease.run)
+            if config.trainer.recompute == "auto":
+                print(beginning.plan.memory.recompute, flush=True)
             beginning.begin()
             return supervise(beginning, Here(), options, lease)
     except (ConfigError, Replaced) as e:

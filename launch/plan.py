@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from areal_megatron.files import write_json
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from launch.memory import MemoryPlan, plan_memory
+from launch.memory.parts import GIB
 from launch.pools import Node, Placement, allocate
 
 
@@ -27,9 +29,18 @@ from launch.pools import Node, Placement, allocate
 class ClusterPlan:
     placement: Placement
     memory: MemoryPlan
+    warning: str = ""
+    """One line on what works and is slow; empty if there is nothing to say."""
 
     def table(self) -> str:
-        return f"{self.placement.table()}\n\n{self.memory.table()}"
+        lines = [self.placement.table(), "", self.memory.table()]
+        if host := self.memory.host:
+            most = max(Counter(rank.node for rank in self.placement.pool("trainer")).values())
+            lines += [
+                f"optimizer.on_host: {host / GIB:,.2f} GiB of the host's memory for a trainer rank, "
+                f"{most * host / GIB:,.2f} for the {most} of a node"
+            ]
+        return "\n".join(lines)
 
     def report(self) -> dict[str, Any]:
         """Returns what `--json` writes; sizes in bytes."""
@@ -60,7 +71,21 @@ def plan(
     _check_parts(config, placement)
     _check_link(config)
     check_model(config, weights)
-    return ClusterPlan(placement, plan_memory(config, read_config(config.model.path), gpu_gib))
+    return ClusterPlan(
+        placement, plan_memory(config, read_config(config.model.path), gpu_gib), _spread(config, placement)
+    )
+
+
+def _spread(config: Config, placement: Placement) -> str:
+    t = config.trainer
+    ranks, size = placement.pool("trainer"), t.tp * t.cp
+    nodes = max(len({rank.node for rank in ranks[first : first + size]}) for first in range(0, len(ranks), size))
+    if t.cp == 1 or nodes == 1:
+        return ""
+    return (
+        f"trainer.cp: the {size} ranks of tp={t.tp} × cp={t.cp} are on {nodes} nodes, and exchange keys and values "
+        "over the network in every layer, twice; ranks of one node do so faster"
+    )
 
 
 def _check_parts(config: Config, placement: Placement) -> None:
@@ -106,6 +131,8 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         found = plan(config, nodes, gpu_gib=options.gpu_gb, weights=False)
         print(found.table())
+        if found.warning:
+            print(f"warning: {found.warning}", file=sys.stderr)
         if options.json:
             write_json(options.json, found.report())
     except ConfigError as e:

@@ -79,6 +79,7 @@ class Beginning:
     """A run that has passed all checks and can begin."""
 
     config: Config
+    """The run's, with what the launcher has decided."""
     run: Run
     plan: ClusterPlan
     checkpoint: SavedCheckpoint | None
@@ -141,6 +142,8 @@ def check(
             "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
             "put it on the PATH, or give each pool GPUs of its own"
         )
+    if outcome.warning:
+        print(f"warning: {outcome.warning}", file=sys.stderr)
     check_input(config)
     run = run or Run(config.run_dir)
     checkpoint = _resumed(config, run)
@@ -150,7 +153,7 @@ def check(
         size = checkpoint_folder.size(checkpoint.folder) if checkpoint else outcome.memory.checkpoint
         if warning := checkpoint_folder.shortage(run, config.checkpoint, size):
             print(f"warning: {warning}", file=sys.stderr)
-    return Beginning(config, run, outcome, checkpoint)
+    return Beginning(outcome.memory.recompute.apply(config), run, outcome, checkpoint)
 
 
 def check_packages(config: Config, python: Mapping[str, Sequence[str]], pools: Sequence[str] = POOLS) -> None:

@@ -50,3 +50,17 @@ class SequenceFlops:
         tokens = np.asarray(tokens, dtype=np.float64)
         pairs = tokens * before + tokens * (tokens + 1) / 2
         return self.token * tokens + self.trained * np.asarray(trained) + self.pair * pairs
+
+
+def recomputed_flops(hf_config: Mapping[str, Any], tokens: int) -> dict[str, float]:
+    """Returns the FLOPs that recomputing a layer adds for a sequence of that length, by what is recomputed
+    (trainer.recompute). Raises ConfigError if the model has no table, as `architecture` does."""
+    sizes, whole = architecture(hf_config).dimensions, SequenceFlops.of(hf_config)
+    chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
+    gate_and_up = 2 * sizes.hidden * (sizes.ffn + chosen * sizes.expert_ffn)
+    return {
+        "none": 0.0,
+        "elementwise": 0.0,
+        "mlp": 2.0 * gate_and_up * tokens,
+        "full": float(whole(tokens, 0)) / sizes.layers,
+    }

@@ -3,7 +3,7 @@
 megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the name `torch`
 inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in that forwards everything to
 torch except the few calls below, and trainer/elementwise.py computes parts of its layers. With a CUDA device the only
-change is a name that megatron-core fails to define without TransformerEngine.
+changes are two calls that megatron-core fails to make without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def adapt_megatron() -> None:
     routing = sys.modules["megatron.core.transformer.moe.moe_utils"]
     if not hasattr(routing, "te_general_gemm"):
         routing.te_general_gemm = None  # its callers check for None where there is no TransformerEngine
+    # Recomputation takes its default, fp8=False, for a wish for FP8 (it is not None), which needs TransformerEngine.
+    sys.modules["megatron.core.tensor_parallel.random"].CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if on_cpu:
         stand_in = _Torch()
         for name, module in list(sys.modules.items()):
@@ -130,6 +132,10 @@ class _Stream:
 
     def record_event(self) -> _Stream:
         return self
+
+    def wait_stream(self, _: _Stream) -> None: ...
+
+    def wait(self, _: _Stream) -> None: ...
 
     def synchronize(self) -> None: ...
 

@@ -15,6 +15,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import ModuleList
 
+from areal_megatron.trainer.made_again import made_again
+
 _ALIGNED = 16
 """Rows of matrices must begin at multiples of so many bytes for torch to multiply groups of them."""
 
@@ -29,6 +31,8 @@ class Experts(SequentialMLP):
             _warn(f"experts are multiplied one after another: {sorted(widths)} bytes a row are no multiples of 16")
             grouped = False
         self.grouped = grouped and self.num_local_experts > 1
+        self.recompute = "none"
+        """What the backward pass computes again where experts are grouped: none, elementwise or mlp."""
         if self.grouped:
             self.local_experts = _LastFirst(self.local_experts)
 
@@ -42,14 +46,24 @@ class Experts(SequentialMLP):
         counts = tokens_per_expert.tolist()
         first = [expert.linear_fc1.weight for expert in self.local_experts]
         second = [expert.linear_fc2.weight for expert in self.local_experts]
-        inner = self._activate(_Products.apply(rows, counts, *first), probs.unsqueeze(-1))
-        return _Products.apply(inner, counts, *second), None
+
+        def multiply(rows: Tensor) -> Tensor:
+            return _Products.apply(rows, counts, *first)
+
+        def last(inner: Tensor) -> Tensor:
+            return _Products.apply(inner, counts, *second)
+
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return last(self._activate(multiply(rows), probs)), None
+        if self.recompute == "mlp":
+            return made_again(lambda rows, probs: self._activate(multiply(rows), probs), (rows, probs), last), None
+        return made_again(self._activate, (multiply(rows), probs), last), None
 
     def _activate(self, inner: Tensor, probs: Tensor) -> Tensor:
         if self.config.bias_activation_fusion:
-            return weighted_bias_swiglu_impl(inner, None, probs)
+            return weighted_bias_swiglu_impl(inner, None, probs.unsqueeze(-1))
         gate, up = inner.chunk(2, dim=-1)
-        return (F.silu(gate) * up * probs).to(inner.dtype)
+        return (F.silu(gate) * up * probs.unsqueeze(-1)).to(inner.dtype)
 
     def _settle(self) -> None:
         """Waits for gathered weights, as Megatron does before a layer is called; here none of these layers is."""

@@ -24,13 +24,9 @@ from areal_megatron.trainer import hardware
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.gradients import accumulate_in_products
 from areal_megatron.trainer.layers import block_spec
+from areal_megatron.trainer.recompute import recompute
 from areal_megatron.trainer.routing import replay_routes
 
-RECOMPUTE = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 BUCKET_ELEMENTS: int | None = None
 """Size of the buckets in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's default."""
 
@@ -140,6 +136,7 @@ def build_model(
         with device, cpu_passes_for_cuda():
             chunk = _chunk(kind, transformer, sizes, hf, held, stage, grouped=not absent["experts"])
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
+        recompute(chunk, config.trainer)
         if kind is Policy:  # no engine chooses experts for the critic
             replay_routes(chunk)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
@@ -256,8 +253,17 @@ def transformer_config(
         **fusions,
         **(_experts(sizes, hf, held) if dimensions.experts else {}),
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
-        **RECOMPUTE[config.trainer.recompute],
+        **_whole_layers_again(config, dimensions.layers),
     )
+
+
+def _whole_layers_again(config: Config, layers: int) -> dict[str, Any]:
+    if config.trainer.recompute != "full":
+        return {}
+    count = (
+        config.trainer.recompute_layers or layers
+    )  # of each virtual stage, whose layers are no more than the model's
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
 
 
 def _experts(sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture) -> dict[str, Any]:

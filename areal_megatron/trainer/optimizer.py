@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import clip_grads, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm
@@ -36,6 +37,18 @@ in a row double it. What is scaled is the sum over a micro-batch's tokens, where
 32,768 tokens is as much as 2^19 there, and 2^-15 as little as 1."""
 
 
+_HYBRID_KEYS = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
+"""What HybridDeviceOptimizer keeps of its own in the groups of parameters, and no checkpoint is to hold."""
+
+
 class Own(NamedTuple):
     """A run of a parameter's elements, with their main values and moments, flat and float32."""
 
@@ -52,27 +65,27 @@ class ModelOptimizer:
 
     def __init__(self, settings: OptimizerConfig, chunks: Chunks, steps: int):
         dtype = chunks[0].config.params_dtype
-        with cpu_passes_for_cuda():
-            self.megatron = get_megatron_optimizer(
-                MegatronOptimizerConfig(
-                    optimizer="adam",
-                    lr=settings.lr,
-                    min_lr=0.0,
-                    weight_decay=settings.weight_decay,
-                    adam_beta1=settings.beta1,
-                    adam_beta2=settings.beta2,
-                    adam_eps=settings.eps,
-                    use_distributed_optimizer=True,
-                    params_dtype=dtype,
-                    bf16=dtype == torch.bfloat16,
-                    fp16=dtype == torch.float16,
-                    **LOSS_SCALING,
-                    clip_grad=0.0,  # done in `step`, once the gradient is known to be finite
-                    overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-                ),
-                chunks,
-                use_gloo_process_groups=False,
-            )
+        megatron = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=0.0,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            use_distributed_optimizer=True,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            **LOSS_SCALING,
+            clip_grad=0.0,  # done in `step`, once the gradient is known to be finite
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        )
+        if settings.on_host:
+            _put_on_host(megatron, on_cuda=next(chunks[0].parameters()).is_cuda)
+        # Without gradients the parts of float32 parameters are leaves, as HybridDeviceOptimizer wants.
+        with cpu_passes_for_cuda(), torch.set_grad_enabled(not settings.on_host):
+            self.megatron = get_megatron_optimizer(megatron, chunks, use_gloo_process_groups=False)
         for settings_of in self._groups(of=torch.optim.AdamW):
             settings_of |= {"fused": True, "foreach": False}
         self._scalers = [optimizer.grad_scaler for optimizer in self.megatron.chained_optimizers]
@@ -127,8 +140,9 @@ class ModelOptimizer:
         """
         if 0 < self._clip_grad < norm:
             parameters = (p for group in self.megatron.param_groups for p in group["params"])
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, self._clip_grad / norm)
+            # on the host Megatron steps from the gradients on the device, which it keeps apart
+            gradients = (getattr(p, "decoupled_grad", p.grad) for p in parameters)
+            torch._foreach_mul_([g for g in gradients if g is not None], self._clip_grad / norm)
         self._schedule.step(1)
         self.megatron.step_with_ready_grads()
 
@@ -143,6 +157,7 @@ class ModelOptimizer:
 
     def own(self) -> dict[torch.nn.Parameter, Own]:
         """Returns, for each parameter of this rank, the part that this rank's optimizer changes."""
+        self._allocate()
         result = {}
         for optimizer in self._distributed():
             for buffer in optimizer.buffers:
@@ -161,6 +176,9 @@ class ModelOptimizer:
         if len(optimizers) > 1:
             self.megatron._synchronize_steps()
         states = [o.state_dict() | {"param_state": {}, "param_state_sharding_type": kind} for o in optimizers]
+        for group in (group for state in states for group in state["optimizer"]["param_groups"]):
+            for name in _HYBRID_KEYS:
+                group.pop(name, None)
         return dict(enumerate(states)) if len(states) > 1 else states[0]
 
     def schedule_state(self) -> dict[str, Any]:
@@ -185,7 +203,10 @@ class ModelOptimizer:
     def _allocate(self) -> None:
         """Makes the moments, which optimizers otherwise do at their first step."""
         for optimizer in self._distributed():
-            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+            if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+                _allocate_on_host(optimizer.optimizer)
+            else:
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
         for state in self._moments(of=torch.optim.AdamW):
             state.setdefault("step", state["exp_avg"].new_zeros(()))
 
@@ -212,6 +233,46 @@ class ModelOptimizer:
                 chunk.start_param_sync(force_sync=True)
 
 
+def _put_on_host(config: MegatronOptimizerConfig, on_cuda: bool) -> None:
+    """Makes Megatron keep main parameters and moments in the host's memory, and step there."""
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _all_on_host
+    config.optimizer_cpu_offload, config.optimizer_offload_fraction = True, 1.0
+    config.overlap_cpu_optimizer_d2h_h2d = True
+    config.pin_cpu_grads = config.pin_cpu_params = on_cuda
+    # Without this Megatron keeps another copy of the main parameters on the device. The config asks for a version of
+    # TransformerEngine where it is set from the start.
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+
+def _all_on_host(optimizer: HybridDeviceOptimizer, _fraction: float) -> tuple[list, list, dict, dict, dict]:
+    """Takes the place of HybridDeviceOptimizer's method that divides parameters between the host and the device.
+
+    Megatron's own passes over parameters that are not on a CUDA device, cannot load states of float32 parameters, and
+    first copies whole parameters, before it knows which part of them is this rank's.
+    """
+    groups, copy_of, original_of = [], {}, {}
+    for group in optimizer.param_groups:
+        parts = [p for p in group["params"] if not isinstance(p, torch.nn.Parameter)]
+        for part in parts:
+            copy = torch.empty_like(part, dtype=torch.float32, device="cpu", pin_memory=optimizer.pin_cpu_params)
+            copy_of[part] = copy.copy_(part.detach())
+            original_of[copy] = part
+        if parts:
+            groups.append(group | {"params": [copy_of[part] for part in parts]})
+    return groups, [], copy_of, original_of, dict(copy_of)
+
+
+def _allocate_on_host(optimizer: HybridDeviceOptimizer) -> None:
+    """Makes the moments as zeros, where there was no step yet."""
+    for inner in optimizer.sub_optimizers:
+        for group in inner.param_groups:
+            for main in group["params"]:
+                if not inner.state[main]:
+                    moments = {name: torch.zeros_like(main) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[main] = {"step": torch.zeros(()), **moments}
+    optimizer._sync_sub_optimizers_state_to_hdo()
+
+
 def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
     """Loads the main values and moments of a parameter from a checkpoint.
 
@@ -219,6 +280,12 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
     """
     group, place = optimizer.model_param_group_index_map[parameter]
     own = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
+    if isinstance(
+        optimizer.optimizer, HybridDeviceOptimizer
+    ):  # it would keep the tensors, which are views of larger ones
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            own["master_param" if name == "param" else name].copy_(tensors[name])
+        return
     kept = {"step": own["step"]} if "step" in own else {}
     DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, parameter, tensors | kept)
 

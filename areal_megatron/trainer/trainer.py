@@ -37,6 +37,7 @@ from areal_megatron.trainer.logprobs import Vocabulary, tile_of
 from areal_megatron.trainer.model import build_model, named_parameters, parallel_sizes, tensors
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import ModelOptimizer
+from areal_megatron.trainer.recompute import decided
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.routing import Routing
 from areal_megatron.trainer.token_sums import TokenSums
@@ -76,6 +77,7 @@ class Trainer:
 
     def __init__(self, config: Config, run: Run, rank: int):
         check_model(config)
+        config = decided(config)
         self.config, self.run = config, run
         self.timeline = Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}")
         self.parallel = process_groups.initialise(config, run, rank)

@@ -13,11 +13,12 @@ from typing import Any
 from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import machine_bytes
 from areal_megatron.reshard.plan import Traffic
-from launch.memory.activations import microbatch_tokens
+from launch.memory.activations import longest_row, microbatch_tokens
 from launch.memory.engine import UTILIZATION, engine_memory, kv_tokens
-from launch.memory.parts import GIB, USABLE, GpuShares, MemoryPart, RankMemory
+from launch.memory.parts import FILLED, GIB, USABLE, GpuShares, MemoryPart, RankMemory
+from launch.memory.recompute import Recompute, decide, with_recompute
 from launch.memory.traffic import weight_traffic
-from launch.memory.trainer import checkpoint_bytes, trainer_memory
+from launch.memory.trainer import checkpoint_bytes, host_memory, trainer_memory
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class MemoryPlan:
     """Memory of one GPU in GiB; 0 if unknown."""
     traffic: Traffic | None
     """Who sends how much in an update of all engines; None without engines."""
+    host: int
+    """Bytes of the host's memory in which a trainer rank keeps its optimizer states; 0 if they are not there."""
+    recompute: Recompute
+    """What the trainers recompute; where the config says `auto`, what it was decided to be."""
     shared: bool = False
     """Whether both pools are on the same GPUs."""
 
@@ -64,13 +69,18 @@ class MemoryPlan:
                 "trainer": asdict(self.trainer) | {"bytes": self.trainer.total},
                 "engine": asdict(self.engine) | {"bytes": self.engine.total} if self.engine else None,
                 "shares": asdict(self.shares) if self.shares else None,
+                "recompute": asdict(self.recompute),
+                "trainer_on_host": self.host,
                 "checkpoint": {"bytes": self.checkpoint, "at_a_time": self.checkpoints},
             },
         }
 
     def table(self) -> str:
-        """Returns a line for each part, in GiB, one for the checkpoint, and one for how weights travel."""
+        """Returns a line for each part, in GiB, and one each for recomputation, the checkpoint, and how weights
+        travel."""
         lines = [line for rank in (self.trainer, self.engine) if rank for line in _lines(rank, self.gpu_gib)]
+        free = f"; {_gib(round(self.gpu_gib * GIB) - self.trainer.total)} GiB of a GPU stay free"
+        lines += [f"{self.recompute}{free if self.gpu_gib and not self.shared else ''}"]
         if self.shares:
             used = self.trainer.total + self.engine.total
             lines += [
@@ -96,12 +106,15 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     """Returns the memory that a run of `config` takes, whose machine.device must be decided.
 
     `gpu_gib` is the memory of a GPU in GiB; if it is 0, unknown, nothing is checked on CUDA. With machine.shared a
-    trainer rank and an engine rank divide it: the trainer takes what it needs, the engine what is left. Raises
+    trainer rank and an engine rank divide it: the trainer takes what it needs, the engine what is left.
+    trainer.recompute=auto is decided: on CPU nothing is recomputed, and without `gpu_gib` whole layers are. Raises
     ConfigError with the figure, the limit and what to change for trainers that need more than USABLE of it, and for
     engines whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the
     `memory` in bytes that all engines share (0: that of this machine).
     """
     on_cuda = config.machine.device == "cuda"
+    recompute = _recompute(config, hf_config, gpu_gib)
+    config = recompute.apply(config)
     trainer = trainer_memory(config, hf_config, on_cuda, gpu_gib)
     if on_cuda and gpu_gib and not _fits(trainer, gpu_gib) and not config.shares_gpus:
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
@@ -118,7 +131,28 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     checkpoint, settings = checkpoint_bytes(config, hf_config), config.checkpoint
     traffic = weight_traffic(config, hf_config) if engine else None
     kept = settings.keep + 1 if settings.every else 0
-    return MemoryPlan(trainer, engine, checkpoint, kept, gpu_gib, traffic, config.shares_gpus)
+    host = host_memory(config, hf_config)
+    return MemoryPlan(trainer, engine, checkpoint, kept, gpu_gib, traffic, host, recompute, config.shares_gpus)
+
+
+def _recompute(config: Config, hf_config: Mapping[str, Any], gpu_gib: float) -> Recompute:
+    if config.trainer.recompute != "auto":
+        return Recompute.of(config, hf_config)
+    if config.machine.device != "cuda":
+        return Recompute.of(with_recompute(config, "none"), hf_config, True, "nothing on CPU")
+    if not gpu_gib:
+        why = "nobody says how much memory the GPUs have"
+        return Recompute.of(with_recompute(config, "full"), hf_config, True, why)
+
+    def fits(each: Config) -> bool:
+        trainer = trainer_memory(each, hf_config, True, gpu_gib)
+        if trainer.total > FILLED * gpu_gib * GIB or not config.shares_gpus:
+            return trainer.total <= FILLED * gpu_gib * GIB
+        engine = engine_memory(each, hf_config, int(gpu_gib * GIB), on_cuda=True, taken=trainer.total)
+        answers = kv_tokens(each, hf_config, engine.of("KV cache"), on_cuda=True) // each.longest_sequence
+        return answers >= each.rollout.max_running  # memory that the engine can use is left to it
+
+    return decide(config, hf_config, fits)
 
 
 def _fits(trainer: RankMemory, gpu_gib: float) -> bool:
@@ -139,34 +173,37 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
             continue
         if _fits(smaller, gpu_gib):
             return f"{problem}: with {text} it is {_gib(smaller.total)}"
-    return f"{problem}: no tp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
+    return f"{problem}: no tp, cp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
 
 
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
-    t, longest = config.trainer, config.longest_sequence if config.mode != "sft" else 1
-    if microbatch_tokens(config) > longest:
+    t, longest = config.trainer, longest_row(config)
+    is_long = config.mode == "sft" or microbatch_tokens(config) * t.cp <= longest + t.tp * t.cp
+    if not is_long:
         yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
+    kinds, part = ("none", "elementwise", "mlp", "full"), t.recompute_layers
+    t = replace(t, recompute_layers=0)
+    for recompute in kinds[kinds.index(t.recompute) + (not part) :]:
+        yield f"trainer.recompute={recompute}{' recompute_layers=0' * (part > 0)}", replace(t, recompute=recompute)
     for recompute in dict.fromkeys((t.recompute, "full")):
         extra = f" trainer.recompute={recompute}" if recompute != t.recompute else ""
-        if extra:
-            yield extra.strip(), replace(t, recompute=recompute)
         for factor in (2, 4, 8, 16, 32, 64):
-            if t.dp % factor == 0:
-                dp = t.dp // factor
-                if t.tp * factor <= 8:
-                    yield (
-                        f"trainer.tp={t.tp * factor} dp={dp}{extra}",
-                        replace(t, tp=t.tp * factor, dp=dp, recompute=recompute),
-                    )
-                yield (
-                    f"trainer.pp={t.pp * factor} dp={dp}{extra}",
-                    replace(t, pp=t.pp * factor, dp=dp, recompute=recompute),
-                )
+            if t.dp % factor:
+                continue
+            less = replace(t, dp=t.dp // factor, recompute=recompute)
+            if is_long and t.tp * t.cp * factor <= 8:
+                yield f"trainer.cp={t.cp * factor} dp={less.dp}{extra}", replace(less, cp=t.cp * factor)
+            if t.tp * t.cp * factor <= 8:
+                yield f"trainer.tp={t.tp * factor} dp={less.dp}{extra}", replace(less, tp=t.tp * factor)
+            yield f"trainer.pp={t.pp * factor} dp={less.dp}{extra}", replace(less, pp=t.pp * factor)
+    t = replace(t, recompute="full")
     for factor in (2, 4, 8):
         more = f"recompute=full on {factor} times as many GPUs"
-        yield f"trainer.dp={t.dp * factor} {more}", replace(t, recompute="full", dp=t.dp * factor)
-        yield f"trainer.pp={t.pp * factor} {more}", replace(t, recompute="full", pp=t.pp * factor)
+        yield f"trainer.dp={t.dp * factor} {more}", replace(t, dp=t.dp * factor)
+        if is_long:
+            yield f"trainer.cp={t.cp * factor} {more}", replace(t, cp=t.cp * factor)
+        yield f"trainer.pp={t.pp * factor} {more}", replace(t, pp=t.pp * factor)
 
 
 def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory) -> bool:

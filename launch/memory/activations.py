@@ -4,7 +4,7 @@ The method is that of Korthikanti et al., "Reducing Activation Recomputation in 
 (arXiv 2205.05198, Section 4), whose 34 · s · b · h bytes per layer are for GELU, dropout and as many key heads as query
 heads. The models here have SwiGLU, RMSNorm, grouped queries and experts instead, so the terms differ; as in the paper,
 sequence parallelism divides by tp everything that is not a whole row of tokens. The attention of trainer/attention.py
-never keeps scores, so recompute=selective, which drops those alone, saves next to nothing and is counted as `none`.
+never keeps scores.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.versions import has_transformer_engine
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,18 @@ class Layer:
     fused_swiglu: bool = True
     """Whether a dense MLP's SwiGLU keeps its input alone; else it consists of operations that keep their results."""
 
-    @property
-    def saved(self) -> float:
-        """Bytes that the layer's forward pass saves without recomputation."""
-        return (2 * self._norm + self._attention + self._mlp) / self.sizes.tp + self._rotation
+    def kept(self, recompute: str) -> float:
+        """Returns the bytes that the layer's forward pass keeps, if `recompute` (none, elementwise, mlp, full) is
+        computed again."""
+        if recompute == "full":
+            return self.element * self.model.dimensions.hidden / self.sizes.tp
+        norms = self._norms(recompute != "none")
+        return (norms + self._attention + self._mlp(recompute)) / self.sizes.tp + self._rotation
 
-    @property
-    def input(self) -> float:
-        """Bytes that recompute=full keeps of the layer."""
-        return self.element * self.model.dimensions.hidden / self.sizes.tp
+    def again(self, recompute: str) -> float:
+        """Returns the bytes that the layer's backward pass makes again before it uses them."""
+        made = self.kept("none")
+        return made if recompute == "full" else made - self.kept(recompute)
 
     @property
     def final_norm(self) -> float:
@@ -48,19 +52,26 @@ class Layer:
     @property
     def passing(self) -> float:
         """The most gradients that are alive at once in the layer's backward pass: those of the inner activations of its
-        widest module; with sequence parallelism also the module's input and its gradient, gathered over tp."""
-        d, e = self.model.dimensions, self.element
+        widest module; with sequence parallelism also the module's input and its gradient, gathered over tp. Keys and
+        values of all context-parallel ranks are gathered again: as they come, in the order of the queries, and the
+        gradients of both, of which the latter are there twice while they are put in place and joined."""
+        d, e, cp = self.model.dimensions, self.element, self.sizes.cp
         attention = e * (2 * d.query + 2 * d.key_value) / self.sizes.tp
+        if cp > 1:
+            attention += 6 * cp * e * 2 * d.key_value / self.sizes.tp
         mlp = 4 * e * d.ffn / self.sizes.tp + self._expert_tokens * e * (
             d.hidden + 4 * d.expert_ffn / self.sizes.expert_tp
         )
         return max(attention, mlp) + (2 * e * d.hidden if self.sizes.tp > 1 else 0)
 
-    @property
-    def _norm(self) -> float:
-        """The norm before attention or before the MLP: what it saves, its output (saved by the linear layer after it)
-        and a float32 number."""
-        return 2 * self.element * self.model.dimensions.hidden + 4
+    def _norms(self, recomputed: bool) -> float:
+        """The norms before attention and before the MLP: what they save, their output (saved by the linear layer after
+        it) and a float32 number; recomputed, their input. TransformerEngine's linear layers hold the norm before them,
+        which is not recomputed then."""
+        hidden = self.model.dimensions.hidden
+        saved = 2 * self.element * hidden + 4
+        held = self.sizes.fused_layernorm * (1 if self.model.dimensions.experts else 2)
+        return 2 * saved if not recomputed else held * saved + (2 - held) * self.element * hidden
 
     @property
     def _attention(self) -> float:
@@ -85,16 +96,18 @@ class Layer:
         """Cosines and sines of whole rows of tokens, once for queries and once for keys."""
         return 4 * self.element * self.model.dimensions.head_dim
 
-    @property
-    def _mlp(self) -> float:
+    def _mlp(self, recompute: str) -> float:
         """Dense: gate and up, and their product; where SwiGLU is not fused also the activation and the other factor.
-        Experts: for each chosen expert the token itself, all of these, and the weighted product; also the router's
-        bookkeeping. The load of the experts is assumed to be even."""
+        Experts: for each chosen expert the token itself and its weight, all of these, and the weighted product; also
+        the router's bookkeeping. The load of the experts is assumed to be even. Recomputed: gate and up, or neither;
+        those of TransformerEngine's experts are kept."""
         d, e = self.model.dimensions, self.element
+        whole = 6 if d.experts else 3 if self.fused_swiglu else 5
+        kept = {"none": whole, "elementwise": 2, "mlp": 2 if self.sizes.grouped_experts else 0}[recompute]
         if not d.experts:
-            return (3 if self.fused_swiglu else 5) * e * d.ffn
-        inner = 6 * e * d.expert_ffn / self.sizes.expert_tp
-        return self.sizes.tp * self._expert_tokens * (e * d.hidden + inner) + 5 * d.experts + 24 * self.chosen
+            return kept * e * d.ffn
+        inner = kept * e * d.expert_ffn / self.sizes.expert_tp
+        return self.sizes.tp * self._expert_tokens * (e * d.hidden + 4 + inner) + 5 * d.experts + 20 * self.chosen
 
     @property
     def _expert_tokens(self) -> float:
@@ -104,13 +117,20 @@ class Layer:
 
 
 def microbatch_tokens(config: Config) -> int:
-    """Returns the tokens of the largest micro-batch: trainer.microbatch_tokens, or a whole mini-batch if that is less,
-    but no fewer than the longest trajectory has; a multiple of tp."""
-    cap, tp = config.trainer.microbatch_tokens, config.trainer.tp
+    """Returns the tokens that a rank has of the largest micro-batch: of trainer.microbatch_tokens, or of a whole
+    mini-batch if that is less, but of no fewer than the longest trajectory has; a multiple of tp. Context-parallel
+    ranks have equal parts."""
+    t, longest = config.trainer, longest_row(config)
+    cap = max(longest, t.microbatch_tokens)
     if config.mode != "sft":
-        longest = config.longest_sequence
-        cap = max(longest, min(cap, config.batch_size // config.ppo.minibatches * longest))
-    return -(-cap // tp) * tp
+        cap = max(longest, min(t.microbatch_tokens, config.batch_size // config.ppo.minibatches * longest))
+    return -(-cap // (t.tp * t.cp)) * t.tp
+
+
+def longest_row(config: Config) -> int:
+    """Returns the tokens that a micro-batch has to hold at least: those of the longest trajectory; in supervised
+    training, whose examples have any length, 1."""
+    return config.longest_sequence if config.mode != "sft" else 1
 
 
 def in_flight(config: Config, stage: int) -> int:
@@ -127,30 +147,46 @@ def in_flight(config: Config, stage: int) -> int:
     return min(2 * (t.pp - stage - 1) + (t.vpp - 1) * t.pp + 1, t.vpp * -(-most // t.pp) * t.pp)
 
 
-def activations(config: Config, layer: Layer, stage: int) -> int:
-    """Returns the bytes that a rank of a pipeline stage holds at the peak, which is the first backward pass."""
-    sizes, tokens, passes = layer.sizes, microbatch_tokens(config), in_flight(config, stage)
-    layers = sizes.stage_sizes(layer.model.dimensions.layers)[stage] // sizes.vpp
-    full = config.trainer.recompute == "full"
-    kept = layers * (layer.input if full else layer.saved)
-    if full:
-        kept += 4 * layer.model.dimensions.head_dim  # the angles, float32, an argument of every recomputed layer
+def kept(config: Config, layer: Layer, stage: int) -> float:
+    """Returns the bytes per token that a rank of a pipeline stage keeps between forward and backward passes."""
+    recomputed = _of_layers(config, layer, stage)
+    size = sum(map(layer.kept, recomputed))
+    if "full" in recomputed:
+        size += 4 * layer.model.dimensions.head_dim  # the angles, float32, an argument of every recomputed layer
     if stage == 0:
-        kept += 8 + (sizes.tp > 1)  # token ids, and which of them are another rank's
-    again = layer.saved if full else 0
-    last = layer.final_norm if stage == sizes.pp - 1 else 0
-    return round(tokens * (passes * kept + last + again + layer.passing))
+        size += 8 + (layer.sizes.tp > 1)  # token ids, and which of them are another rank's
+    last = layer.final_norm if stage == layer.sizes.pp - 1 else 0
+    return in_flight(config, stage) * size + last
+
+
+def activations(config: Config, layer: Layer, stage: int) -> int:
+    """Returns the bytes that a rank of a pipeline stage holds at the peak, in the first backward pass.
+
+    That begins with the stage's last layers, of which most is kept, and ends with the first ones, of which most is made
+    again.
+    """
+    recomputed = _of_layers(config, layer, stage)
+    begins, ends = layer.again(recomputed[-1]), layer.again(recomputed[0])
+    gone = sum(layer.kept(what) for what in recomputed if what != recomputed[0])
+    return round(microbatch_tokens(config) * (kept(config, layer, stage) + max(begins, ends - gone) + layer.passing))
+
+
+def _of_layers(config: Config, layer: Layer, stage: int) -> list[str]:
+    """What is recomputed of each layer of a virtual stage."""
+    sizes = layer.sizes
+    return config.trainer.recomputed(sizes.stage_sizes(layer.model.dimensions.layers)[stage] // sizes.vpp)
 
 
 def describe(config: Config, stage: int) -> str:
-    passes = in_flight(config, stage)
+    t, passes = config.trainer, in_flight(config, stage)
+    layers = f" recompute_layers={t.recompute_layers}" if t.recompute_layers else ""
+    part = f" of {t.cp} ranks each" if t.cp > 1 else ""
     return (
-        f"trainer.recompute={config.trainer.recompute}, {microbatch_tokens(config):,} tokens, "
+        f"trainer.recompute={t.recompute}{layers}, {microbatch_tokens(config):,} tokens{part}, "
         f"{passes} forward pass{'es' if passes > 1 else ''} in flight"
     )
 
 
 def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) -> Layer:
-    return Layer(
-        model, chosen, MegatronSizes.of(config.trainer), ITEMSIZE[config.model.dtype], fused_swiglu=not on_cuda
-    )
+    sizes = MegatronSizes.of(config.trainer, transformer_engine=on_cuda and has_transformer_engine())
+    return Layer(model, chosen, sizes, ITEMSIZE[config.model.dtype], fused_swiglu=not on_cuda)

@@ -21,6 +21,9 @@ USABLE = 0.92
 """The share of a GPU's memory that a trainer rank may need: micro-batches of every length leave gaps between what is
 allocated."""
 
+FILLED = 0.9
+"""The share of a GPU's memory up to which trainer.recompute=auto keeps activations instead of recomputing them."""
+
 
 def communicator_bytes(links: Sequence[int]) -> int:
     """Returns the bytes of the communicators of a rank's links, given the number of peers in each."""

@@ -70,7 +70,8 @@ def stage_memory(
     parameters = MemoryPart("parameters", element * own.all, f"{own.all / 1e9:,.2f} billion in {config.model.dtype}")
     # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
     gradients = MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank")
-    optimizer = _optimizer(config, sizes, own)
+    on_device = not (on_cuda and config.optimizer.on_host)
+    optimizer = _optimizer(config, sizes, own) if on_device else MemoryPart("optimizer", 0)
     has_reference = config.mode != "sft" and config.ppo.has_reference
     chosen = hf_config["num_experts_per_tok"] if model.dimensions.experts else 0
     layer = layer_of(config, model, chosen, on_cuda)
@@ -80,20 +81,21 @@ def stage_memory(
     backward = kept.bytes + logprobs.bytes
     # DDP makes its buffers beside the parameters that the model was built with, before optimizer and activations
     building = parameters.bytes - optimizer.bytes
-    more = max(_step(config, sizes, own), building, backward) - backward
+    more = max(_step(sizes, own) if on_device else 0, building, backward) - backward
     parts = (
         parameters,
         gradients,
         optimizer,
         MemoryPart("reference", parameters.bytes if has_reference else 0, "frozen parameters"),
-        _critic(config, hf_config, sizes, stage),
+        _critic(config, hf_config, sizes, stage, on_device),
         kept,
         logprobs,
         *_sending(config, hf_config, own, sizes, stage, on_cuda),
         MemoryPart("CUDA and NCCL", _communication(config, hf_config, sizes) if on_cuda else 0, "an allowance"),
         MemoryPart("step or start", more, "beyond the backward pass"),
     )
-    first, count = stage * t.tp * t.dp, t.tp * t.dp
+    count = t.tp * t.cp * t.dp
+    first = stage * count
     ranks = f"ranks {first}–{first + count - 1}" if count > 1 else f"rank {first}"
     return RankMemory(f"trainer rank (stage {stage} of {t.pp}, {ranks})", tuple(part for part in parts if part.bytes))
 
@@ -108,23 +110,45 @@ def _optimizer(config: Config, sizes: MegatronSizes, own: Held) -> MemoryPart:
     float32 are their own main parameters."""
     main = 0 if config.model.dtype == "float32" else MAIN
     states = "two moments" if not main else "main parameters and two moments"
-    size = (main + MOMENTS) * (-(-own.dense // config.trainer.dp) + -(-own.experts // _expert_replicas(sizes)))
+    size = (main + MOMENTS) * _own_elements(sizes, own)
     experts = f", of experts over {_expert_replicas(sizes)}" if own.experts else ""
-    return MemoryPart("optimizer", size, f"float32 {states}, sharded over trainer.dp={config.trainer.dp}{experts}")
+    over = f"trainer.dp={sizes.dp}" + (f" × cp={sizes.cp}" if sizes.cp > 1 else "")
+    return MemoryPart("optimizer", size, f"float32 {states}, sharded over {over}{experts}")
 
 
-def _step(config: Config, sizes: MegatronSizes, own: Held) -> int:
+def _step(sizes: MegatronSizes, own: Held) -> int:
     """torch's AdamW takes the roots of all second moments at once; TransformerEngine's and apex's need no room."""
-    return MAIN * (own.dense // config.trainer.dp + own.experts // _expert_replicas(sizes))
+    return MAIN * (own.dense // (sizes.dp * sizes.cp) + own.experts // _expert_replicas(sizes))
 
 
-def _critic(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
+def host_memory(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Returns the bytes of the host's memory in which the fullest trainer rank keeps its optimizer states, 0 if they
+    are not there: main parameters, two moments, and the gradients of a step, float32 each."""
+    if not config.optimizer.on_host:
+        return 0
+    sizes = MegatronSizes.of(config.trainer)
+    critics = (False, True) if config.mode != "sft" and config.ppo.has_critic else (False,)
+    return max(
+        sum((2 * MAIN + MOMENTS) * _own_elements(sizes, held(hf_config, sizes, stage, critic)) for critic in critics)
+        for stage in range(sizes.pp)
+    )
+
+
+def _own_elements(sizes: MegatronSizes, own: Held) -> int:
+    """Elements whose optimizer states are this rank's."""
+    return -(-own.dense // (sizes.dp * sizes.cp)) + -(-own.experts // _expert_replicas(sizes))
+
+
+def _critic(
+    config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, on_device: bool
+) -> MemoryPart:
     """The critic's parameters, gradients and optimizer states. Its activations are never there at the same time as
     the policy's."""
     if config.mode == "sft" or not config.ppo.has_critic:
         return MemoryPart("critic", 0)
     own = held(hf_config, sizes, stage, critic=True)
-    size = (ITEMSIZE[config.model.dtype] + 4) * own.all + _optimizer(config, sizes, own).bytes
+    optimizer = _optimizer(config, sizes, own).bytes if on_device else 0
+    size = (ITEMSIZE[config.model.dtype] + 4) * own.all + optimizer
     note = f"{own.all / 1e9:,.2f} billion parameters, gradients and optimizer as the policy's"
     return MemoryPart("critic", size, note)
 
@@ -164,7 +188,9 @@ def _communication(config: Config, hf_config: Mapping[str, Any], sizes: Megatron
     """Bytes of the CUDA context, of a communicator for each group of several ranks, and of the buffer in which Megatron
     gathers a row of tokens over tp for sequence parallelism."""
     t = config.trainer
-    groups = [t.tp, t.dp, t.pp, sizes.ranks]
+    groups = [t.tp, t.cp, t.dp, t.pp, sizes.ranks]
+    if t.cp > 1:  # those that share gradients, and those of routers' balance
+        groups += [t.dp * t.cp, t.tp * t.cp]
     if architecture(hf_config).dimensions.experts:
         groups += [sizes.ep * sizes.expert_tp, _expert_replicas(sizes)]
     gathered = ITEMSIZE[config.model.dtype] * microbatch_tokens(config) * hf_config["hidden_size"] if t.tp > 1 else 0

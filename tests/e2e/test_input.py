@@ -9,7 +9,11 @@ import sys
 
 import pytest
 
-from launch import local
+from areal_megatron import config_file
+from areal_megatron.run import Run
+from launch import local, start
+from launch.lease import Lease
+from launch.pools import Node
 from tests.conftest import ROOT
 from tests.support.hostile import WITHOUT_NAMESPACES
 
@@ -48,6 +52,8 @@ def launch(world, tmp_path, *overrides):
         (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
         (["rollout.easiest_first=true"], ["rollout.easiest_first", "train.jsonl has a pass_rate to order by"]),
         (["rollout.pass_rate=[0.1]"], ["rollout.pass_rate", "old spelling"]),
+        (["trainer.recompute=selective"], ["trainer.recompute", "one of auto, none, elementwise, mlp, full"]),
+        (["trainer.recompute_layers=2"], ["trainer.recompute_layers", "has no meaning with trainer.recompute=auto"]),
         (["mode=replay"], ["train.jsonl", "rollout.dump=true"]),
         (["data.max_prompt_tokens=2"], ["train.jsonl", "data.max_prompt_tokens is 2"]),
     ],
@@ -129,6 +135,21 @@ def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):
     for words in ("gradients", "optimizer", "activations", "staging", "KV cache", "tokens", "checkpoint:"):
         assert words in table
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("device", "gib", "decided"), [("cuda", 80, "none"), ("cuda", 0, "full"), ("cpu", 0, "none")])
+@pytest.mark.parametrize("mode", ["rl", "sft"])
+def test_trainers_are_handed_what_was_decided_for_auto(world, tmp_path, mode, device, gib, decided):
+    data = [f"mode={mode}", *([f"data.train={world / 'sft.jsonl'}"] if mode == "sft" else [])]
+    config = config_file.load(*arguments_of(world, tmp_path, *data)[:1], arguments_of(world, tmp_path, *data)[1:])
+    config.machine.device = device
+    run = Run(config.run_dir)
+    run.create()
+    beginning = start.check(config, [Node("a", (0, 1))], gpu_gib=gib, run=run)
+    with Lease(run, 90):
+        beginning.begin()
+    handed = config_file.load(run.config).trainer
+    assert config.trainer.recompute == "auto" and (handed.recompute, handed.recompute_layers) == (decided, 0)
 
 
 def one_gpu(world, tmp_path, mebibytes, *overrides):

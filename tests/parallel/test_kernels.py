@@ -10,16 +10,20 @@ from tests.support.tiny_models import save_model
 
 EVERY = ["swiglu", "gradients", "experts"]
 CASES = {
-    "swiglu": ("layouts", ["swiglu"], [("qwen2", {})]),
+    "swiglu": ("layouts", ["swiglu"], [("qwen2", {}), ("qwen2", {"recompute": "mlp", "recompute_layers": 2})]),
     "gradients": ("layouts", ["gradients"], [("qwen2", {"tp": 2})]),
-    "experts": ("layouts", ["experts"], [("qwen3_moe", {}), ("qwen3_moe", {"recompute": "full"})]),
+    "experts": (
+        "layouts",
+        ["experts"],
+        [("qwen3_moe", {}), ("qwen3_moe", {"recompute": "full", "recompute_layers": 2})],
+    ),
     "all-on-2-ranks": (
         "layouts",
         EVERY,
         [
             ("qwen3_moe", {"tp": 2}),
-            ("qwen3_moe", {"pp": 2}),
-            ("qwen3_moe", {"dp": 2, "ep": 2}),
+            ("qwen3_moe", {"pp": 2, "recompute": "mlp"}),
+            ("qwen3_moe", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
             ("qwen3_moe", {"cp": 2, "ep": 2}),
         ],
     ),

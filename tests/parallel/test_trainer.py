@@ -17,9 +17,19 @@ CASES = {
     "tp1": [(model, {}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
     "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
-    "tp2-pp2": [(model, {"tp": 2, "pp": 2}) for model in DENSE],
+    "tp2-pp2": [
+        ("qwen2", {"tp": 2, "pp": 2, "recompute": "elementwise"}),
+        ("qwen3", {"tp": 2, "pp": 2, "recompute": "mlp", "recompute_layers": 1}),
+        ("llama", {"tp": 2, "pp": 2}),
+    ],
     "dp2": [(model, {"dp": 2}) for model in (*DENSE, "qwen3_moe")],
-    "cp2": [(model, {"cp": 2}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
+    "cp2": [
+        ("qwen2", {"cp": 2}),
+        ("qwen3", {"cp": 2, "recompute": "mlp"}),
+        ("llama", {"cp": 2, "recompute": "full", "recompute_layers": 2}),
+        ("qwen3_moe", {"cp": 2, "recompute": "elementwise"}),
+        ("qwen3_balanced", {"cp": 2}),
+    ],
     "virtual-and-uneven-stages": [("qwen2", {"pp": 2, "vpp": 2}), ("qwen3_deep", {"pp": 2})],
     "experts-on-2-ranks": [
         ("qwen3_moe", {"dp": 2, "ep": 2}),
@@ -95,9 +105,19 @@ def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
 
 
 REPLAYED = {
-    1: [{}, {"recompute": "full"}],
-    2: [{"tp": 2}, {"pp": 2, "recompute": "full"}, {"dp": 2, "ep": 2}, {"cp": 2}],
-    4: [{"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"}, {"tp": 2, "dp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 2}],
+    1: [{}, {"recompute": "full"}, {"recompute": "mlp", "recompute_layers": 2}],
+    2: [
+        {"tp": 2},
+        {"pp": 2, "recompute": "full", "recompute_layers": 1},
+        {"dp": 2, "ep": 2, "recompute": "mlp"},
+        {"cp": 2},
+    ],
+    4: [
+        {"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"},
+        {"tp": 2, "pp": 2, "vpp": 2, "recompute": "mlp"},
+        {"tp": 2, "dp": 2, "ep": 2, "recompute": "elementwise"},
+        {"tp": 2, "cp": 2, "ep": 2},
+    ],
 }
 
 
@@ -163,6 +183,10 @@ def test_communication_beside_computation_changes_nothing(folder, on_ranks, pp):
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks):
     on_ranks("check_bad_gradient", 2, trainer={"dp": 2})
+
+
+def test_recomputation_changes_no_gradient(folder, on_ranks):
+    on_ranks("check_recompute", 1)
 
 
 def test_recomputation_naive_objective_and_half_precision(folder, on_ranks):

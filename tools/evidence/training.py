@@ -169,13 +169,14 @@ def _config(folder: Path, device: str, case: Case) -> Config:
 
 
 def _that_fits(config: Config, hf: dict[str, Any], options: Options) -> tuple[Config, str]:
-    """Returns the config, with full recomputation if the plan says that it does not fit otherwise, and a note of it."""
+    """Returns the config, with the recomputation that the plan decides for this GPU, and a note of it."""
     try:
         size = torch.cuda.get_device_properties(0).total_memory / GIB if options.on_cuda else 0
-        plan_memory(replace(config, mode="sft"), hf, size)
+        config = plan_memory(replace(config, mode="sft"), hf, size).recompute.apply(config)
     except ConfigError:
-        return replace(config, trainer=replace(config.trainer, recompute="full")), ", recomputed"
-    return config, ""
+        config = replace(config, trainer=replace(config.trainer, recompute="full"))
+    what = config.trainer.recompute
+    return config, "" if what == "none" else f", {what} recomputed"
 
 
 def _memory(config: Config, hf: dict[str, Any], device: torch.device, before: int) -> Finding:

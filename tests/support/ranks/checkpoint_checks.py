@@ -10,17 +10,19 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoints import Checkpoints
-from areal_megatron.config import CheckpointConfig, Config, CriticConfig, PenaltyConfig, PPOConfig
+from areal_megatron.config import CheckpointConfig, Config, CriticConfig, OptimizerConfig, PenaltyConfig, PPOConfig
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
 from areal_megatron.run import Replaced, Run, RunError
@@ -29,6 +31,7 @@ from areal_megatron.trainer import checkpoint, checkpoint_tensors, layers
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
+from tests.support.ranks.float16_checks import copied, part_of, scales, set_scale
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer
 from tests.support.transformer_engine import transformer_engine
 from tools.bench.checkpoint_peers import save_as_megatron_does
@@ -166,6 +169,70 @@ def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool
     tensors = {kind: {name for name in of if "_extra_state" not in name} for kind, of in names.items()}
     assert tensors["local"] == tensors["engine"] != tensors["old"]
     assert names["local"] != names["engine"]  # TransformerEngine's norms have entries of their own
+
+
+def check_on_host(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Optimizer states on the host are those that are elsewhere otherwise, after steps, in checkpoints and when they
+    are resumed, whichever saved and whichever resumes. cases: dtype → model, layout."""
+    for dtype, (model, layout) in cases.items():
+        at_save, after, names, steps = (
+            {},
+            {},
+            {},
+            OptimizerConfig(lr=1e-3, warmup=0.0, weight_decay=0.1, clip_grad=0.05),
+        )
+        critic = CRITIC if dtype == "bfloat16" else CriticConfig()
+        ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=critic)
+
+        def trainer(on_host: bool, run: str):
+            optimizer = replace(steps, on_host=on_host)  # noqa: B023
+            config = make_config(folder, model, layout, dtype=dtype, ppo=ppo, optimizer=optimizer)  # noqa: B023
+            return open_trainer(folder, rank, config, f"{dtype}-{run}")  # noqa: B023
+
+        for on_host in (False, True):
+            path = folder / f"{dtype}-{on_host}"
+            with trainer(on_host, f"saved-{on_host}") as subject:
+                inner = subject.policy.optimizer.megatron.chained_optimizers
+                assert {isinstance(o.optimizer, HybridDeviceOptimizer) for o in inner} == {on_host}
+                saver = checkpoint.Saver(subject)
+                update(subject, 0, 2, saver)
+                saver.begin(path)
+                at_save[on_host] = copied(subject)
+                update(subject, 2, 3, saver)
+                after[on_host] = copied(subject)
+                saver.wait()
+                if dtype == "float16":
+                    check_overflow(subject)
+                dist.barrier()
+            names[on_host] = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+            groups = torch.load(path / "common.pt", weights_only=True)["optimizer"]  # no class of Megatron's in it
+            assert groups
+        assert names[True] == names[False]
+        same_tensors_within(at_save[True], at_save[False], 1e-5)
+        for saved, resumed in ((False, True), (True, False), (True, True)):
+            with trainer(resumed, f"resumed-{saved}-{resumed}") as subject:
+                checkpoint.load(subject, folder / f"{dtype}-{saved}")
+                same_tensors_within(copied(subject), at_save[saved], 0)
+                update(subject, 2, 3)
+                same_tensors_within(copied(subject), after[saved], 0 if saved == resumed else 1e-5)
+
+
+def check_overflow(subject: Trainer) -> None:
+    """A gradient that leaves the range of float16 changes nothing but the scale of the loss."""
+    before, scale = copied(subject), 2.0**20
+    set_scale(subject, scale)
+    assert not subject.train_batch(part_of(subject, 3)).applied
+    found = copied(subject)
+    assert scales(subject) == {scale / 4}
+    assert all(torch.equal(value, before[name]) for name, value in found.items())
+
+
+def same_tensors_within(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(value.dtype, 0.0) if tolerance else 0.0
+        bound = tolerance + rounding * value.abs().float()
+        assert ((found[name].float() - value.float()).abs() <= bound).all(), name
 
 
 def same_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:

@@ -77,13 +77,16 @@ def join(folder: Path) -> None:
 
 
 def check_saved(folder: Path, rank: int, models: list[str]) -> None:
-    """Fused SwiGLU keeps two tensors of the MLP's width less for the backward pass; of chosen experts' width, three."""
+    """Fused SwiGLU keeps two tensors of the MLP's width less for the backward pass; of chosen experts' width, three.
+    Where it is recomputed no kernel makes a difference."""
     join(folder)
     for name in models:
         saved = {}
         for names in ([], ["swiglu"], ["swiglu", "experts"]):
             with only(names):
                 saved[len(names)] = measure(folder / name, 1, "bfloat16", "none")["saved"]
+                again = [measure(folder / name, 1, "bfloat16", what)["saved"] for what in ("elementwise", "mlp")]
+            assert again == saved.setdefault("again", again), (name, names)
         hf = read_config(folder / name)
         d = architecture(hf).dimensions
         width = 3 * hf["num_experts_per_tok"] * d.expert_ffn if d.experts else 2 * d.ffn

@@ -25,7 +25,7 @@ TOKENS = 512
 CPU = torch.device("cpu")
 
 
-def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]:
+def measure(folder: Path, tp: int, dtype: str, recompute: str, layers: int = 0) -> dict[str, int]:
     """Returns the bytes of buffers, optimizer states and tensors saved in a forward pass."""
     config = Config(
         name="t",
@@ -33,7 +33,7 @@ def measure(folder: Path, tp: int, dtype: str, recompute: str) -> dict[str, int]
         mode="sft",
         model=ModelConfig(str(folder), dtype),
         data=DataConfig(""),
-        trainer=TrainerConfig(tp=tp, recompute=recompute, microbatch_tokens=TOKENS),
+        trainer=TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS),
     )
     found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
     chunk, parts = found[Policy]
@@ -133,9 +133,13 @@ def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), tp), rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
     model_parallel_cuda_manual_seed(1)
-    cases = itertools.product(
-        sorted(Path(models).iterdir()), (tp,), ("bfloat16", "float16", "float32")[: 5 - 2 * tp], ("none", "full")
-    )
+    recomputed = [("none", 0), ("elementwise", 0), ("elementwise", 1), ("mlp", 0), ("mlp", 3), ("full", 0), ("full", 2)]
+    dtypes = ("bfloat16", "float16", "float32")[: 5 - 2 * tp]
+    cases = [
+        (model, tp, dtype, *what)
+        for model, dtype, what in itertools.product(sorted(Path(models).iterdir()), dtypes, recomputed)
+        if dtype == "bfloat16" or not what[1]
+    ]
     schedules = [
         (pp, vpp, stage, count * pp)
         for pp in (2, 3, 4)

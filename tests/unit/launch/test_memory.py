@@ -20,6 +20,7 @@ from areal_megatron.config import (
     DataConfig,
     MachineConfig,
     ModelConfig,
+    OptimizerConfig,
     PenaltyConfig,
     PPOConfig,
     ReshardConfig,
@@ -223,8 +224,9 @@ def test_the_first_stage_holds_no_more_passes_than_there_are_micro_batches():
 def test_full_recomputation_keeps_two_bytes_per_element_and_layer():
     """2 · s · b · h bytes per layer (Korthikanti et al., Section 5), divided by tp with sequence parallelism."""
     layer = activations.layer_of(config({"tp": 4}), architecture(DENSE), 0, True)
-    assert layer.input == 2 * DENSE["hidden_size"] / 4
-    assert layer.saved > 10 * layer.input
+    assert layer.kept("full") == 2 * DENSE["hidden_size"] / 4
+    kept = [layer.kept(what) for what in ("none", "elementwise", "mlp", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[0] > 10 * kept[-1]
 
 
 @pytest.mark.parametrize(("cap", "batch", "tokens"), [(32768, 512, 32768), (8192, 512, 28672), (10**7, 4, 28672)])
@@ -254,7 +256,7 @@ def test_more_replicas_and_recomputation_never_cost_memory():
             config({"tp": 8, "pp": 2, "dp": 12, "recompute": "none"}, {"tp": 8}),
             DENSE,
             r"trainer rank \(stage 0 of 2, ranks 0–95\) needs 105.58 GiB \(activations 90.01.*a GPU has 80, of "
-            r"which it may need 92%, 73.60: with (trainer.recompute=full) it is",
+            r"which it may need 92%, 73.60: with (trainer.recompute=elementwise) it is",
         ),
         (
             config({"dp": 16}, {"tp": 8}),
@@ -322,6 +324,150 @@ def test_where_nothing_helps_it_says_so():
     with pytest.raises(ConfigError, match="ask for more of them, or for larger ones"):
         plan_memory(config({"tp": 8}), DENSE, 1)
     assert plan_memory(config({"tp": 8}), DENSE, 0).gpu_gib == 0
+
+
+LONG = read_config(ROOT / "configs/models/DeepSeek-R1-Distill-Qwen-7B")
+"""The sizes of Qwen2.5-7B."""
+
+
+def long_answers(mode, **trainer):
+    rollout = {"tp": 2, "max_new_tokens": 130048, "max_running": 16}
+    trainer = {"recompute": "auto", "microbatch_tokens": 131072, **trainer}
+    return config(trainer, rollout, mode=mode, batch_size=64)
+
+
+@pytest.mark.parametrize("mode", ["sft", "rl"])
+def test_an_answer_of_131072_tokens_fits_8_gpus_with_context_parallelism_alone(mode):
+    assert long_answers(mode).longest_sequence == 131072
+    with pytest.raises(ConfigError, match=r"needs (79|80).\d\d GiB .*: with trainer.cp=2 dp=2 it is 5\d.\d\d$"):
+        plan_memory(long_answers(mode, tp=2, dp=4), LONG, 80)
+    with pytest.raises(ConfigError, match=r"needs 136.*: with trainer.tp=4 dp=2 it is"):
+        plan_memory(long_answers(mode, dp=8), LONG, 80)
+    for layout in ({"cp": 2, "tp": 2, "dp": 2}, {"cp": 4, "tp": 2}, {"cp": 8}):
+        found = plan_memory(long_answers(mode, **layout), LONG, 80)
+        assert found.trainer.total <= 0.9 * 80 * GIB, layout
+        assert f"{131072 // layout['cp']:,} tokens of {layout['cp']} ranks each" in found.table()
+
+
+def test_context_parallel_ranks_share_tokens_and_optimizer_states_but_no_parameters():
+    one, four = (
+        stage_memory(config({"cp": cp, "tp": 2, "dp": 4 // cp}, mode="sft"), LONG, 0, on_cuda=True) for cp in (1, 4)
+    )
+    for part in ("parameters", "gradients", "optimizer"):
+        assert one.of(part) == four.of(part), "4 ranks hold the same parameters either way"
+    layers = [activations.layer_of(config({"cp": cp}), architecture(LONG), 0, True) for cp in (1, 4)]
+    for what in ("none", "elementwise", "mlp", "full"):
+        kept = [
+            activations.microbatch_tokens(asked) * activations.kept(asked, layer, 0)
+            for layer, asked in zip(
+                layers, (config({"cp": cp, "recompute": what}, mode="sft") for cp in (1, 4)), strict=True
+            )
+        ]
+        assert kept[0] == 4 * kept[1]
+    # keys and values of all ranks are there for one layer at a time: 4 heads of 128 each, six times
+    attention = 2 * (2 * 3584 + 2 * 512) + 6 * 4 * 2 * 2 * 512
+    assert layers[1].passing == max(attention, 4 * 2 * 18944)
+    assert four.of("CUDA and NCCL") - one.of("CUDA and NCCL") > 0
+
+
+def test_ranks_of_one_row_on_several_nodes_are_told(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = [
+        *CLUSTER[:-6],
+        f"model.path={ROOT}/configs/models/DeepSeek-R1-Distill-Qwen-7B",
+        "mode=sft",
+        "trainer.tp=4",
+        "trainer.pp=1",
+        "--gpus",
+        "8",
+        "--gpu-gb",
+        "80",
+    ]
+    assert plan.main([*arguments, "trainer.cp=4", "trainer.dp=1", "--nodes", "2"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: trainer.cp: the 16 ranks of tp=4 × cp=4 are on 2 nodes, ")
+    assert plan.main([*arguments, "trainer.cp=2", "trainer.dp=2", "--nodes", "2"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_auto_recomputes_as_little_as_fits():
+    asked, kinds = config({"tp": 2, "dp": 24, "recompute": "auto"}, {"tp": 2}), []
+    for gib in (45, 48, 50, 55, 60, 65, 70, 75, 80, 90, 120, 180):
+        found = plan_memory(asked, LONG, gib)
+        decided, total = found.recompute.apply(asked), found.trainer.total
+        kinds.append(found.recompute)
+        assert decided.trainer.recompute != "auto" and total == plan_memory(decided, LONG, gib).trainer.total
+        # one layer less would not fit
+        less = decided.trainer.recompute_layers or found.recompute.layers
+        if decided.trainer.recompute != "none" and less > 1 and total <= 0.9 * gib * GIB:
+            lighter = replace(decided, trainer=replace(decided.trainer, recompute_layers=less - 1))
+            assert trainer_memory(lighter, LONG, True).total > 0.9 * gib * GIB
+    assert [each.flops for each in kinds] == sorted((each.flops for each in kinds), reverse=True)
+    assert {each.recompute for each in kinds} == {"none", "elementwise", "mlp", "full"}
+    assert kinds[0].flops > 1.25 and kinds[-1].flops == 1
+
+
+def test_auto_says_what_it_is_and_why(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = [item for item in CLUSTER if not item.startswith("trainer.recompute")]
+    assert plan.main(arguments) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recomputation: ")]
+    assert re.search(
+        r"^recomputation: elementwise in \d+ of the 32 layers of a stage, none in the others \(auto\); trainer FLOPs / "
+        r"useful FLOPs 1.000, with full 1.327, for sequences of 27,680 tokens; \d+.\d\d GiB of a GPU stay free$",
+        line,
+    )
+    assert plan.main(arguments[:-2]) == 0  # without --gpu-gb
+    assert "recomputation: full (auto: nobody says how much memory the GPUs have); " in capsys.readouterr().out
+    on_cpu = plan_memory(config({"recompute": "auto"}, {"max_new_tokens": 100}, device="cpu"), SMALL, memory=64 * GIB)
+    assert "recomputation: none (auto: nothing on CPU); " in on_cpu.table()
+
+
+def test_auto_leaves_engines_on_the_same_gpus_what_they_can_use():
+    """An engine that can hold all its answers leaves the rest to activations; one that cannot gets all of it."""
+    plenty, scarce = (
+        plan_memory(shared({"recompute": "auto", "microbatch_tokens": 8192}, {"max_running": n}), SMALL, 80)
+        for n in (16, 1024)
+    )
+    assert plenty.recompute.recompute == "none" and scarce.recompute.recompute == "full"
+    assert plenty.engine.of("KV cache") > 16 * 2048 * 28 * 1024
+
+
+def test_recomputed_flops_by_hand():
+    """Qwen2.5-7B, 28,672 tokens: per layer 29,360,128 parameters of attention and 203,685,888 of the MLP."""
+    tokens, pairs = 28672, 28672 * 28673 / 2
+    layer = 2 * tokens * (29_360_128 + 203_685_888) + 4 * 3584 * pairs
+    useful = 3 * (28 * layer + 2 * 152064 * 3584 * (tokens - 1))
+    for trainer, added in (
+        ({"recompute": "full"}, 28 * layer),
+        ({"recompute": "mlp"}, 28 * 4 * tokens * 3584 * 18944),
+        ({"recompute": "mlp", "recompute_layers": 10}, 10 * 4 * tokens * 3584 * 18944),
+        ({"recompute": "full", "recompute_layers": 10}, 10 * layer + 18 * 4 * tokens * 3584 * 18944),
+        ({"recompute": "elementwise"}, 0),
+    ):
+        assert plan_memory(config(trainer), LONG).recompute.flops == pytest.approx(1 + added / useful, rel=1e-6)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_optimizer_states_on_the_host_leave_the_gpu(critic):
+    """12 bytes a parameter fewer on the GPU; 16 more on the host, whose cores need the gradients too."""
+    rest = {"ppo": PPOConfig(critic=CriticConfig(lr=1e-5))} if critic else {}
+    here, there = (config({"tp": 2, "dp": 4}, optimizer=OptimizerConfig(on_host=on), **rest) for on in (False, True))
+    on_gpu, freed = (trainer_memory(asked, LONG, on_cuda=True) for asked in (here, there))
+    states = on_gpu.of("optimizer") + on_gpu.of("critic") - freed.of("critic")
+    assert freed.of("optimizer") == 0 and freed.of("parameters") == on_gpu.of("parameters")
+    assert plan_memory(there, LONG).host == pytest.approx(states * 16 / 12)
+    assert plan_memory(here, LONG).host == 0
+    assert on_gpu.total - freed.total >= 0.9 * states
+
+
+def test_the_plan_prints_what_a_node_needs_for_optimizer_states(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert plan.main([*CLUSTER, "optimizer.on_host=true"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("optimizer.on_host: ")]
+    rank, node = (float(figure) for figure in re.findall(r"\d+\.\d+", line))
+    assert line.endswith("for the 8 of a node") and node == pytest.approx(8 * rank, rel=0.01)
+    assert rank == pytest.approx(16 * 32.76e9 / 8 / 2 / 12 / GIB, rel=0.1)
 
 
 def test_supervised_training_has_no_engines():
@@ -440,7 +586,7 @@ def test_pools_that_share_a_gpu_divide_its_memory():
             r"(reshard.staging=streamed) the cache has",
         ),
         (shared(), 40, r"; with (trainer.dp=2 recompute=full) on 2 times as many GPUs the cache has"),
-        (shared({"dp": 2}, {"engines": 2, "max_new_tokens": 65536}), 48, r"; with (trainer.tp=2 dp=1) the cache has"),
+        (shared({"dp": 2}, {"engines": 2, "max_new_tokens": 65536}), 48, r"; with (trainer.cp=2 dp=1) the cache has"),
         (shared({"dp": 2}, {"engines": 2}), 30, r"; with (rollout.tp=2 engines=1 trainer.tp=2 dp=1) the cache has"),
     ],
 )

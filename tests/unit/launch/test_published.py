@@ -163,6 +163,24 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
     assert 0.6 <= share <= 0.85
 
 
+GAINS = {"r1_7b": 0.25, "r1_14b": 0.17, "qwen3_8b": 0.30, "qwen3_14b": 0.20, "r1_32b": 0.06, "qwen3_32b": 0.04}
+"""What trainers gain at least, in FLOPs, over recomputing whole layers."""
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_memory_that_is_free_is_put_to_use(run):
+    config, found = planned(run)
+    decided, gib = found.memory.recompute, found.memory.trainer.total / GIB
+    assert config.trainer.recompute == "auto" != decided.recompute
+    assert decided.flops_if_full / decided.flops - 1 >= GAINS.get(run, 0)
+    rows = (ROOT / "docs/published_runs.md").read_text().splitlines()
+    what = decided.recompute
+    if decided.recompute_layers:
+        what += f" in {decided.recompute_layers} of {decided.layers} layers"
+    figures = f"| {what} | {gib:.2f} ({gib / GPU_GIB:.0%}) | {decided.flops:.3f} |"
+    assert any(row.startswith(f"| `{run}` |") and figures in row for row in rows)
+
+
 TRAFFIC = {
     "r1_1.5b": (2, 6, 1.001),
     "r1_7b": (1, 3, 1.001),
