@@ -221,8 +221,8 @@ def transformer_config(
 ) -> TransformerConfig:
     dtype, dimensions = getattr(torch, config.model.dtype), held.dimensions
     fusions = hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts))
-    if device.type == "cpu":  # by trainer/elementwise.py, which weights no experts
-        fusions["bias_activation_fusion"] = not dimensions.experts
+    if device.type == "cpu" and not dimensions.experts:  # trainer/elementwise.py has one for CPUs, without weights
+        fusions["bias_activation_fusion"] = True
     return TransformerConfig(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
