@@ -24,6 +24,7 @@ import argparse
 import ctypes
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ import torch
 import areal_megatron.trainer  # noqa: F401  (adapts megatron-core to this machine before anything imports it)
 from areal_megatron.config import (
     Config,
+    ConfigError,
     DataConfig,
     MachineConfig,
     ModelConfig,
@@ -94,6 +96,7 @@ def tiny(name: str) -> dict[str, Any]:
     """Returns the config.json of the demo's model, in which the MLP may be experts."""
     dense = {key: value for key, value in make_model(0).config.to_dict().items() if key != "layer_types"}
     dense["pad_token_id"] = None  # transformers gives the embedding of this token no gradient
+    dense["max_position_embeddings"] = 2**20
     if not TINY[name]:
         return dense | {"architectures": ["Qwen3ForCausalLM"]}
     kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
@@ -344,7 +347,11 @@ def main(arguments: list[str] | None = None) -> None:
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {options.threads} threads"
         print(f"{options.model}, {options.dtype}, on {where}; median (lowest – highest) of {options.repetitions}")
         for number, draw in enumerate(options.draw):
-            rows.append(measure(draw, lengths, config, hf, options, folder / f"run-{number}"))
+            try:
+                rows.append(measure(draw, lengths, config, hf, options, folder / f"run-{number}"))
+            except ConfigError as e:
+                print(f"error: {e}", file=sys.stderr)
+                sys.exit(2)
             print("\n" + table(rows[-1]), flush=True)
     if options.json:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
