@@ -208,7 +208,7 @@ class View:
         """int64 [length]: the place of each token in its sequence, prefix included"""
         self.pasts = tuple(self._pasts(row, division))
 
-    @property
+    @cached_property
     def key_places(self) -> np.ndarray:
         """int64: for each run, filler included, the places of the keys that its last token attends to, in order."""
         past_of = {run: past.keys for past in self.pasts for run in past.runs}
@@ -216,7 +216,7 @@ class View:
         keys = ((past_of.get(run, _NONE), np.arange(size) + first[run]) for run, size in enumerate(self.sizes))
         return np.concatenate([_NONE, *chain(*keys)])
 
-    @property
+    @cached_property
     def key_counts(self) -> tuple[int, ...]:
         """The number of keys of each run, in `key_places`."""
         past_of = {run: len(past.keys) for past in self.pasts for run in past.runs}

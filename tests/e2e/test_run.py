@@ -65,6 +65,8 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
         "reshard.staging": "streamed" if eta == 1 else "full",
         "rollout.first_weights": "trainers" if eta == 1 else "auto",
     }
+    if eta == 1:
+        changes |= {"trainer.cp": 2, "machine.slots": 3}
     if eta == 4:
         changes |= {
             "rollout.dump": True,

@@ -322,7 +322,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cap", type=positive, default=2048, help="tokens of a micro-batch")
     parser.add_argument("--minibatches", type=positive, default=4, help="optimizer steps of a batch")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--recompute", choices=("none", "elementwise", "mlp", "full"), default="none")
     parser.add_argument("--repetitions", type=positive, default=9)
     parser.add_argument("--threads", type=positive, default=1, help="of torch, without a GPU")
     parser.add_argument("--seed", type=int, default=0)
