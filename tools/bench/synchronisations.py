@@ -244,7 +244,8 @@ def _site(operation: str) -> Site:
     frame: FrameType | None = sys._getframe(1)
     while frame:
         parts = Path(frame.f_code.co_filename).parts
-        owner = next((place for place in range(len(parts) - 1, -1, -1) if parts[place] in OWNERS), None)
+        installed = parts.index("site-packages") if "site-packages" in parts else 0  # in whatever folder that is
+        owner = next((place for place in range(len(parts) - 1, installed - 1, -1) if parts[place] in OWNERS), None)
         if owner is not None and frame.f_code.co_filename not in HERE:
             return Site("/".join(parts[owner:]), frame.f_code.co_qualname, operation)
         frame = frame.f_back
