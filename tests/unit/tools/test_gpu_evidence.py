@@ -159,16 +159,20 @@ import sys
 from pathlib import Path
 from areal_megatron.trainer.cpu import adapt_megatron
 adapt_megatron()
-from areal_megatron.trainer import gradients, hardware
+from areal_megatron.trainer import hardware
 from tools.evidence import training
 from tools.evidence.parts import Options
 
-calls, add = [], gradients._Products.wgrad_gemm_accum_fp32
-gradients._Products.wgrad_gemm_accum_fp32 = staticmethod(lambda *arguments: calls.append(1) or add(*arguments))
+calls, switches = [], hardware.fusions
+def fusions(absent, experts):
+    found = switches(absent, experts)
+    calls.extend([1] * found["bias_activation_fusion"])
+    return found
+hardware.fusions = fusions
 plain = hardware.kernels
-hardware.kernels = there = lambda *_: plain(*_) | {"gradients": ""}  # it computes on CPU too
+hardware.kernels = there = lambda *_: plain(*_) | {"swiglu": ""}  # it computes on CPU too
 options = Options("cpu", True, Path(sys.argv[1]))
-found = [(len(calls), f.name) for f in training.compare(options, training.DENSE, ("gradients", "fa3"))]
+found = [(len(calls), f.name) for f in training.compare(options, training.DENSE, ("swiglu", "fa3"))]
 assert hardware.kernels is there
 counts, names = zip(*found)
 print(counts[0] == counts[1] == counts[2] == counts[3] > 0, *names, sep="|")
@@ -181,7 +185,7 @@ def test_kernels_are_compared_with_their_absence(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     of = "  of the rate of large products"
-    assert done.stdout.strip().splitlines()[-1] == f"True|with gradients|{of}|without gradients|{of}"
+    assert done.stdout.strip().splitlines()[-1] == f"True|with swiglu|{of}|without swiglu|{of}"
 
 
 def run(folder, *arguments):
