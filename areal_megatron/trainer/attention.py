@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from areal_megatron.packing.row import View, whole_sequences
-from areal_megatron.trainer.attention_blocks import Blocks, attend_in_blocks, attend_with_past
+from areal_megatron.trainer.attention_blocks import Blocks, PastBlock, attend_in_blocks, attend_with_past
 from areal_megatron.trainer.copies import to_device
 
 
@@ -70,10 +70,8 @@ class Packed(PackedSeqParams):
         return slice(self.view.first_key, self.view.first_key + self.view.length)
 
     @cached_property
-    def pasts(self) -> list[tuple[Tensor, Tensor]]:
-        """For each past of the view the places of its keys and of the queries that attend to it, int64 each."""
-        pasts = [(past.keys, past.queries) for past in self.view.pasts]
-        return [tuple(to_device(places, self.device) for places in past) for past in pasts]
+    def pasts(self) -> list[PastBlock]:
+        return PastBlock.all_of(self.view.pasts, self.device)
 
 
 class CoreAttention(MegatronModule):

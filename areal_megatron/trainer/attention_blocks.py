@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_megatron.packing.row import Past
 from areal_megatron.trainer.copies import to_device
 
 
@@ -88,6 +89,75 @@ class Blocks:
         return joined[0] if len(joined) == 1 else torch.cat(joined)
 
 
+@dataclass(frozen=True)
+class PastBlock:
+    """A few pasts of similar sizes, and the queries that attend to them, padded to the longest: b pasts of k keys, each
+    with q queries."""
+
+    keys: Tensor
+    """int64 [b, k]: the place of each key; that of the first one where there is padding."""
+    hidden: Tensor | None
+    """float32 [b, 1, 1, k]: −∞ at padding, else 0; None if no key is padding."""
+    queries: Tensor
+    """int64 [b, q]: the place of each query; that of the first one where there is padding."""
+    padding: Tensor
+    """bool [b · q, 1, 1]: the queries that are padding."""
+    tokens: Tensor
+    """int64 [n]: the place of each query that is none, in order"""
+    real: Tensor
+    """int64 [n]: where it is among b · q."""
+
+    @classmethod
+    def of(cls, pasts: Sequence[Past], device: torch.device | str) -> PastBlock:
+        keys, no_keys = _padded([past.keys for past in pasts])
+        queries, no_queries = _padded([past.queries for past in pasts])
+        real = np.flatnonzero(~no_queries)
+        hidden = np.where(no_keys, -np.inf, 0.0).astype(np.float32)[:, None, None] if no_keys.any() else None
+        arrays = (queries, no_queries.reshape(-1, 1, 1), queries.ravel()[real], real)
+        return cls(
+            to_device(keys, device),
+            None if hidden is None else to_device(hidden, device),
+            *(to_device(array, device) for array in arrays),
+        )
+
+    @classmethod
+    def all_of(cls, pasts: Sequence[Past], device: torch.device | str) -> list[PastBlock]:
+        """Returns blocks of pasts whose numbers of keys and of queries are at most WASTE times those of the others."""
+        found, left = [], sorted(pasts, key=lambda past: (-len(past.keys), -len(past.queries)))
+        while left:
+            alike = [_alike(past, left[0]) for past in left]
+            found.append(cls.of([past for past, same in zip(left, alike, strict=True) if same], device))
+            left = [past for past, same in zip(left, alike, strict=True) if not same]
+        return found
+
+    def queried(self, tokens: Tensor) -> Tensor:
+        """[T, heads, d] → [b, heads, q, d]"""
+        return tokens.index_select(0, self.queries.view(-1)).unflatten(0, self.queries.shape).transpose(1, 2)
+
+    def known(self, keys: Tensor) -> Tensor:
+        """[keys, groups, d] → [b, groups, k, d]"""
+        return keys.index_select(0, self.keys.view(-1)).unflatten(0, self.keys.shape).transpose(1, 2)
+
+    def back(self, found: Tensor) -> Tensor:
+        """[b, heads, q, d] → [n, heads, d]"""
+        return found.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
+
+
+def _alike(past: Past, other: Past) -> bool:
+    counts = zip((past.keys, past.queries), (other.keys, other.queries), strict=True)
+    pairs = [sorted((max(len(one), Blocks.SHORT), max(len(two), Blocks.SHORT))) for one, two in counts]
+    return all(more <= Blocks.WASTE * less for less, more in pairs)
+
+
+def _padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows as one array [rows, longest], each filled up with its first element, and where it is filled."""
+    sizes = np.array([len(row) for row in rows])
+    filled = np.arange(sizes.max()) >= sizes[:, None]
+    padded = np.repeat(np.array([row[0] for row in rows])[:, None], sizes.max(), 1)
+    padded[~filled] = np.concatenate(rows)
+    return padded, filled
+
+
 class _ToBlocks(torch.autograd.Function):
     """[T, ...] → [Σ rows × width, ...]. The backward pass selects instead of scattering: padding has no gradient."""
 
@@ -145,15 +215,16 @@ class _AttendWithPast(torch.autograd.Function):
         found = [_softmax(*part, True, scale) for part in parts]
         out = blocks.take(blocks.join([out for out, _ in found]))
         total = blocks.take(blocks.join([total.unsqueeze(-1) for _, total in found]))
-        for keys, queries in packed.pasts:
-            past = (x.index_select(0, places) for x, places in ((query, queries), (key, keys), (value, keys)))
-            past_out, past_total = _softmax(*(x.transpose(0, 1).unsqueeze(0) for x in past), False, scale)
-            past_out, past_total = past_out[0].transpose(0, 1), past_total[0].T.unsqueeze(-1)
-            own_total = total.index_select(0, queries)
+        for past in packed.pasts:
+            past_out, past_total = _softmax(
+                past.queried(query), past.known(key), past.known(value), False, scale, past.hidden
+            )
+            past_out, past_total = past.back(past_out), past.back(past_total.unsqueeze(-1))
+            own_total = total.index_select(0, past.tokens)
             merged = torch.logaddexp(own_total, past_total)
-            own_out = out.index_select(0, queries) * (own_total - merged).exp()
-            out[queries] = (own_out + past_out * (past_total - merged).exp()).to(out.dtype)
-            total[queries] = merged
+            own_out = out.index_select(0, past.tokens) * (own_total - merged).exp()
+            out.index_copy_(0, past.tokens, (own_out + past_out * (past_total - merged).exp()).to(out.dtype))
+            total.index_copy_(0, past.tokens, merged)
         ctx.packed, ctx.scale = packed, scale
         ctx.save_for_backward(query, key, value, out, total)
         return out
@@ -172,14 +243,17 @@ class _AttendWithPast(torch.autograd.Function):
         found = zip(*(_softmax_backward(*part[:5], part[5].squeeze(-1), True, scale) for part in parts), strict=True)
         for to, parts in zip((d_query, d_key[own], d_value[own]), found, strict=True):
             to += blocks.take(blocks.join(parts))
-        for keys, queries in ctx.packed.pasts:
-            mine = (x.index_select(0, queries) for x in (gradient, query))
-            past = (x.index_select(0, keys) for x in (key, value))
-            known = (x.index_select(0, queries) for x in (out, total))
-            arguments = [x.transpose(0, 1).unsqueeze(0) for x in (*mine, *past, *known)]
-            found = _softmax_backward(*arguments[:5], arguments[5].squeeze(-1), False, scale)
-            for to, places, part in zip((d_query, d_key, d_value), (queries, keys, keys), found, strict=True):
-                to[places] += part[0].transpose(0, 1)
+        for past in ctx.packed.pasts:
+            # Padding has attended to nothing, and neither has nor gives a gradient.
+            gradient_, total_ = past.queried(gradient), past.queried(total).squeeze(-1)
+            padding = past.padding.view(past.queries.size(0), 1, -1)
+            gradient_ = gradient_.masked_fill(padding.unsqueeze(-1), 0)
+            total_ = total_.masked_fill(padding, torch.inf)
+            known = (past.queried(query), past.known(key), past.known(value), past.queried(out), total_)
+            found = _softmax_backward(gradient_, *known, False, scale, past.hidden)
+            places = (past.queries, past.keys, past.keys)
+            for to, at, part in zip((d_query, d_key, d_value), places, found, strict=True):
+                to.index_add_(0, at.view(-1), part.transpose(1, 2).flatten(0, 1))
         return d_query, d_key, d_value, None, None
 
 
@@ -188,11 +262,18 @@ def _fused(query: Tensor) -> bool:
     return query.device.type == "cpu"
 
 
-def _softmax(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Returns the attention [b, heads, q, d] and the logarithm of the softmax's sum, float32 [b, heads, q]."""
+def _softmax(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the attention [b, heads, q, d] and the logarithm of the softmax's sum, float32 [b, heads, q].
+
+    `hidden` is added to the scores.
+    """
     if _fused(query):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-    scores = _scores(query, key, causal, scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=None if hidden is None else hidden.to(query.dtype), scale=scale
+        )
+    scores = _scores(query, key, causal, scale, hidden)
     groups = query.size(1) // key.size(1)
     return scores.softmax(-1).to(value.dtype) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
 
@@ -206,14 +287,16 @@ def _softmax_backward(
     total: Tensor,
     causal: bool,
     scale: float | None,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value; `total` is the logarithm of the sum over all keys."""
     if _fused(query):
+        mask = None if hidden is None else hidden.to(query.dtype)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, total.contiguous(), 0.0, causal, scale=scale
+            gradient, query, key, value, out, total.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
         )
     groups = query.size(1) // key.size(1)
-    weights = (_scores(query, key, causal, scale) - total.unsqueeze(-1)).exp()
+    weights = (_scores(query, key, causal, scale, hidden) - total.unsqueeze(-1)).exp()
     d_weights = gradient.float() @ value.repeat_interleave(groups, 1).float().mT
     d_scores = (
         weights * (d_weights - (gradient * out).float().sum(-1, keepdim=True)) * (scale or query.size(-1) ** -0.5)
@@ -224,10 +307,12 @@ def _softmax_backward(
     return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None, hidden: Tensor | None) -> Tensor:
     """float32 [b, heads, q, k]; −inf where a causal query does not attend"""
     scores = query.float() @ key.repeat_interleave(query.size(1) // key.size(1), 1).float().mT
     scores *= scale or query.size(-1) ** -0.5
+    if hidden is not None:
+        scores += hidden
     if causal:
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return scores
