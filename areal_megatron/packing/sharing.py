@@ -18,13 +18,12 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.bins import pack
 
 LEAST_SAVING = 0.05
-"""The share of its answers' FLOPs that a prefix must have to be shared.
-
-What many answers to the prompt save is about this share of the FLOPs. Against it stands what the FLOPs do not count:
-attention in two parts, to the prefix and to the answer itself, which are merged in passes over all queries. These move
-memory and take a few percent of the time that the layer's products take, more in small models. Also, bundles are
-coarser than answers, and balance the replicas less well.
-"""
+"""The share of its answers' FLOPs that a prefix must have to be shared: bundles are coarser than answers, and balance
+the replicas less well."""
+MERGING = 150
+"""What it costs a token to attend to its prefix apart from its own answer, and to merge the two, in keys that it could
+attend to instead: measured on a CPU with the demo's model, where sharing prefixes of 5 tokens pays with answers of 10
+tokens and not with answers of 24."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,9 @@ class Prefixes:
         families = _families(trajectories)
         count = families.max(initial=-1) + 1
         answers = np.bincount(families, minlength=count)
-        worth = np.bincount(families, saved, count) >= LEAST_SAVING * np.bincount(families, costs, count)
+        lengths = np.array([t.length for t in trajectories], dtype=np.int64)
+        least = np.maximum(LEAST_SAVING * costs, MERGING * flops.pair * lengths)
+        worth = np.bincount(families, saved, count) >= np.bincount(families, least, count)
         shared = ((answers > 1) & worth)[families]
         return cls(families, tokens, saved)._where(shared)
 

@@ -26,7 +26,7 @@ def test_lengths_are_as_asked():
 def test_a_batch_is_packed_and_its_useful_flops_counted(tmp_path):
     options = parse(["--answers", "24", "--group", "4", "--cap", "100", "--minibatches", "3"])
     hf, config = tiny("demo"), configure(options, tmp_path)
-    lengths = Lengths(24, 4, 5, 20, 1.0, 60)
+    lengths = Lengths(24, 4, 12, 20, 1.0, 60)
     part, shared = batches(lengths, "long-tail", 64, config, hf, seed=1)
     assert {len(bundle) for minibatch in part.minibatches for bundles in minibatch for bundle in bundles} == {1}
     assert max(len(bundle) for minibatch in shared.minibatches for bundles in minibatch for bundle in bundles) > 1

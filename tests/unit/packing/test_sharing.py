@@ -15,7 +15,7 @@ from areal_megatron.packing.partition import partition, split
 from areal_megatron.packing.sharing import Prefixes, bundlings
 from tools.bench import packing
 
-FLOPS = SequenceFlops(token=100.0, trained=30.0, pair=1.0)
+FLOPS = SequenceFlops(token=10_000.0, trained=3_000.0, pair=1.0)
 NO_ROUTES = np.zeros(0, np.uint8)
 
 
@@ -57,6 +57,15 @@ def test_a_prompt_that_is_little_of_the_work_is_not_shared():
         group = [trajectory(uid, 0, range(5), response) for uid in range(4)]
         costs = SequenceFlops(token=1.0, trained=0.0, pair=0.0)
         prefixes = Prefixes.of(group, costs([t.length for t in group], 0), costs)
+        assert prefixes.bundles(range(4)) == ([[0, 1, 2, 3]] if shared else [[0], [1], [2], [3]])
+
+
+def test_sharing_has_to_pay_for_the_merging_of_two_attentions():
+    """In a small model, whose tokens cost little beside attention, a prefix of 5 tokens pays with short answers."""
+    small = SequenceFlops(token=800.0, trained=0.0, pair=1.0)
+    for response, shared in ((10, True), (24, False)):
+        group = [trajectory(uid, 0, range(6), response) for uid in range(4)]
+        prefixes = Prefixes.of(group, small([t.length for t in group], 0), small)
         assert prefixes.bundles(range(4)) == ([[0, 1, 2, 3]] if shared else [[0], [1], [2], [3]])
 
 
