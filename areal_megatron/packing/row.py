@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_megatron.models.flops import SequenceFlops
+from areal_megatron.packing.bins import spread
+from areal_megatron.packing.partition import aligned
 
 WORTH_GATHERING = 0.05
 """How much longer the slowest rank may take with whole sequences than with an equal share of all: about what gathering
@@ -82,42 +84,36 @@ def divide(row: TokenRow, ranks: int, multiple: int, flops: SequenceFlops | None
     half and the mirrored one of its second. Sequences too short for that are dealt whole as far as there is room.
     """
     if ranks == 1:
-        return Division(
-            (tuple(TokenRun(s, 0, n) for s, n in enumerate(row.lengths)),), aligned(sum(row.lengths), multiple), False
-        )
+        runs = tuple(TokenRun(segment, 0, tokens) for segment, tokens in enumerate(row.lengths))
+        return Division((runs,), _length(sum(row.lengths), multiple), cut=False)
+    flops = flops or SequenceFlops(token=1.0, trained=0.0, pair=0.0)
     return _whole(row, ranks, multiple, flops) or _cut(row, ranks, multiple)
 
 
-def aligned(tokens: int, multiple: int) -> int:
-    """Returns the length of a rank's row of `tokens` tokens: `multiple` at least, even if there are none."""
-    return max(-(-tokens // multiple), 1) * multiple
+def _length(tokens: int, multiple: int) -> int:
+    """The length of a rank's row of `tokens` tokens: `multiple` at least, even if there are none."""
+    return aligned(max(tokens, 1), multiple)
 
 
-def _whole(row: TokenRow, ranks: int, multiple: int, flops: SequenceFlops | None) -> Division | None:
+def _whole(row: TokenRow, ranks: int, multiple: int, flops: SequenceFlops) -> Division | None:
     """Returns the division in which no sequence is cut, or None if it is not balanced enough."""
-    token, pair = (flops.token, flops.pair) if flops else (1.0, 0.0)
-    trees: dict[int, list[TokenRun]] = {}
-    for segment, tokens in enumerate(row.lengths):
-        root = row.prefixes[segment] if row.prefixes[segment] >= 0 else segment
-        trees.setdefault(root, []).append(TokenRun(segment, 0, tokens))
-    costs = {root: sum(token * run.stop + pair * row.pairs(run) for run in runs) for root, runs in trees.items()}
-    shares: list[list[TokenRun]] = [[] for _ in range(ranks)]
-    totals = [0.0] * ranks
-    for root in sorted(trees, key=lambda root: -costs[root]):
-        rank = totals.index(min(totals))
-        shares[rank] += trees[root]
-        totals[rank] += costs[root]
-    tokens = [sum(run.stop for run in share) for share in shares]
-    length = aligned(max(tokens), multiple)
+    lengths = np.array(row.lengths, dtype=np.int64)
+    costs = flops(lengths, 0, np.array([row.before(segment) for segment in range(len(lengths))], dtype=np.int64))
+    # A segment goes where its prefix goes.
+    roots = np.array([segment if prefix < 0 else prefix for segment, prefix in enumerate(row.prefixes)], dtype=np.int64)
+    owners = spread(np.bincount(roots, costs, len(lengths)), ranks)[roots]
+    tokens = np.bincount(owners, lengths, ranks).astype(np.int64)
+    length = _length(int(tokens.max()), multiple)
     # All ranks compute rows of this length, whatever they hold.
-    slowest = max(cost + token * (length - own) for cost, own in zip(totals, tokens, strict=True))
-    if slowest > (1 + WORTH_GATHERING) * sum(costs.values()) / ranks and length > multiple:
+    slowest = (np.bincount(owners, costs, ranks) + flops.token * (length - tokens)).max()
+    if slowest > (1 + WORTH_GATHERING) * costs.sum() / ranks and length > multiple:
         return None
-    return Division(tuple(tuple(sorted(share)) for share in shares), length, cut=False)
+    runs = (np.flatnonzero(owners == rank).tolist() for rank in range(ranks))
+    return Division(tuple(tuple(TokenRun(s, 0, row.lengths[s]) for s in own) for own in runs), length, cut=False)
 
 
 def _cut(row: TokenRow, ranks: int, multiple: int) -> Division:
-    length = aligned(-(-sum(row.lengths) // ranks), multiple)
+    length = _length(-(-sum(row.lengths) // ranks), multiple)
     room, pairs, shares = [length] * ranks, [0] * ranks, [[] for _ in range(ranks)]
 
     def give(rank: int, run: TokenRun) -> None:
@@ -193,7 +189,6 @@ class View:
         """The number of tokens of each run, and of the filler, in the order of the rank's row."""
         self.first_key = rank * self.length if self.cut else 0
         """The place of the rank's own first token among its keys, which are those of all ranks if sequences are cut."""
-        self.keys = self.length * (len(division.runs) if self.cut else 1)
         self.tokens = _tokens(row, self.runs, self.filler)
         """int64 [length]: the place in the row of each token of the rank, −1 for filler"""
         self.place = np.full(sum(row.lengths), -1, np.int64)
@@ -211,16 +206,22 @@ class View:
     @cached_property
     def key_places(self) -> np.ndarray:
         """int64: for each run, filler included, the places of the keys that its last token attends to, in order."""
-        past_of = {run: past.keys for past in self.pasts for run in past.runs}
         first = self.first_key + np.cumsum((0, *self.sizes))
-        keys = ((past_of.get(run, _NONE), np.arange(size) + first[run]) for run, size in enumerate(self.sizes))
+        keys = ((self._before(run), np.arange(size) + first[run]) for run, size in enumerate(self.sizes))
         return np.concatenate([_NONE, *chain(*keys)])
 
     @cached_property
     def key_counts(self) -> tuple[int, ...]:
         """The number of keys of each run, in `key_places`."""
-        past_of = {run: len(past.keys) for past in self.pasts for run in past.runs}
-        return tuple(size + past_of.get(run, 0) for run, size in enumerate(self.sizes))
+        return tuple(len(self._before(run)) + size for run, size in enumerate(self.sizes))
+
+    def _before(self, run: int) -> np.ndarray:
+        """The keys of the past of a run, int64."""
+        return self._past_of.get(run, _NONE)
+
+    @cached_property
+    def _past_of(self) -> dict[int, np.ndarray]:
+        return {run: past.keys for past in self.pasts for run in past.runs}
 
     def _pasts(self, row: TokenRow, division: Division) -> Iterator[Past]:
         begins = np.cumsum((0, *self.sizes))

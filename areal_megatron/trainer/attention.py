@@ -8,7 +8,6 @@ tokens attend to which. Without `Packed` the tokens are [s, b, ...], b sequences
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from areal_megatron.packing.row import View, whole_sequences
 from areal_megatron.trainer.attention_blocks import Blocks, PastBlock, attend_in_blocks, attend_with_past
 from areal_megatron.trainer.copies import to_device
+from areal_megatron.trainer.made_again import not_kept
 
 
 @dataclass
@@ -121,7 +121,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: flo
         return key, value
 
     made, own = reached(key, value), (key.detach(), value.detach())
-    with _MadeAgain(made, lambda: reached(*own)).hooks():
+    with not_kept(made, lambda: reached(*own)):
         return (_packed_varlen if by_varlen else attend_with_past)(query, *made, packed, scale)
 
 
@@ -138,37 +138,6 @@ def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return gathered.split((key.size(-1), value.size(-1)), -1)
 
 
-class _MadeAgain:
-    """Tensors that autograd shall not keep: where it would, `make` makes them again in the backward pass."""
-
-    def __init__(self, tensors: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]):
-        self._storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-        self._make, self._missing, self._made = make, 0, None
-
-    def hooks(self):
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> Tensor | tuple:
-        storage = tensor.untyped_storage().data_ptr()
-        if storage not in self._storages:
-            return tensor
-        self._missing += 1
-        return self._storages.index(storage), tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def _unpack(self, packed: Tensor | tuple) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if self._made is None:
-            with torch.no_grad():
-                self._made = self._make()
-        number, *place = packed
-        tensor = self._made[number].as_strided(*place)
-        self._missing -= 1
-        if not self._missing:
-            self._made = None
-        return tensor
-
-
 def _causal(query, key, value, scale):
     """[b, heads, s, d] → the same"""
     grouped = query.size(1) != key.size(1)
@@ -177,10 +146,29 @@ def _causal(query, key, value, scale):
 
 def _packed_varlen(query, key, value, packed, scale):
     """[T, heads, d] → the same. Each run of queries attends to its keys, the last query to all of them."""
+    view = packed.view
+    runs = (packed.boundaries, packed.key_boundaries, max(view.sizes), max(view.key_counts))
+    return attend_runs(query, key, value, *runs, scale)
+
+
+def attend_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    key_boundaries: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float | None,
+) -> Tensor:
+    """Returns the attention of runs of queries to runs of keys by torch's kernel, on CUDA in half precision.
+
+    [queries, heads, d], [keys, groups, d] twice → [queries, heads, d]. A run is from one of the boundaries, int32
+    [runs + 1], to the next. Its last query attends to all of its keys, each query before that to one less.
+    """
     from torch.nn.attention import varlen  # imports compiler machinery that a CPU does without
 
-    view, grouped = packed.view, query.size(1) != key.size(1)
-    runs = (packed.boundaries, packed.key_boundaries, max(view.sizes), max(view.key_counts))
+    runs, grouped = (boundaries, key_boundaries, longest, most_keys), query.size(1) != key.size(1)
     flag = {"enable_gqa": True} if grouped and _asks_for_groups(varlen.varlen_attn) else {}
     return varlen.varlen_attn(query, key, value, *runs, scale=scale, window_size=(-1, 0), **flag)
 

@@ -36,7 +36,6 @@ class Blocks:
     """bool [Σ rows × width]: the places that hold padding."""
     place: torch.Tensor
     """int64 [T]: the place of each token in the blocks."""
-
     are_row: bool
     """Whether the blocks are the row as it is, as of runs of the same length: nothing is copied then."""
 
@@ -101,7 +100,7 @@ class PastBlock:
     queries: Tensor
     """int64 [b, q]: the place of each query; that of the first one where there is padding."""
     padding: Tensor
-    """bool [b · q, 1, 1]: the queries that are padding."""
+    """bool [b, 1, q]: the queries that are padding."""
     tokens: Tensor
     """int64 [n]: the place of each query that is none, in order"""
     real: Tensor
@@ -113,7 +112,7 @@ class PastBlock:
         queries, no_queries = _padded([past.queries for past in pasts])
         real = np.flatnonzero(~no_queries)
         hidden = np.where(no_keys, -np.inf, 0.0).astype(np.float32)[:, None, None] if no_keys.any() else None
-        arrays = (queries, no_queries.reshape(-1, 1, 1), queries.ravel()[real], real)
+        arrays = (queries, no_queries[:, None], queries.ravel()[real], real)
         return cls(
             to_device(keys, device),
             None if hidden is None else to_device(hidden, device),
@@ -246,9 +245,8 @@ class _AttendWithPast(torch.autograd.Function):
         for past in ctx.packed.pasts:
             # Padding has attended to nothing, and neither has nor gives a gradient.
             gradient_, total_ = past.queried(gradient), past.queried(total).squeeze(-1)
-            padding = past.padding.view(past.queries.size(0), 1, -1)
-            gradient_ = gradient_.masked_fill(padding.unsqueeze(-1), 0)
-            total_ = total_.masked_fill(padding, torch.inf)
+            gradient_ = gradient_.masked_fill(past.padding.unsqueeze(-1), 0)
+            total_ = total_.masked_fill(past.padding, torch.inf)
             known = (past.queried(query), past.known(key), past.known(value), past.queried(out), total_)
             found = _softmax_backward(gradient_, *known, False, scale, past.hidden)
             places = (past.queries, past.keys, past.keys)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal_megatron.config import ConfigError
 from areal_megatron.errors import first_line
-from areal_megatron.trainer.attention import _asks_for_groups
+from areal_megatron.trainer.attention import attend_runs
 
 FASTEST = {9: ("fa3", "fa4", "fa2"), 10: ("fa4", "fa2")}
 """Major compute capability → kernels, the fastest first; elsewhere there is only fa2."""
@@ -78,8 +78,6 @@ def _activate(name: str) -> None:
 def largest_error(device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> float:
     """Returns how far torch's attention for packed sequences is off the plain formula: the largest of the norms of the
     errors of the result and of its gradients, each relative to the norm of what is right."""
-    from torch.nn.attention import varlen
-
     generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, count: int) -> Tensor:
@@ -90,10 +88,9 @@ def largest_error(device: torch.device, dtype: torch.dtype, heads: int, groups: 
     scale, gradient = 0.7 / math.sqrt(size), drawn(queries, heads)
     ends = [torch.tensor((0, *column), dtype=torch.int32).cumsum(0).int().to(device) for column in zip(*RUNS)]  # noqa: B905
     longest = [max(column) for column in zip(*RUNS, strict=True)]
-    flag = {"enable_gqa": True} if heads != groups and _asks_for_groups(varlen.varlen_attn) else {}
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return varlen.varlen_attn(query, key, value, *ends, *longest, scale=scale, window_size=(-1, 0), **flag)
+        return attend_runs(query, key, value, *ends, *longest, scale)
 
     def formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return plain(query, key, value, RUNS, scale)

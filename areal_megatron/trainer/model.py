@@ -260,9 +260,7 @@ def transformer_config(
 def _whole_layers_again(config: Config, layers: int) -> dict[str, Any]:
     if config.trainer.recompute != "full":
         return {}
-    count = (
-        config.trainer.recompute_layers or layers
-    )  # of each virtual stage, whose layers are no more than the model's
+    count = config.trainer.recompute_layers or layers  # of a virtual stage, which has no more than the model
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
 
 

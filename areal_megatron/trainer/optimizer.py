@@ -280,9 +280,8 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
     """
     group, place = optimizer.model_param_group_index_map[parameter]
     own = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
-    if isinstance(
-        optimizer.optimizer, HybridDeviceOptimizer
-    ):  # it would keep the tensors, which are views of larger ones
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        # It would keep the tensors, which are views of larger ones.
         for name in ("param", "exp_avg", "exp_avg_sq"):
             own["master_param" if name == "param" else name].copy_(tensors[name])
         return

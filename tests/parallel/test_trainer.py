@@ -87,11 +87,21 @@ def folder(tmp_path, models):
     return tmp_path
 
 
+def create_runs(folder, names):
+    for name in names:
+        Run(folder / name).create()
+
+
+def numbered(folder, cases):
+    """Creates a run for each case, and returns their names with the cases."""
+    runs = {f"run-{number}": case for number, case in enumerate(cases)}
+    create_runs(folder, runs)
+    return runs
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
-    runs = {f"run-{number}": pair for number, pair in enumerate(CASES[case])}
-    for name in runs:
-        Run(folder / name).create()
+    runs = numbered(folder, CASES[case])
     [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout in CASES[case]}
     on_ranks("check_layouts", world, cases=runs)
 
@@ -99,8 +109,7 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}, {"cp": 2}], ids=["tp1", "tp2-pp2-dp2", "cp2"])
 def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
     cases = {f"run-{algorithm}": {"algorithm": algorithm} for algorithm in ALGORITHMS} | VARIANTS
-    for name in cases:
-        Run(folder / name).create()
+    create_runs(folder, cases)
     on_ranks("check_algorithms", math.prod(layout.values()), cases=cases, layout=layout)
 
 
@@ -110,7 +119,7 @@ REPLAYED = {
         {"tp": 2},
         {"pp": 2, "recompute": "full", "recompute_layers": 1},
         {"dp": 2, "ep": 2, "recompute": "mlp"},
-        {"cp": 2},
+        {"cp": 2, "recompute": "full"},
     ],
     4: [
         {"tp": 2, "pp": 2, "vpp": 2, "recompute": "full"},
@@ -123,9 +132,7 @@ REPLAYED = {
 
 @pytest.mark.parametrize("ranks", REPLAYED)
 def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, ranks):
-    cases = {f"run-{number}": layout for number, layout in enumerate(REPLAYED[ranks])}
-    for name in cases:
-        Run(folder / name).create()
+    cases = numbered(folder, REPLAYED[ranks])
     on_ranks("routing_checks:check_replay", ranks, cases=cases)
 
 
@@ -151,9 +158,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("ranks", PROMPTS)
 def test_answers_that_share_a_prompt_train_as_if_each_were_alone(folder, on_ranks, ranks):
-    cases = {f"run-{number}": case for number, case in enumerate(PROMPTS[ranks])}
-    for name in cases:
-        Run(folder / name).create()
+    cases = numbered(folder, PROMPTS[ranks])
     on_ranks("prompt_checks:check_prompts", ranks, cases=cases)
 
 
@@ -176,8 +181,7 @@ def test_communication_beside_computation_changes_nothing(folder, on_ranks, pp):
     cases = {f"run-{model}": [model, {"dp": 2, "pp": pp}] for model in ("qwen2", "qwen3", "qwen3_moe")}
     if pp > 1:
         cases["run-virtual"] = ["qwen2", {"dp": 2, "pp": 2, "vpp": 2}]
-    for name in cases:
-        Run(folder / name).create()
+    create_runs(folder, cases)
     on_ranks("check_overlap", 2 * pp, cases=cases)
 
 
@@ -206,8 +210,7 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
     ],
 )
 def test_logits_are_not_rounded_to_the_dtype_of_the_model(folder, on_ranks, model, tp, dtype):
-    for name in ("float32-head", "model-head"):
-        Run(folder / name).create()
+    create_runs(folder, ("float32-head", "model-head"))
     on_ranks("check_head", tp, model=model, tp=tp, dtype=dtype)
 
 

@@ -30,13 +30,16 @@ def test_short_answers_have_18_tokens_on_average():
 
 
 def test_processor_time_is_that_of_the_processes_of_a_part():
-    """A launcher that idles, with a trainer that computes: the command lines are all that counts."""
+    """A launcher that computes little, with a trainer that computes more: the command lines are all that counts."""
     burn = "import sys, time\nwhile time.process_time() < 0.6: pass\nprint(flush=True)\nsys.stdin.read()"
-    script = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', sys.argv[1], 'areal_megatron.' + 'train'])"
+    script = (
+        "import subprocess, sys, time\nwhile time.process_time() < 0.2: pass\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1], 'areal_megatron.' + 'train'])"
+    )
     with psutil.Popen([sys.executable, "-c", script, burn], stdin=PIPE, stdout=PIPE) as launcher:
         launcher.stdout.readline()
         spent = asynchrony.processor_s(launcher)
-    assert 0.5 <= spent["trainer"] < 0.9 and 0 < spent["others"] < 0.5
+    assert 0.5 <= spent["trainer"] < 0.9 and 0.1 <= spent["others"] < 0.5
     assert spent["engine_core"] == spent["engine_server"] == spent["controller"] == 0
 
 

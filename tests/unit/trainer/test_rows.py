@@ -1,16 +1,15 @@
 """Attention over rows whose sequences share a prefix, or are divided over ranks, against the formula with a mask."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn.attention import varlen
 
 from areal_megatron.packing import row as rows
 from areal_megatron.packing.row import TokenRow, View, divide
-from areal_megatron.trainer import attention, attention_blocks
+from areal_megatron.trainer import attention, attention_blocks, made_again
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.attention_blocks import attend_in_blocks, attend_with_past
+from areal_megatron.trainer.attention_kernels import plain
 
 ROWS = {
     "one": TokenRow.of((70,)),
@@ -82,19 +81,11 @@ def test_attention_and_gradients_are_those_of_the_mask(name, ranks, kernel, monk
     torch.testing.assert_close(gradients, wanted, **precision)
 
 
-def by_runs(query, key, value, starts, key_starts, longest, longest_key, *, scale, window_size, enable_gqa=True):
+def by_runs(query, key, value, starts, key_starts, longest, most_keys, *, scale, window_size, enable_gqa=True):
     """The formula of torch's varlen_attn, whose kernel runs on GPUs alone (tests marked gpu)."""
-    assert window_size == (-1, 0)
-    outs = []
-    for (first, stop), (key_first, key_stop) in zip(
-        itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True
-    ):
-        assert stop - first <= longest and key_stop - key_first <= longest_key
-        own = [x[key_first:key_stop].repeat_interleave(HEADS // GROUPS, 1) for x in (key, value)]
-        scores = torch.einsum("qhd,khd->hqk", query[first:stop], own[0]) * scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + key_stop - key_first - (stop - first))
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), own[1]))
-    return torch.cat(outs)
+    runs = list(zip(starts.diff().tolist(), key_starts.diff().tolist(), strict=True))
+    assert window_size == (-1, 0) and [max(column) for column in zip(*runs, strict=True)] == [longest, most_keys]
+    return plain(query, key, value, runs, scale)
 
 
 class KeepsItsInputs(torch.autograd.Function):
@@ -126,8 +117,8 @@ def test_keys_of_a_kernel_for_rows_are_made_again_in_the_backward_pass(name, mon
     expected = by_mask(row, *given, 0.3)
     weights = torch.randn_like(expected)
     wanted = torch.autograd.grad((expected * weights).sum(), given)
-    kept, pack = [], attention._MadeAgain._pack
-    monkeypatch.setattr(attention._MadeAgain, "_pack", lambda self, x: kept.append(pack(self, x)) or kept[-1])
+    kept, pack = [], made_again._Again.pack
+    monkeypatch.setattr(made_again._Again, "pack", lambda self, x: kept.append(pack(self, x)) or kept[-1])
     found = attention.attend(*given, Packed(view=view), 0.3)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), given), wanted)
