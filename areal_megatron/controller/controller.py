@@ -110,6 +110,7 @@ class Controller:
             batch_size=config.batch_size,
             group_size=config.rollout.group_size,
             max_staleness=config.rollout.max_staleness,
+            exact_staleness=config.rollout.exact_staleness,
             updates=config.updates - (self.start.batches - self.start.version),
         )
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)

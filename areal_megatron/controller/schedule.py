@@ -66,13 +66,17 @@ class Schedule:
             schedule.committed(0, version=1)
     """
 
-    def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, updates: int):
+    def __init__(
+        self, *, batch_size: int, group_size: int, max_staleness: int, updates: int, exact_staleness: bool = False
+    ):
         """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` batches are trained in all.
-        Raises ValueError if it is no multiple."""
+        With `exact_staleness` a batch waits until everything that may be admitted before it has finished. Raises
+        ValueError if batch_size is no multiple."""
         if batch_size % group_size:
             raise ValueError(f"group_size={group_size} does not divide batch_size={batch_size}")
         self.groups_per_batch = batch_size // group_size
         self.max_staleness = max_staleness
+        self.exact_staleness = exact_staleness
         self.updates = updates
         self.version = 0
         self.engines: dict[int, int] = {}
@@ -168,6 +172,8 @@ class Schedule:
         batch = self._oldest_finished()
         if len(batch) < self.groups_per_batch or self._infeasible_without(batch):
             return None
+        if self.exact_staleness and not self._nothing_may_come_before():
+            return None
         for group in batch:
             del self.finished[group.number]
         self.training = sorted(batch, key=lambda group: (group.epoch, group.prompt_id))
@@ -255,6 +261,13 @@ class Schedule:
             if left > (deadline - self.version) * self.groups_per_batch:
                 infeasible.append(deadline)
         return infeasible
+
+    def _nothing_may_come_before(self) -> bool:
+        """Whether an engine samples from the version that trains next, and all that Eq. 3 lets begin has finished."""
+        newest = max(self.engines.values(), default=-1)
+        return newest == self.version and not (
+            self.running or self.interrupted or any(map(self.may_admit, self.engines))
+        )
 
     def _in_flight(self) -> Iterator[Group]:
         yield from self.running.values()

@@ -24,10 +24,9 @@ class World:
         self.raised = self.lowered = 0
         """How often the bound was changed."""
         self.filter_share = rng.choice([0.0, 0.15, 0.4])
+        self.exact = rng.random() < 0.3
         self.updates = rng.choice([3, 10_000, 10_000])
-        self.schedule = Schedule(
-            batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates
-        )
+        self.schedule = self.new_schedule()
         self.version = 0
         self.engines = {}
         self.running = []
@@ -39,6 +38,15 @@ class World:
         self.returned = []
         for _ in range(rng.randint(1, 4)):
             self.add_engine()
+
+    def new_schedule(self):
+        return Schedule(
+            batch_size=self.batch_size,
+            group_size=self.n,
+            max_staleness=self.staleness,
+            updates=self.updates,
+            exact_staleness=self.exact,
+        )
 
     def add_engine(self):
         engine = len(self.engines)
@@ -55,8 +63,11 @@ class World:
         with_this = self.trajectories_counted() + self.n
         return (with_this - 1) // self.batch_size <= self.engines[engine] + self.staleness
 
+    def allows(self, engine):
+        return self.equation_3_allows(engine) and self.trajectories_counted() < self.updates * self.batch_size
+
     def try_admit(self, engine):
-        allowed = self.equation_3_allows(engine) and self.trajectories_counted() < self.updates * self.batch_size
+        allowed = self.allows(engine)
         assert self.schedule.may_admit(engine) == allowed
         if not allowed:
             with pytest.raises(ScheduleError):
@@ -92,6 +103,9 @@ class World:
         if batch is None:
             return False
         assert len(batch) == self.groups_per_batch
+        if self.exact:
+            assert not self.running and not self.interrupted and self.version in self.schedule.engines.values()
+            assert not any(map(self.allows, self.schedule.engines))
         assert [(g.epoch, g.prompt_id) for g in batch] == sorted((g.epoch, g.prompt_id) for g in batch)
         youngest_taken = max((g.deadline, g.number) for g in batch)
         for group in batch:
@@ -148,9 +162,7 @@ class World:
             before, self.staleness = self.staleness, self.rng.choice([0, 1, 2, 4, 8])
             self.raised += self.staleness > before
             self.lowered += self.staleness < before
-        self.schedule = Schedule(
-            batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates
-        )
+        self.schedule = self.new_schedule()
         lost = self.schedule.restore(saved)
         numbers = {group.number for group in lost}
         admitted = {
@@ -288,6 +300,23 @@ def test_synchronous_runs_admit_one_batch_and_train_it():
     assert not it.may_admit(0), "the engine has not committed version 1 yet"
     it.committed(0, 1)
     assert it.may_admit(0)
+
+
+def test_exact_staleness_trains_every_group_as_late_as_the_bound_allows():
+    it = Schedule(batch_size=4, group_size=2, max_staleness=3, updates=8, exact_staleness=True)
+    it.add_engine(0, 0)
+    trained = []
+    for prompt in range(1000):
+        if it.may_admit(0):
+            group = it.admit(0, 0, prompt)
+            assert it.form_batch() is None
+            it.finish(group)
+        elif batch := it.form_batch():
+            trained.append([it.version - group.admission_version for group in batch])
+            it.applied()
+            assert it.form_batch() is None, "the engine has yet to begin what the new version admits"
+            it.committed(0, it.version)
+    assert trained == [[min(version, 3)] * 2 for version in range(8)]
 
 
 def test_a_batch_waits_for_a_straggler_only_when_its_slack_is_used_up():
