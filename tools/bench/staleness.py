@@ -2,12 +2,12 @@
 
     python tools/bench/staleness.py [--out runs/sweep-staleness] [--cells 'PATTERN …'] [--list] [key=value …]
 
-A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, three seeds. A grid of
-runs with η = 0 first chooses the learning rate, which is then the same for all. Each finished cell is kept in
-OUT/results.json with its commit; the same command runs what is missing, failed or was interrupted. `--cells 'grid-*'`
-or `--cells '*-seed1'` runs a part; `--list` shows what is finished. OUT/staleness.md and OUT/staleness.svg hold the
-tables and the plot of the results so far. `key=value` overrides apply to every cell and cannot change within a folder.
-Exit code 0: all requested cells are finished, 1: a cell failed, 2: wrong input, 130 or 143: interrupted.
+A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0, 8 or 16, a seed, and an arm:
+what else is different (staleness_table.py lists the arms). Each finished cell is kept in OUT/results.json with its
+commit; the same command runs what is missing, failed or was interrupted. `--cells 'falling-*'` or `--cells '*-seed1'`
+runs a part; `--list` shows what is finished. OUT/staleness.md and OUT/staleness.svg hold the tables and the plot of the
+results so far. `key=value` overrides apply to every cell and cannot change within a folder. Exit code 0: all requested
+cells are finished, 1: a cell failed, 2: wrong input, 130 or 143: interrupted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from areal_megatron import config_file
@@ -34,48 +34,56 @@ from areal_megatron.files import write_atomically, write_json
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tools.bench import staleness_table
-from tools.bench.staleness_table import ETAS, GRID_SEEDS, OBJECTIVES, RATES, SEEDS, Results, chosen_rate
+from tools.bench.staleness_table import ARMS, SEEDS, Arm, Results
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+SAMPLES = 4
+"""Answers to each held-out addition in an evaluation."""
+EVALUATIONS = 2
+"""Evaluations at the end of a run, whose mean is its accuracy."""
+APART = 4
+"""Updates between these."""
 SETTINGS = [
-    "updates=64",
     "batch_size=128",
     "optimizer.warmup=0",
     "rollout.max_running=512",
+    "rollout.exact_staleness=true",
 ]
-"""What differs from configs/tiny_cpu.yaml in every cell. Batches are small and many answers run at once, so that the
-trainer is the bottleneck and trained answers are as stale as η allows."""
+"""What differs from configs/tiny_cpu.yaml in every cell. Every answer is trained η versions after its admission."""
 BASE_SEED = 1
-RUN_TIMEOUT_S = 900
+RUN_TIMEOUT_S = 1800
+SHARES = ("effective_share", "kl_proximal", "clip_share", "capped_share", "masked_share")
+"""Metrics of an update that are kept as means over the updates."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `rate` is the learning rate of a run of the grid, None for the one that the grid has chosen."""
+    """One run."""
 
+    arm: Arm
     objective: str
     eta: int
     seed: int
-    rate: str | None = None
 
     @property
     def name(self) -> str:
-        return f"grid-lr{self.rate}-seed{self.seed}" if self.rate else f"{self.objective}-eta{self.eta}-seed{self.seed}"
+        return f"{self.arm.name}-{self.objective}-eta{self.eta}-seed{self.seed}"
 
     @property
     def overrides(self) -> list[str]:
         return [
+            *self.arm.overrides,
+            f"updates={self.arm.updates}",
+            f"eval_every={self.arm.updates - APART}",
             f"ppo.objective={self.objective}",
             f"rollout.max_staleness={self.eta}",
             f"seed={self.seed}",
-            f"optimizer.lr={self.rate}",
         ]
 
 
 def all_cells() -> list[Cell]:
-    """Returns the grid, then all cells seed by seed, so that the first seed already fills a table."""
-    grid = [Cell("naive", 0, seed, rate) for seed in GRID_SEEDS for rate in RATES]
-    return grid + [Cell(objective, eta, seed) for seed in SEEDS for eta in ETAS for objective in OBJECTIVES]
+    """Returns all cells seed by seed, so that the first seed already fills a table."""
+    return [Cell(arm, objective, eta, seed) for seed in SEEDS for arm in ARMS for objective, eta in arm.cells]
 
 
 def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
@@ -90,9 +98,8 @@ def selected(cells: list[Cell], patterns: list[str]) -> list[Cell]:
 
 
 def missing(cells: list[Cell], results: Results) -> list[Cell]:
-    """Returns the cells that have no result, failed, or were run with another rate than the grid now chooses."""
-    rate = chosen_rate(results)
-    return [cell for cell in cells if results["cells"].get(cell.name, {}).get("rate", "") != (cell.rate or rate)]
+    """Returns the cells that have no result or failed."""
+    return [cell for cell in cells if "accuracy" not in results["cells"].get(cell.name, {})]
 
 
 class Sweep:
@@ -139,11 +146,12 @@ class Sweep:
             f"model.path={world / 'model'}",
             f"data.train={world / 'sft.jsonl'}",
         )
+        heldout = (world / "heldout.jsonl").read_text()
+        write_atomically(self.base / "heldout.jsonl", SAMPLES * heldout)
         write_atomically(self.base / "done", commit() + "\n")
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """Runs a cell from its start and returns its figures. Raises RunFailed."""
-        cell = cell if cell.rate else replace(cell, rate=chosen_rate(self.results))
         folder, world, started = self.out / "runs" / cell.name, self.base / "world", time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
         self._run(
@@ -155,11 +163,11 @@ class Sweep:
             f"name={cell.name}",
             f"model.path={self.base / 'sft' / 'hf'}",
             f"data.train={world / 'train.jsonl'}",
-            f"data.eval={world / 'heldout.jsonl'}",
+            f"data.eval={self.base / 'heldout.jsonl'}",
             *self.results["overrides"],
             *cell.overrides,
         )
-        figures = measure(folder) | {"rate": cell.rate, "commit": commit(), "seconds": time.monotonic() - started}
+        figures = measure(folder) | {"commit": commit(), "seconds": time.monotonic() - started}
         shutil.rmtree(folder / "hf", ignore_errors=True)
         return figures
 
@@ -194,7 +202,7 @@ class RunFailed(RuntimeError):
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Returns the held-out accuracy of the last version and figures of its training.
+    """Returns the held-out accuracy of the last versions and figures of the training.
 
     Raises RunFailed if updates or evaluations are missing.
     """
@@ -202,24 +210,22 @@ def measure(folder: Path) -> dict[str, Any]:
     config, lines = config_file.load(run.config), read_metrics(run)
     updates = [line for line in lines if line["kind"] == "update"]
     evaluations = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["version"])
-    if len(updates) != config.updates or len(evaluations) != 2 or evaluations[1]["version"] != config.updates:
+    last = [line for line in evaluations if line["version"]][-EVALUATIONS:]
+    if len(updates) != config.updates or len(last) != EVALUATIONS or last[-1]["version"] != config.updates:
         raise RunFailed(
-            f"{config.name}: {len(updates)} of {config.updates} updates, {len(evaluations)} of 2 evaluations"
+            f"{config.name}: {len(updates)} of {config.updates} updates, {len(last)} of {EVALUATIONS} evaluations"
         )
     answers = _total(updates, "staleness_histogram")
     return {
-        "accuracy": evaluations[1]["accuracy"],
+        "accuracy": mean(evaluation["accuracy"] for evaluation in last),
         "accuracy_before": evaluations[0]["accuracy"],
-        "items": evaluations[1]["items"],
         "updates": len(updates),
         "trained_answers": sum(answers.values()),
         "staleness_mean": _weighted_mean(answers),
         "staleness_max": max(answers),
         "token_staleness_mean": _weighted_mean(_total(updates, "token_staleness_histogram")),
-        "clip_share": mean(update["clip_share"] for update in updates),
-        "capped_share": mean(update["capped_share"] for update in updates),
-        "tokens_per_s": median(update["effective_tokens_per_s"] for update in updates),
-        "trainer_idle_share": mean(update["trainer_idle_share"] for update in updates),
+        **{key: mean(update[key] for update in updates) for key in SHARES},
+        "effective_share_min": min(update["effective_share"] for update in updates),
         "training_accuracy": [round(update["accuracy"], 4) for update in updates],
     }
 
@@ -245,19 +251,12 @@ def commit() -> str:
 
 
 def carry_out(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
-    """Runs cells one after the other; yields a line for each.
-
-    Raises ConfigError if the learning rate is not chosen yet.
-    """
+    """Runs cells one after the other; yields a line for each."""
     sweep.make_base()
     for number, cell in enumerate(cells, 1):
-        if not missing([cell], sweep.results):
-            continue  # it was run with the rate that the grid has just chosen
-        if not cell.rate and not chosen_rate(sweep.results):
-            raise ConfigError("the learning rate is not chosen yet: first run the rest of --cells 'grid-*'")
         try:
             result = sweep.run(cell)
-            said = "accuracy {accuracy:.3f}, staleness mean {staleness_mean:.2f} max {staleness_max}, {seconds:.0f} s"
+            said = "accuracy {accuracy:.3f}, staleness of tokens {token_staleness_mean:.2f}, {seconds:.0f} s"
             line = f"{cell.name}: {said.format(**result)}"
         except RunFailed as e:
             result, line = {"failed": str(e), "commit": commit()}, f"failed: {e}"
@@ -268,7 +267,7 @@ def carry_out(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
 def listing(cells: list[Cell], results: Results) -> str:
     left = {cell.name for cell in missing(cells, results)}
     failed = {name: result["failed"] for name, result in results["cells"].items() if "failed" in result}
-    lines = [f"{cell.name:<28}{failed.get(cell.name, 'missing') if cell.name in left else 'done'}" for cell in cells]
+    lines = [f"{cell.name:<40}{failed.get(cell.name, 'missing') if cell.name in left else 'done'}" for cell in cells]
     return "\n".join([*lines, f"{len(cells) - len(left)} of {len(cells)} cells are there"])
 
 
@@ -289,7 +288,7 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "runs" / "sweep-staleness", help="folder of the sweep, new or existing"
     )
     parser.add_argument(
-        "--cells", default="", metavar="PATTERNS", help="only cells that match one, such as 'grid-* *-seed1'"
+        "--cells", default="", metavar="PATTERNS", help="only cells that match one, such as 'falling-* *-seed1'"
     )
     parser.add_argument("--list", action="store_true", help="show which cells are finished and run nothing")
     options = parser.parse_intermixed_args()

@@ -1,10 +1,11 @@
-"""From the results of tools/bench/staleness.py: the choice of the learning rate, tables and a plot. Pure functions."""
+"""The arms of tools/bench/staleness.py, and tables and a plot of their results. Pure functions."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import mean, stdev, variance
 from typing import Any
 
@@ -15,17 +16,45 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from areal_megatron.observe.estimates import Estimate, estimate
+from areal_megatron.observe.estimates import Estimate
 
 OBJECTIVES = ("naive", "decoupled")
-ETAS = (0, 1, 2, 4, 8, 16)
+ETAS = (0, 8, 16)
 SEEDS = (1, 2, 3)
-RATES = ("1e-5", "2.5e-5", "5e-5", "1e-4")
-GRID_SEEDS = (11, 12, 13)
-"""Disjoint from SEEDS: a rate that was lucky with one of those would favour η = 0."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in objective, η and seed only."""
+
+    name: str
+    says: str
+    overrides: tuple[str, ...]
+    objectives: tuple[str, ...] = OBJECTIVES
+    updates: int = 64
+    like: str = ""
+    """The arm whose runs at η = 0 are also those of this arm, since what it adds does nothing there."""
+
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """(objective, η) of the runs. At η = 0 both objectives are one algorithm, which is run once."""
+        stale = [(objective, eta) for eta in ETAS if eta for objective in self.objectives]
+        return stale if self.like else [("decoupled", 0), *stale]
+
+
+_MASK = "ppo.correction.sequence_mask=1.5"
+_CONSTANT, _FALLING = (("optimizer.lr=2.5e-5", f"optimizer.schedule={name}") for name in ("constant", "linear"))
+ARMS = (
+    Arm("falling", "rate 2.5e-5, falling linearly to 0", _FALLING),
+    Arm("constant", "rate 2.5e-5, constant", _CONSTANT),
+    Arm("masked", "constant, sequence_mask=1.5", (*_CONSTANT, _MASK), ("decoupled",), like="constant"),
+    Arm("falling_masked", "falling, sequence_mask=1.5", (*_FALLING, _MASK), ("decoupled",), like="falling"),
+    Arm("slow", "rate 8e-6, constant, 192 updates", ("optimizer.lr=8e-6", "optimizer.schedule=constant"), updates=192),
+)
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
 """97.5% quantiles of Student's t with 1 to 10 degrees of freedom."""
-COLORS = {"naive": "#ea580c", "decoupled": "#2563eb"}
+COLORS = dict(zip((arm.name for arm in ARMS), ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#ca8a04"), strict=True))
+MARKERS = {"naive": "s", "decoupled": "o"}
 
 Results = dict[str, Any]
 """`overrides` (common to all runs), and `cells`: name → figures of its run, or `failed` with the reason."""
@@ -48,25 +77,12 @@ def difference(values: Sequence[float], base: Sequence[float]) -> Estimate:
     return Estimate(value, value - half, value + half)
 
 
-def binomial(result: dict[str, Any]) -> Estimate:
-    """Returns the accuracy of one run with the interval over its items."""
-    correct = round(result["accuracy"] * result["items"])
-    return estimate([1.0] * correct + [0.0] * (result["items"] - correct))
-
-
-def of_rate(results: Results, rate: str) -> list[dict[str, Any]]:
-    """Returns the figures of the successful runs of the grid with this rate."""
-    return _ended(results, [f"grid-lr{rate}-seed{seed}" for seed in GRID_SEEDS], rate)
-
-
-def of(results: Results, objective: str, eta: int) -> list[dict[str, Any]]:
-    """Returns the figures of a cell's successful runs at the chosen rate, of all seeds."""
-    return _ended(results, [f"{objective}-eta{eta}-seed{seed}" for seed in SEEDS], chosen_rate(results))
-
-
-def _ended(results: Results, names: Sequence[str], rate: str | None) -> list[dict[str, Any]]:
-    runs = [results["cells"].get(name, {}) for name in names]
-    return [run for run in runs if run.get("rate") == rate and "accuracy" in run]
+def of(results: Results, arm: Arm, objective: str, eta: int) -> list[dict[str, Any]]:
+    """Returns the figures of the successful runs of an arm with this objective and η, of all seeds."""
+    name = arm.name if eta or not arm.like else arm.like
+    objective = objective if eta else "decoupled"
+    runs = [results["cells"].get(f"{name}-{objective}-eta{eta}-seed{seed}", {}) for seed in SEEDS]
+    return [run for run in runs if "accuracy" in run]
 
 
 def accuracies(runs: Sequence[dict[str, Any]]) -> list[float]:
@@ -79,72 +95,66 @@ def in_second_quarter(runs: Sequence[dict[str, Any]]) -> list[float]:
     return [mean(shares[len(shares) // 4 : len(shares) // 2]) for shares in trained]
 
 
-def chosen_rate(results: Results) -> str | None:
-    """Returns the rate of the grid with the best mean, or None until the whole grid is finished."""
-    runs = {rate: accuracies(of_rate(results, rate)) for rate in RATES}
-    if any(len(values) < len(GRID_SEEDS) for values in runs.values()):
-        return None
-    return max(RATES, key=lambda rate: mean(runs[rate]))
-
-
 def tables(results: Results) -> str:
-    """Returns Markdown: the grid, the tables in the paper's form, and every run."""
+    """Returns Markdown: accuracies and progress over η, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
+    head = [
+        "arm",
+        "objective",
+        "η",
+        "runs",
+        "difference from η = 0",
+        "staleness; of tokens",
+        "effective_share",
+        "its minimum",
+    ]
+    rows = [_details(results, arm, *cell) for arm in ARMS for cell in arm.cells]
     lines = [
-        _rates(results),
         _over_seeds(results, "held-out accuracy", accuracies),
         _over_seeds(results, "accuracy of trained answers, second quarter of the updates", in_second_quarter),
-        _table(
-            [
-                "objective",
-                "η",
-                "runs, with their binomial interval",
-                "difference from η = 0",
-                "staleness mean, max; of tokens",
-                "clipped",
-                "capped",
-            ],
-            [_details(results, objective, eta) for objective in OBJECTIVES for eta in ETAS],
-        ),
+        _table([*of_runs, *of_tokens], [row for row in rows if row]),
         f"Commits: {', '.join(commits)}. Settings: `{' '.join(results['overrides'])}`.",
     ]
     return "\n\n".join(lines) + "\n"
 
 
-def _rates(results: Results) -> str:
-    rows = []
-    for rate in RATES:
-        runs = accuracies(of_rate(results, rate))
-        cells = (
-            [_percent(mean_over_seeds(runs), len(runs) > 1), ", ".join(f"{100 * run:.1f}" for run in runs)]
-            if runs
-            else ["–", "–"]
-        )
-        rows.append([rate + (" (chosen)" if rate == chosen_rate(results) else ""), *cells])
-    return _table(["learning rate, η = 0", "held-out accuracy", "runs"], rows)
-
-
 def _over_seeds(results: Results, name: str, shares: Callable[[Sequence[dict[str, Any]]], list[float]]) -> str:
-    def cell(objective: str, eta: int) -> str:
-        values = shares(of(results, objective, eta))
+    def cell(arm: Arm, objective: str, eta: int) -> str:
+        values = shares(of(results, arm, objective, eta))
         return _percent(mean_over_seeds(values), len(values) > 1) if values else "–"
 
-    rows = [[objective, *(cell(objective, eta) for eta in ETAS)] for objective in OBJECTIVES]
+    rows = [
+        [f"{objective}, {arm.says}", *(cell(arm, objective, eta) for eta in ETAS)]
+        for arm in ARMS
+        for objective in arm.objectives
+    ]
     return _table([name, *(f"η = {eta}" for eta in ETAS)], rows)
 
 
-def _details(results: Results, objective: str, eta: int) -> list[str]:
-    runs, base = of(results, objective, eta), of(results, objective, 0)
-    if not runs:
-        return [objective, str(eta), *"–––––"]
-    apart = "–"
-    if eta and len(runs) > 1 and len(base) > 1:
-        gap = difference(accuracies(runs), accuracies(base))
-        apart = f"{100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
-    shares = [f"{100 * mean(run[key] for run in runs):.1f}%" for key in ("clip_share", "capped_share")]
-    stale, of_tokens = (mean(run[key] for run in runs) for key in ("staleness_mean", "token_staleness_mean"))
-    stale = f"{stale:.1f}, {max(run['staleness_max'] for run in runs)}; {of_tokens:.1f}"
-    return [objective, str(eta), ", ".join(_percent(binomial(run)) for run in runs), apart, stale, *shares]
+def gap(results: Results, arm: Arm, objective: str, eta: int) -> Estimate | None:
+    """Returns the difference of held-out accuracy from η = 0; None without two runs of each."""
+    runs, base = of(results, arm, objective, eta), of(results, arm, objective, 0)
+    return difference(accuracies(runs), accuracies(base)) if min(len(runs), len(base)) > 1 else None
+
+
+def _details(results: Results, arm: Arm, objective: str, eta: int) -> list[str]:
+    """Returns a row of the last table; nothing for a cell without runs."""
+    if not (runs := of(results, arm, objective, eta)):
+        return []
+    apart = gap(results, arm, objective, eta) if eta else None
+    said = f"{100 * apart.value:+.1f} ({100 * apart.low:+.1f} to {100 * apart.high:+.1f})" if apart else "–"
+    figures = {key: mean(run[key] for run in runs) for key in runs[0] if isinstance(runs[0][key], float)}
+    return [
+        arm.name,
+        objective if eta else "both",
+        str(eta),
+        ", ".join(f"{100 * run['accuracy']:.1f}" for run in runs),
+        said,
+        f"{figures['staleness_mean']:.1f}; {figures['token_staleness_mean']:.1f}",
+        *(f"{figures[key]:.3f}" for key in ("effective_share", "effective_share_min")),
+        f"{figures['kl_proximal']:.4f}",
+        *(f"{figures[key]:.1%}" for key in ("clip_share", "masked_share")),
+    ]
 
 
 def _percent(share: Estimate, interval: bool = True) -> str:
@@ -157,36 +167,42 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(results: Results) -> str:
-    """Returns an SVG: on the left accuracy over η, of each run and as means with intervals over seeds; on the right the
-    staleness that was trained."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.8), layout="constrained", width_ratios=[3, 2])
-    for shift, objective in zip((-0.09, 0.09), OBJECTIVES, strict=True):
-        there = [(x, runs) for x, eta in enumerate(ETAS) if (runs := of(results, objective, eta))]
-        _draw_accuracy(left, objective, [(x + shift, accuracies(runs)) for x, runs in there])
-        stale = [mean(run["staleness_mean"] for run in runs) for _, runs in there]
-        right.plot([x + shift for x, _ in there], stale, "o-", color=COLORS[objective], label=objective)
-    right.plot(range(len(ETAS)), ETAS, "_", color="#94a3b8", markersize=16, label="bound η")
+    """Returns an SVG: on the left accuracy over η, as means with intervals over seeds; on the right the difference of
+    each run from the mean at η = 0, over its effective_share."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained")
+    shift = 0.0
+    for arm in ARMS:
+        for objective in arm.objectives:
+            shift += 0.03
+            _draw(left, right, results, arm, objective, shift)
     left.yaxis.set_major_formatter(PercentFormatter(1))
-    for axes, title in (
-        (left, "Held-out accuracy after the last update"),
-        (right, "Mean staleness of trained answers"),
-    ):
+    left.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
+    left.set_xlabel("η")
+    right.axhline(0, color="#94a3b8", linewidth=0.8)
+    right.axhline(-2, color="#94a3b8", linewidth=0.8, linestyle=":")
+    right.invert_xaxis()
+    right.set_xlabel("effective_share, mean over the updates")
+    titles = ("Held-out accuracy at the end", "Points from η = 0, each run")
+    for axes, title in zip((left, right), titles, strict=True):
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
-        axes.set_xlabel("η")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
-        axes.legend(frameon=False, loc="best")
+    left.legend(frameon=False, loc="best", fontsize=7)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close(figure)
     return buffer.getvalue()
 
 
-def _draw_accuracy(axes: Axes, objective: str, points: list[tuple[float, list[float]]]) -> None:
-    color, estimates = COLORS[objective], [mean_over_seeds(values) for _, values in points]
-    bars = [(x, e) for (x, values), e in zip(points, estimates, strict=True) if len(values) > 1]
-    axes.plot([x for x, _ in points], [e.value for e in estimates], "-", color=color, linewidth=1.8, label=objective)
-    axes.vlines([x for x, _ in bars], [e.low for _, e in bars], [e.high for _, e in bars], color=color, linewidth=1.4)
-    runs = [(x, value) for x, values in points for value in values]
-    axes.plot([x for x, _ in runs], [value for _, value in runs], "o", color=color, markersize=4, alpha=0.6)
+def _draw(left: Axes, right: Axes, results: Results, arm: Arm, objective: str, shift: float) -> None:
+    style = {"color": COLORS[arm.name], "marker": MARKERS[objective]}
+    by_eta = [(x + shift, accuracies(of(results, arm, objective, eta))) for x, eta in enumerate(ETAS)]
+    there = [(x, values, mean_over_seeds(values)) for x, values in by_eta if values]
+    line = "-" if objective == "decoupled" else "--"
+    label = f"{objective}, {arm.says}"
+    left.plot([x for x, _, _ in there], [e.value for _, _, e in there], line, label=label, markersize=4, **style)
+    bars = [(x, e) for x, values, e in there if len(values) > 1]
+    left.vlines([x for x, _ in bars], [e.low for _, e in bars], [e.high for _, e in bars], color=style["color"])
+    base = accuracies(of(results, arm, objective, 0))
+    for run in [run for eta in ETAS if eta and base for run in of(results, arm, objective, eta)]:
+        right.plot(run["effective_share"], 100 * (run["accuracy"] - mean(base)), linestyle="", **style)
