@@ -98,16 +98,8 @@ def in_second_quarter(runs: Sequence[dict[str, Any]]) -> list[float]:
 def tables(results: Results) -> str:
     """Returns Markdown: accuracies and progress over η, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
-    head = [
-        "arm",
-        "objective",
-        "η",
-        "runs",
-        "difference from η = 0",
-        "staleness; of tokens",
-        "effective_share",
-        "its minimum",
-    ]
+    of_runs = ["arm", "objective", "η", "runs", "difference from η = 0", "staleness; of tokens"]
+    of_tokens = ["effective_share", "its minimum", "kl_proximal", "clipped", "masked"]
     rows = [_details(results, arm, *cell) for arm in ARMS for cell in arm.cells]
     lines = [
         _over_seeds(results, "held-out accuracy", accuracies),
