@@ -193,6 +193,9 @@ class PenaltyConfig:
     """Coefficient of the KL divergence from the weights of model.path, which the trainers then keep a copy of."""
     kl_form: str = key("k2", choices=("k1", "k2", "k3"))
     """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
+    kl_model: str = ""
+    """Hugging Face directory of another model that the divergence is from: a teacher, of any size, with the tokenizer
+    of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -235,6 +238,9 @@ class PPOConfig:
     clip_high: float = key(0.2, above=0)
     """… and at 1 + clip_high from above."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    rewards: bool = True
+    """Train on rewards. Without them only the penalties are trained, and rewards are logged: with ppo.penalty.kl_model
+    that is distillation."""
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
 
@@ -527,8 +533,24 @@ def _check_ppo(config: Config, require: Require) -> None:
         "ppo.correction.m2po",
         "has to know the proximal policy before the loss: it needs ppo.objective=decoupled",
     )
+    require(
+        bool(ppo.penalty.kl) or not ppo.penalty.kl_model,
+        "ppo.penalty.kl_model",
+        "changes nothing without ppo.penalty.kl, its coefficient; set it, e.g. to 1",
+    )
+    require(
+        ppo.rewards or bool(ppo.penalty.coefficients),
+        "ppo.rewards",
+        "false leaves the penalties to be trained, and there are none; set ppo.penalty.kl",
+    )
+    require(
+        ppo.rewards or not config.rollout.filter_groups,
+        "rollout.filter_groups",
+        "leaves out groups by their rewards, which ppo.rewards=false does not train",
+    )
     if ppo.has_critic:
         require(config.mode != "sft", "ppo.critic.lr", "supervised runs have no critic")
+        require(ppo.rewards, "ppo.critic.lr", "without ppo.rewards there is no return for a critic to learn")
         require(
             ppo.algorithm in CRITIC_ALGORITHMS,
             "ppo.critic.lr",

@@ -5,10 +5,11 @@ The launcher does so before anything starts; imports neither torch nor megatron.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, PPOConfig
 from areal_megatron.models.architecture import Dimensions, architecture, read_config, shown
 from areal_megatron.reshard import engine_layout, trainer_layout
 
@@ -45,9 +46,34 @@ def check_model(config: Config, weights: bool = True) -> None:
                     "leave it out"
                 )
         engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
-        _check_length(config, hf)
+        _check_length(config, hf, path)
     if weights and not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
+    if config.mode != "sft" and config.ppo.penalty.kl_model:
+        _check_teacher(config, weights)
+
+
+def reference_config(config: Config) -> Config:
+    """Returns the config of the frozen model of ppo.penalty, as if that were to be trained in the layout of the
+    trainers; the one of model.path is that model unless kl_model names another. Raises ConfigError."""
+    path = config.ppo.penalty.kl_model or config.model.path
+    experts = bool(architecture(read_config(path)).dimensions.experts)
+    trainer = config.trainer if experts else replace(config.trainer, ep=1, etp=0, expert_dispatch="alltoall")
+    return replace(config, model=replace(config.model, path=path), trainer=trainer, ppo=PPOConfig())
+
+
+def _check_teacher(config: Config, weights: bool) -> None:
+    path = config.ppo.penalty.kl_model
+    try:
+        if not Path(path).is_dir():
+            raise ConfigError(f"model.path: there is no folder {path}")
+        check_model(replace(reference_config(config), mode="replay"), weights)
+        _check_length(config, read_config(path), path)
+        size, own = (read_config(folder)["vocab_size"] for folder in (path, config.model.path))
+        if size < own:
+            raise ConfigError(f"model.path: {path} has {size} tokens, fewer than the {own} of {config.model.path}")
+    except ConfigError as e:
+        raise ConfigError(str(e).replace("model.path", "ppo.penalty.kl_model", 1)) from None
 
 
 def _check_kernels(config: Config, model: Dimensions) -> None:
@@ -90,7 +116,7 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> Non
         )
 
 
-def _check_length(config: Config, hf: dict[str, Any]) -> None:
+def _check_length(config: Config, hf: dict[str, Any], path: str) -> None:
     longest = config.longest_sequence
     limit, (rope_type, rope) = _number(hf, "max_position_embeddings", longest), _rope(hf)
     if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
@@ -99,7 +125,7 @@ def _check_length(config: Config, hf: dict[str, Any]) -> None:
     if longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
-            f"may reach {longest} tokens, {config.model.path} has max_position_embeddings={limit}"
+            f"may reach {longest} tokens, {path} has max_position_embeddings={limit}"
         )
 
 

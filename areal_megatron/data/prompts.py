@@ -101,6 +101,8 @@ def check_data(config: Config) -> None:
     if config.mode == "sft":
         cursor(config, read_examples(config.data.train, tokenizer))
         return
+    if config.ppo.penalty.kl_model:
+        tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
     keys = ["train", "eval"] if config.data.eval else ["train"]
     for key in keys:
         prompts = read_prompts(config, key, tokenizer)

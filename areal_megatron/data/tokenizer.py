@@ -70,6 +70,18 @@ class Tokenizer:
         """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""
         return max(len(token.encode()) for token in self._tokenizer.get_vocab())
 
+    def check_same(self, folder: str | Path, key: str) -> None:
+        """Raises ConfigError, which names `key`, if the model of `folder` has other tokens than this one."""
+        own, other = self._tokenizer.get_vocab(), Tokenizer(folder)._tokenizer.get_vocab()
+        if own == other:
+            return
+        different = [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]
+        example = min(different, key=lambda token: (own.get(token, other.get(token)), token))
+        raise ConfigError(
+            f"{key}: {folder} has another tokenizer than {self._folder}: {len(different)} tokens differ, such as "
+            f"{example!r} ({other.get(example, 'missing')} and {own.get(example, 'missing')})"
+        )
+
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids of a conversation, up to where the model starts its answer.
 

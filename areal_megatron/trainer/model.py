@@ -110,11 +110,18 @@ class Rotary(RotaryEmbedding):
 
 
 def build_model(
-    config: Config, sizes: MegatronSizes, device: torch.device, kind: type[GPTModel] = Policy
+    config: Config,
+    sizes: MegatronSizes,
+    device: torch.device,
+    kind: type[GPTModel] = Policy,
+    *,
+    replays_routes: bool = False,
+    frozen: bool = False,
 ) -> list[DistributedDataParallel]:
     """Builds this rank's part of the model of model.path: a module for each of its virtual pipeline stages.
 
-    The modules are wrapped for data parallelism, and their parameters are not initialised. The config must have passed
+    The modules are wrapped for data parallelism, and their parameters are not initialised; a `frozen` model's have no
+    gradients. `replays_routes`: its experts are those that the engines choose. The config must have passed
     `model_check.check_model`, and Megatron's process groups must exist.
     """
     hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
@@ -123,7 +130,7 @@ def build_model(
     transformer = transformer_config(config, sizes, hf, held, device)
     if transformer.gradient_accumulation_fusion:
         accumulate_in_products()
-    overlap = config.trainer.dp * config.trainer.cp > 1
+    overlap = config.trainer.dp * config.trainer.cp > 1 and not frozen
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -137,8 +144,9 @@ def build_model(
             chunk = _chunk(kind, transformer, sizes, hf, held, stage, grouped=not absent["experts"])
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
         recompute(chunk, config.trainer)
-        if kind is Policy:  # no engine chooses experts for the critic
+        if replays_routes:
             replay_routes(chunk)
+        chunk.requires_grad_(not frozen)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
         if not overlap:
             _keep_to_itself(chunks[-1])

@@ -39,18 +39,11 @@ class Objective:
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
         """Returns the log-probability of each trained token, float32 [N], by the distribution that answers are sampled
         from."""
-        return self._logprobs(hidden, microbatch, self._sampled)[0]
-
-    def _logprobs(
-        self, hidden: Tensor, microbatch: MicroBatch, vocabulary: Vocabulary, *, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        weight = self._policy.output_weight
-        own = token_logprobs(hidden, weight, microbatch.rows, microbatch.labels, vocabulary, entropy=entropy)
-        return tuple(values if values is None else microbatch.of_all_ranks(values) for values in own)
+        return trained_logprobs(self._policy, self._sampled, hidden, microbatch)[0]
 
     def sft(self, hidden: Tensor, microbatch: MicroBatch, sums: TokenSums) -> Tensor:
         """Returns the sum of the negative log-probabilities, and adds it to `sums`."""
-        logprobs, _ = self._logprobs(hidden, microbatch, self._written)
+        logprobs, _ = trained_logprobs(self._policy, self._written, hidden, microbatch)
         loss = -logprobs.sum()
         sums.add({"tokens": _count(logprobs), "loss": loss}, {})
         return loss
@@ -60,7 +53,7 @@ class Objective:
 
         `taken`: the optimizer steps since the batch began; at 0 the current policy is the trained version.
         """
-        current, entropy = self._logprobs(hidden, sampled.microbatch, self._sampled, entropy=True)
+        current, entropy = trained_logprobs(self._policy, self._sampled, hidden, sampled.microbatch, entropy=True)
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
@@ -87,6 +80,16 @@ class Objective:
         if self._objective == "loglinear":
             return log_linear(now, sampled.behaviour, sampled.staleness, taken / self._steps)
         return now if sampled.proximal is None else sampled.proximal
+
+
+def trained_logprobs(
+    policy: Policy, vocabulary: Vocabulary, hidden: Tensor, microbatch: MicroBatch, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the log-probability of each trained token of all context-parallel ranks, and if asked for the `entropy`
+    of its distribution: float32 [N] each, from the final hidden states of the policy, or of a frozen model."""
+    rows, labels = microbatch.rows, microbatch.labels
+    own = token_logprobs(hidden, policy.output_weight, rows, labels, vocabulary, entropy=entropy)
+    return tuple(values if values is None else microbatch.of_all_ranks(values) for values in own)
 
 
 def _count(values: Tensor) -> Tensor:

@@ -1,34 +1,49 @@
-"""A second, frozen set of weights for the trainer's model."""
+"""The frozen model that ppo.penalty keeps the policy near: the one that the run began with, or a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
+
+from areal_megatron.checkpoint import hf
+from areal_megatron.config import Config
+from areal_megatron.model_check import reference_config
+from areal_megatron.models.architecture import read_config
+from areal_megatron.reshard.trainer_layout import layout
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.batch import MicroBatch
+from areal_megatron.trainer.logprobs import Vocabulary
+from areal_megatron.trainer.model import build_model, parallel_sizes, tensors
+from areal_megatron.trainer.objective import trained_logprobs
+from areal_megatron.trainer.parallel import Parallel
 
 
 class Reference:
-    """A copy of a rank's parameters as they are at construction, in their dtype and on their device."""
+    """A model on the policy's ranks, in the policy's layout, that only computes log-probabilities.
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
-        self._parameters = list(parameters)
-        self._weights = [parameter.data.clone() for parameter in self._parameters]
+    `vocabulary` is the policy's. A teacher may be of any size; it has experts of its own, which no engine chooses.
+    """
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """A context in which the model computes with the frozen weights.
+    def __init__(self, config: Config, parallel: Parallel, vocabulary: Vocabulary, begun: Mapping[str, Tensor]):
+        """`begun`: the policy's parameters as they are in model.path."""
+        own = reference_config(config)
+        described, sizes = read_config(own.model.path), parallel_sizes(own, parallel.device)
+        teacher = bool(config.ppo.penalty.kl_model)
+        self._chunks = build_model(own, sizes, parallel.device, replays_routes=not teacher, frozen=True)
+        if teacher:
+            hf.load(tensors(self._chunks), layout(described, sizes, parallel.rank), own.model.path)
+        else:
+            for name, values in tensors(self._chunks).items():
+                values.copy_(begun[name])
+        self._vocabulary = replace(vocabulary, size=described["vocab_size"])
 
-        The live weights keep their storage, so that publishing, checkpoints and the optimizer may use it meanwhile.
-        """
-        live = [parameter.data for parameter in self._parameters]
-        try:
-            self._bind(self._weights)
-            yield
-        finally:
-            self._bind(live)
+    def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Returns the log-probability of each micro-batch's trained tokens, float32 [N] each, by the distribution at
+        the temperature of the rollouts; [] on other stages than the last."""
+        return pipeline.forward(self._chunks, [(each, partial(self._found, microbatch=each)) for each in microbatches])
 
-    def _bind(self, values: Iterable[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.data = value
+    def _found(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
+        return trained_logprobs(self._chunks[-1].module, self._vocabulary, hidden, microbatch)[0]

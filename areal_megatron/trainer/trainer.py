@@ -34,7 +34,7 @@ from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_traj
 from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of
-from areal_megatron.trainer.model import build_model, named_parameters, parallel_sizes, tensors
+from areal_megatron.trainer.model import build_model, parallel_sizes, tensors
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.recompute import decided
@@ -86,11 +86,9 @@ class Trainer:
         self.hf_config = read_config(config.model.path)
         self._choose_kernels()
         self._flops = SequenceFlops.of(self.hf_config)
-        chunks = build_model(config, self.sizes, self.device)
+        chunks = build_model(config, self.sizes, self.device, replays_routes=True)
         hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
         self._reference, self.critic = None, None
-        if config.mode != "sft" and config.ppo.has_reference:  # copied before a checkpoint brings other weights
-            self._reference = Reference(parameter for _, parameter in named_parameters(chunks))
         if config.mode != "sft" and config.ppo.has_critic:
             self.critic = Critic(config, self.sizes, self.parallel, self.timeline)
         self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
@@ -101,6 +99,8 @@ class Trainer:
             sequence_parallel=self.sizes.tp > 1,
             rounded=config.model.head_dtype == "model",
         )
+        if config.mode != "sft" and config.ppo.has_reference:  # copied before a checkpoint brings other weights
+            self._reference = Reference(config, self.parallel, vocabulary, tensors(chunks))
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._part = RowPart.of(chunks[0].config, self.device, self._flops)
@@ -274,6 +274,8 @@ class Trainer:
         )
 
     def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
+        if not self.config.ppo.rewards:
+            return torch.zeros(len(trained), dtype=torch.float64)
         values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
         rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
         return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas)
@@ -309,10 +311,12 @@ class Trainer:
     def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
         if not self._reference:
             return
-        microbatches = list(chain(*minibatches))
-        with self._reference.in_place():
-            for sampled, logprobs in zip(microbatches, self._logprobs("reference", microbatches), strict=False):
-                sampled.reference = logprobs
+        asked = list(chain(*minibatches))
+        rows = [sampled.microbatch for sampled in asked]
+        with self.timeline.span("reference", tokens=sum(row.tokens.numel() for row in rows)):
+            found = self._reference.logprobs(rows)
+        for sampled, logprobs in zip(asked, found, strict=False):
+            sampled.reference = logprobs
 
     def _logprobs(self, span: str, microbatches: list[PPOMicroBatch]) -> list[Tensor]:
         """The log-probabilities of each micro-batch's trained tokens under the present weights.

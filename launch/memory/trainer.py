@@ -7,7 +7,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from areal_megatron.config import Config
-from areal_megatron.models.architecture import architecture
+from areal_megatron.model_check import reference_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, cpu_logits, gpu_logits, tile
 from areal_megatron.reshard import trainer_layout
@@ -72,7 +73,6 @@ def stage_memory(
     gradients = MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank")
     on_device = not (on_cuda and config.optimizer.on_host)
     optimizer = _optimizer(config, sizes, own) if on_device else MemoryPart("optimizer", 0)
-    has_reference = config.mode != "sft" and config.ppo.has_reference
     chosen = hf_config["num_experts_per_tok"] if model.dimensions.experts else 0
     layer = layer_of(config, model, chosen, on_cuda)
     kept = MemoryPart("activations", activations(config, layer, stage), describe(config, stage))
@@ -86,7 +86,7 @@ def stage_memory(
         parameters,
         gradients,
         optimizer,
-        MemoryPart("reference", parameters.bytes if has_reference else 0, "frozen parameters"),
+        _reference(config, hf_config, own, stage),
         _critic(config, hf_config, sizes, stage, on_device),
         kept,
         logprobs,
@@ -137,6 +137,17 @@ def host_memory(config: Config, hf_config: Mapping[str, Any]) -> int:
 def _own_elements(sizes: MegatronSizes, own: Held) -> int:
     """Elements whose optimizer states are this rank's."""
     return -(-own.dense // (sizes.dp * sizes.cp)) + -(-own.experts // _expert_replicas(sizes))
+
+
+def _reference(config: Config, hf_config: Mapping[str, Any], policy: Held, stage: int) -> MemoryPart:
+    """The frozen model of ppo.penalty: as large as the policy, or a teacher of its own size."""
+    if config.mode == "sft" or not config.ppo.has_reference:
+        return MemoryPart("reference", 0)
+    own, who = policy, "frozen parameters"
+    if teacher := config.ppo.penalty.kl_model:
+        sizes = MegatronSizes.of(reference_config(config).trainer)
+        own, who = held(read_config(teacher), sizes, stage), "the frozen parameters of ppo.penalty.kl_model"
+    return MemoryPart("reference", ITEMSIZE[config.model.dtype] * own.all, f"{own.all / 1e9:,.2f} billion, {who}")
 
 
 def _critic(

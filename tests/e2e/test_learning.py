@@ -52,6 +52,38 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
+def test_a_student_learns_from_its_teacher_alone(tmp_path):
+    """The warm-started model learns what the demo has trained, without rewards."""
+    out = tmp_path / "demo"
+    subprocess.run([sys.executable, "tools/demo.py", f"--out={out}"], cwd=ROOT, check=True, timeout=900)
+    teacher = out / "rl" / "hf"
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "configs/tiny_cpu.yaml",
+        f"runs_dir={out}",
+        "name=student",
+        f"model.path={out / 'sft' / 'hf'}",
+        f"data.train={out / 'world' / 'train.jsonl'}",
+        f"data.eval={out / 'world' / 'heldout.jsonl'}",
+        "ppo.rewards=false",
+        "ppo.penalty.kl=1",
+        "ppo.penalty.kl_form=k1",
+        f"ppo.penalty.kl_model={teacher}",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+    _, taught = demo.accuracy(out / "rl")
+    before, after = demo.accuracy(out / "student")
+    updates = [line for line in read_metrics(Run(out / "student")) if line["kind"] == "update"]
+    apart = [line["kl_reference"] for line in updates]
+    print(f"{before:.3f} → {after:.3f}, teacher {taught:.3f}; KL to the teacher {apart[0]:.3f} → {apart[-1]:.4f}")
+    assert before < 0.6 and after >= 0.95 * taught
+    assert apart[-1] < 0.1 * apart[0]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_the_demo_learns_in_float16(tmp_path):
     out = tmp_path / "demo"
     command = [sys.executable, "tools/demo.py", f"--out={out}", "model.dtype=float16"]

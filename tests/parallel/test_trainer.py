@@ -65,11 +65,12 @@ VARIANTS = {
     },
     "run-log-linear": {"objective": "loglinear", "penalty": PenaltyConfig(entropy=0.1, kl=1.0, kl_form="k1")},
     "run-penalties": {"algorithm": "grpo", "penalty": PenaltyConfig(entropy=0.1, kl=0.5, kl_form="k2")},
+    "run-distilled": {"penalty": PenaltyConfig(kl=1.0, kl_form="k1", kl_model="llama"), "rewards": False},
     "run-critic": {"critic": CriticConfig(lr=2e-3, gamma=0.99, gae_lambda=0.9, clip=0.3)},
     "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": CriticConfig(lr=1e-3, warmup=1)},
 }
 """Settings of PPO: all corrections, on tokens and on whole sequences; the interpolated proximal policy; all penalties;
-critics."""
+a teacher of another family; critics."""
 
 
 @pytest.fixture(scope="session")

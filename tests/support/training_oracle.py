@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import Trajectory
+from tests.support.tiny_models import load_oracle
 
 
 def distributions(model: torch.nn.Module, tokens: np.ndarray, temperature: float) -> Tensor:
@@ -241,7 +243,8 @@ class Learner(Adam):
 
     def __init__(self, model: torch.nn.Module, config: Config):
         super().__init__(model, config, config.optimizer.lr)
-        self.reference = copy.deepcopy(model)
+        teacher = config.ppo.penalty.kl_model
+        self.reference = load_oracle(Path(teacher)) if teacher else copy.deepcopy(model)
 
     def critic_update(self, valued: Valued, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
         critic = Adam(valued, self.config, self.config.ppo.critic.lr)
@@ -257,6 +260,8 @@ class Learner(Adam):
         """
         config, temperature = self.config, self.config.rollout.temperature
         values = values or advantages(trajectories, config.ppo.algorithm)
+        if not config.ppo.rewards:
+            values = [0.0 * value for value in values]
         if config.ppo.objective == "naive":
             proximals = [torch.from_numpy(t.logprobs.copy()) for t in trajectories]
         else:

@@ -133,6 +133,14 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["ppo.correction.icepop=0.5"], ["ppo.correction.icepop", "above 1"]),
         (MINIMAL, ["ppo.correction.icepop=2", "ppo.objective=naive"], ["ppo.correction.icepop", "naive"]),
         (MINIMAL, ["ppo.correction.m2po=0.04", "ppo.objective=loglinear"], ["ppo.correction.m2po", "decoupled"]),
+        (MINIMAL, ["ppo.penalty.kl_model=x"], ["ppo.penalty.kl_model", "without ppo.penalty.kl"]),
+        (MINIMAL, ["ppo.rewards=false"], ["ppo.rewards", "set ppo.penalty.kl"]),
+        (
+            MINIMAL,
+            ["ppo.rewards=false", "ppo.penalty.kl=1", "rollout.filter_groups=true"],
+            ["rollout.filter_groups", "by their rewards"],
+        ),
+        (MINIMAL, ["ppo.rewards=false", "ppo.penalty.kl=1", "ppo.critic.lr=1"], ["ppo.critic.lr", "no return"]),
         (MINIMAL, ["ppo.critic.gamma=0.9"], ["ppo.critic.gamma", "without ppo.critic.lr"]),
         (
             MINIMAL,

@@ -115,6 +115,43 @@ def test_kernels_that_cannot_be_are_refused(tmp_path, hf, trainer, device, dtype
         check_model(subject)
 
 
+TEACHERS = [
+    ({"num_hidden_layers": 12, "hidden_size": 128, "vocab_size": 128}, {"pp": 3}, ""),
+    (EXPERTS, {"tp": 2, "dp": 2}, ""),
+    ({"num_hidden_layers": 7}, {"pp": 2, "vpp": 3}, r"trainer.pp: num_hidden_layers=7 .* over 2 stages of 3 virtual"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"tp": 8}, "trainer.tp: 8 does not divide num_attention"),
+    ({"model_type": "gpt2"}, {}, "ppo.penalty.kl_model: .*'gpt2'"),
+    ({"vocab_size": 99}, {}, r"ppo.penalty.kl_model: .*teacher has 99 tokens, fewer than the 100 of "),
+    ({"max_position_embeddings": 1000}, {}, r"rollout.max_new_tokens: .*teacher has max_position_embeddings=1000"),
+]
+
+
+@pytest.mark.parametrize(("hf", "trainer", "message"), TEACHERS)
+def test_a_teacher_must_fit_the_layout_of_the_trainers(tmp_path, hf, trainer, message):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    config(teacher, GOOD | hf)
+    subject = config(tmp_path, **trainer)
+    subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(teacher)
+    if not message:
+        check_model(subject)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_model(subject)
+
+
+def test_the_experts_of_a_student_say_nothing_of_its_teachers(tmp_path):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    config(teacher)
+    subject = config(tmp_path, GOOD | EXPERTS, tp=2, dp=3, ep=3)
+    subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(teacher)
+    check_model(subject)
+    subject.ppo.penalty.kl_model = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"ppo.penalty.kl_model: there is no folder .*nowhere"):
+        check_model(subject)
+
+
 @pytest.mark.parametrize("asked", ["expert_parallel", "replay_routes"])
 def test_what_engines_do_with_experts_needs_some_and_cuda(tmp_path, asked):
     subject = config(tmp_path, GOOD | EXPERTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -37,6 +37,7 @@ from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
+from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
@@ -134,13 +135,12 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
     trajectories = make_trajectories(7, version=0)
     batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._part)
     objective = subject._objective
-    both = partial(objective._logprobs, microbatch=batch.microbatch, vocabulary=objective._sampled, entropy=True)
-    work = [(batch.microbatch, both)]
+    found = partial(trained_logprobs, objective._policy, objective._sampled, microbatch=batch.microbatch)
+    work = [(batch.microbatch, partial(found, entropy=True))]
     for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
         torch.testing.assert_close(logprobs, expected["logprobs"], atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected["entropy"], atol=1e-5, rtol=0)
-    unasked = partial(objective._logprobs, microbatch=batch.microbatch, vocabulary=objective._sampled)
-    for _, entropy in pipeline.forward(subject.policy.chunks, [(batch.microbatch, unasked)]):
+    for _, entropy in pipeline.forward(subject.policy.chunks, [(batch.microbatch, found)]):
         assert entropy is None
     part = BatchPart(
         version=0,
@@ -228,6 +228,8 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
     for run, settings in cases.items():
         correction = CorrectionConfig(truncate=3.0)
         ppo = PPOConfig(**{"minibatches": 2, "clip_low": 0.1, "clip_high": 0.25, "correction": correction, **settings})
+        if ppo.penalty.kl_model:
+            ppo = replace(ppo, penalty=replace(ppo.penalty, kl_model=str(folder / ppo.penalty.kl_model)))
         config = make_config(folder, "qwen3", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:
             expected = plain_update(subject)

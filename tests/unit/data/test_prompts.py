@@ -83,6 +83,22 @@ def test_plain_prompts_have_the_tokens_that_transformers_gives(folder):
     assert Tokenizer(folder).prompts(TEXTS) == reference(folder)(TEXTS).input_ids
 
 
+def test_a_teacher_with_another_tokenizer_is_refused(folder, tmp_path):
+    path = write(tmp_path, {"prompt": "1", "answer": "1"})
+    subject, teacher = config(folder, train=path), tmp_path / "teacher"
+    shutil.copytree(folder, teacher)
+    subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(teacher)
+    check_data(subject)
+    described = json.loads((teacher / "tokenizer.json").read_text())
+    added = {"id": 10_000, "content": "<new>", "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    described["added_tokens"].append(added)
+    (teacher / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"ppo.penalty.kl_model: .*another tokenizer than .*1 tokens differ, such as"):
+        check_data(subject)
+
+
 def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
     with_template(folder)
     chats = [[{"role": "user", "content": text}] for text in TEXTS]

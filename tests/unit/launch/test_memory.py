@@ -136,6 +136,14 @@ def test_a_kl_to_the_reference_takes_a_second_copy_of_the_parameters():
     assert asked.total - plain.total == asked.of("parameters")
 
 
+def test_a_teacher_takes_its_own_parameters(tmp_path):
+    teacher = PenaltyConfig(kl=1.0, kl_model=str(ROOT / "configs/models/Qwen3-30B-A3B"))
+    asked = config({"tp": 2, "pp": 2}, ppo=PPOConfig(penalty=teacher))
+    for stage in (0, 1):
+        expected = 2 * held(HF["Qwen3-30B-A3B"], MegatronSizes(tp=2, pp=2), stage).all
+        assert stage_memory(asked, DENSE, stage, on_cuda=True).of("reference") == expected
+
+
 @pytest.mark.parametrize("name", HF)
 def test_a_critic_is_another_model_but_for_the_output_layer(built, name):
     parameters = sum(n for key, n in built[name].items() if "lm_head" not in key) + HF[name]["hidden_size"]
