@@ -10,12 +10,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
+
+from areal_megatron.algorithms import PUBLISHED
 
 
 class ConfigError(ValueError):
@@ -150,8 +152,9 @@ class OptimizerConfig:
     lr: float = key(2e-5, at_least=0)
     schedule: str = key("constant", choices=("constant", "cosine", "linear"))
     """Learning rate after the warm-up; cosine and linear end at 0."""
-    warmup: float = key(0.001, at_least=0, below=1)
-    """Share of all steps over which the learning rate rises from 0."""
+    warmup_steps: int = key(20, at_least=0)
+    """First optimizer steps of the run, over which the learning rate rises from 0; by default no more than a tenth of
+    all steps."""
     weight_decay: float = key(0.05, at_least=0)
     beta1: float = key(0.9, at_least=0, below=1)
     beta2: float = key(0.95, at_least=0, below=1)
@@ -170,17 +173,31 @@ class CorrectionConfig:
 
     truncate: float = key(5.0, at_least=0)
     """w is capped at this."""
-    icepop: float = key(0.0, at_least=0)
-    """Tokens with w outside of [1/icepop, icepop] are masked."""
-    sequence_mask: float = key(0.0, at_least=0)
-    """Trajectories whose geometric mean of w is outside of [1/sequence_mask, sequence_mask] are masked."""
+    floor: float = key(0.0, at_least=0, at_most=1)
+    """w is raised to this."""
+    product_truncate: float = key(0.0, at_least=0)
+    """w becomes the product of w over the trajectory's tokens, capped at this, for each of them."""
+    mask_low: float = key(0.0, at_least=0, below=1)
+    """Tokens with w below this are masked."""
+    mask_high: float = key(0.0, at_least=0)
+    """Tokens with w above this are masked."""
+    sequence_mask_low: float = key(0.0, at_least=0, below=1)
+    """Trajectories whose geometric mean of w is below this are masked."""
+    sequence_mask_high: float = key(0.0, at_least=0)
+    """Trajectories whose geometric mean of w is above this are masked."""
+    product_mask_low: float = key(0.0, at_least=0, below=1)
+    """Trajectories whose product of w is below this are masked."""
+    product_mask_high: float = key(0.0, at_least=0)
+    """Trajectories whose product of w is above this are masked."""
+    negative_mask: float = key(0.0, at_least=0)
+    """Tokens with a negative advantage are masked in trajectories whose mean of log π_behav/π_θ is above this."""
     m2po: float = key(0.0, at_least=0)
     """Tokens with the largest (log w)² of a mini-batch are masked until the mean of the others is at most this."""
 
     @property
-    def thresholds(self) -> dict[str, float]:
-        """Name → threshold of each correction that is on."""
-        return {name: threshold for name, threshold in asdict(self).items() if threshold}
+    def bounds(self) -> dict[str, float]:
+        """Name → bound of each correction that is on."""
+        return {name: bound for name, bound in asdict(self).items() if bound}
 
 
 @dataclass
@@ -196,11 +213,17 @@ class PenaltyConfig:
     kl_model: str = ""
     """Hugging Face directory of another model that the divergence is from: a teacher, of any size, with the tokenizer
     of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
+    kl_weighted: bool = True
+    """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
+    kl_cov: float = key(0.0, at_least=0)
+    """Coefficient of |log π_θ/π_prox| of the tokens by which entropy falls most (KL-Cov)."""
+    kl_cov_share: float = key(0.002, above=0, at_most=1)
+    """How many they are, as a share of a mini-batch's tokens."""
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Name (`entropy`, `kl_k1`, `kl_k2`, `kl_k3`) → coefficient of each penalty that is on."""
-        named = {"entropy": self.entropy, f"kl_{self.kl_form}": self.kl}
+        """Name (`entropy`, `kl_k1`, `kl_k2`, `kl_k3`, `kl_cov`) → coefficient of each penalty that is on."""
+        named = {"entropy": self.entropy, f"kl_{self.kl_form}": self.kl, "kl_cov": self.kl_cov}
         return {name: coefficient for name, coefficient in named.items() if coefficient}
 
 
@@ -227,16 +250,19 @@ class PPOConfig:
     interpolated between the behaviour and the current one by their versions, which saves a forward pass."""
     minibatches: int = key(4, at_least=1)
     """Optimizer steps per batch."""
-    algorithm: str = key(
-        "ppo",
-        choices=("ppo", "ppo_sequence", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo"),
-    )
-    """Advantage, loss and mean, see ppo/algorithm.py. In the batch mean and deviation of rewards `ppo` counts each
-    token once and `ppo_sequence` each trajectory."""
+    algorithm: str = key("ppo", choices=tuple(PUBLISHED))
+    """Advantage, loss and mean (docs/algorithms.md). The clip and the rewards that it is published with are the
+    defaults of clip_low, clip_high, reward.wrong and reward.right."""
     clip_low: float = key(0.2, above=0, at_most=1)
-    """The ratio π_θ/π_prox is clipped at 1 − clip_low from below."""
+    """The ratio π_θ/π_prox is clipped at 1 − clip_low from below. Default: the algorithm's."""
     clip_high: float = key(0.2, above=0)
-    """… and at 1 + clip_high from above."""
+    """… and at 1 + clip_high from above. Default: the algorithm's."""
+    dual_clip: float = key(0.0, at_least=0)
+    """Where the advantage is negative, the ratio counts as this at most, such as 3. 0: not bounded there."""
+    sapo_positive: float = key(1.0, above=0)
+    """Temperature of the gate that `sapo` has in place of clipping, for positive advantages."""
+    sapo_negative: float = key(1.05, above=0)
+    """… and for negative ones: the higher, the sooner a ratio away from 1 counts for little."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     rewards: bool = True
     """Train on rewards. Without them only the penalties are trained, and rewards are logged: with ppo.penalty.kl_model
@@ -355,9 +381,9 @@ class RewardConfig:
     away_s: float = key(600.0, at_least=0)
     """How long a service of rewards may be away, in seconds, until the run ends; answers wait for it meanwhile."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
-    """Reward of a wrong answer (score 0)."""
+    """Reward of a wrong answer (score 0). Default: that of ppo.algorithm."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)
-    """Reward of a right answer (score 1)."""
+    """Reward of a right answer (score 1). Default: that of ppo.algorithm."""
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
     """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
     `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
@@ -406,6 +432,11 @@ class Config:
         return self.reshard.link if self.reshard.link != "auto" else "host" if self.shares_gpus else "device"
 
     @property
+    def optimizer_steps(self) -> int:
+        """The most steps that the policy's optimizer makes in the run."""
+        return self.updates * (1 if self.mode == "sft" else self.ppo.minibatches)
+
+    @property
     def groups_per_batch(self) -> int:
         return self.batch_size // self.rollout.group_size
 
@@ -427,6 +458,19 @@ class Config:
 
 CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
 """Algorithms whose baseline may be a critic; that of the others is the group."""
+
+
+def decide_defaults(config: Config, given: Container[str]) -> None:
+    """Sets the keys whose defaults other keys decide, except those in `given` (dotted keys): what ppo.algorithm is
+    published with, and a warm-up of no more than a tenth of the run."""
+    defaults: dict[str, Any] = {}
+    if config.ppo.algorithm in PUBLISHED:
+        defaults |= PUBLISHED[config.ppo.algorithm].defaults
+    defaults["optimizer.warmup_steps"] = min(OptimizerConfig().warmup_steps, max(config.optimizer_steps, 0) // 10)
+    for key, value in defaults.items():
+        if key not in given:
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, value)
 
 
 def config_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
@@ -507,6 +551,11 @@ def _check_run(config: Config, require: Require) -> None:
         f"has no meaning with trainer.recompute={config.trainer.recompute}: set that to elementwise, mlp or full",
     )
     require(
+        config.optimizer.warmup_steps <= config.optimizer_steps,
+        "optimizer.warmup_steps",
+        f"must be at most {config.optimizer_steps}, all optimizer steps of the run, is {config.optimizer.warmup_steps}",
+    )
+    require(
         config.reward.wrong < config.reward.right,
         "reward.wrong",
         f"must be below reward.right={config.reward.right:g}, is {config.reward.wrong:g}",
@@ -515,23 +564,12 @@ def _check_run(config: Config, require: Require) -> None:
 
 def _check_ppo(config: Config, require: Require) -> None:
     ppo = config.ppo
-    for name in ("icepop", "sequence_mask"):
-        bound = getattr(ppo.correction, name)
-        require(
-            bound == 0 or bound > 1,
-            f"ppo.correction.{name}",
-            f"must be 0 (off) or above 1, the b of [1/b, b], is {bound:g}",
-        )
-    for name in ("icepop", "sequence_mask", "m2po"):
-        require(
-            ppo.objective != "naive" or not getattr(ppo.correction, name),
-            f"ppo.correction.{name}",
-            "would change nothing: with ppo.objective=naive every weight is 1",
-        )
+    _check_corrections(ppo, require)
+    _check_penalties(ppo, require)
     require(
-        ppo.objective != "loglinear" or not ppo.correction.m2po,
-        "ppo.correction.m2po",
-        "has to know the proximal policy before the loss: it needs ppo.objective=decoupled",
+        ppo.dual_clip == 0 or ppo.dual_clip > 1,
+        "ppo.dual_clip",
+        f"must be 0 (off) or above 1, a bound of π_θ/π_prox, is {ppo.dual_clip:g}",
     )
     require(
         bool(ppo.penalty.kl) or not ppo.penalty.kl_model,
@@ -548,6 +586,23 @@ def _check_ppo(config: Config, require: Require) -> None:
         "rollout.filter_groups",
         "leaves out groups by their rewards, which ppo.rewards=false does not train",
     )
+    require(
+        not ppo.dual_clip or ppo.algorithm not in ("cispo", "sapo"),
+        "ppo.dual_clip",
+        f"would change nothing: ppo.algorithm={ppo.algorithm} bounds the ratio on both sides",
+    )
+    for name in ("sapo_positive", "sapo_negative") if ppo.algorithm != "sapo" else ():
+        require(
+            _is_default(ppo, name),
+            f"ppo.{name}",
+            f"has no meaning with ppo.algorithm={ppo.algorithm}: only sapo has gates",
+        )
+    for name in ("clip_low", "clip_high") if ppo.algorithm == "sapo" else ():
+        require(
+            getattr(ppo, name) == getattr(PUBLISHED["sapo"], name),
+            f"ppo.{name}",
+            "would change nothing: sapo has gates in place of clipping, see ppo.sapo_positive and ppo.sapo_negative",
+        )
     if ppo.has_critic:
         require(config.mode != "sft", "ppo.critic.lr", "supervised runs have no critic")
         require(ppo.rewards, "ppo.critic.lr", "without ppo.rewards there is no return for a critic to learn")
@@ -565,10 +620,73 @@ def _check_ppo(config: Config, require: Require) -> None:
     else:
         for f in fields(CriticConfig):
             require(
-                getattr(ppo.critic, f.name) == f.default,
+                _is_default(ppo.critic, f.name),
                 f"ppo.critic.{f.name}",
                 "without ppo.critic.lr, the critic's learning rate, there is no critic: set it, e.g. to 1e-5",
             )
+
+
+def _check_corrections(ppo: PPOConfig, require: Require) -> None:
+    c = ppo.correction
+    for name in ("mask_high", "sequence_mask_high", "product_mask_high"):
+        bound = getattr(c, name)
+        require(
+            bound == 0 or bound > 1,
+            f"ppo.correction.{name}",
+            f"must be 0 (off) or above 1, the weight of a token whose policy has not changed, is {bound:g}",
+        )
+    for name in c.bounds if ppo.objective == "naive" else ():
+        require(
+            name in ("truncate", "negative_mask"),
+            f"ppo.correction.{name}",
+            "would change nothing: with ppo.objective=naive every weight is 1",
+        )
+    require(
+        not c.floor or not c.truncate or c.floor < c.truncate,
+        "ppo.correction.floor",
+        f"must be below ppo.correction.truncate={c.truncate:g}, is {c.floor:g}",
+    )
+    require(
+        not c.floor or c.floor > c.mask_low,
+        "ppo.correction.floor",
+        f"would change nothing: ppo.correction.mask_low={c.mask_low:g} masks what {c.floor:g} would raise",
+    )
+    require(
+        not c.product_truncate or not c.truncate or c.product_truncate <= c.truncate,
+        "ppo.correction.product_truncate",
+        f"{c.product_truncate:g} is never reached: ppo.correction.truncate={c.truncate:g} caps the same weight; set "
+        "that to 0",
+    )
+    require(
+        ppo.objective != "loglinear" or not c.m2po,
+        "ppo.correction.m2po",
+        "has to know the proximal policy before the loss: it needs ppo.objective=decoupled",
+    )
+
+
+def _check_penalties(ppo: PPOConfig, require: Require) -> None:
+    p = ppo.penalty
+    require(
+        ppo.objective != "loglinear" or not p.kl_cov,
+        "ppo.penalty.kl_cov",
+        "has to know the proximal policy before the loss: it needs ppo.objective=decoupled or naive",
+    )
+    require(
+        p.kl_weighted or (p.kl and p.kl_form != "k1"),
+        "ppo.penalty.kl_weighted",
+        "would change nothing: it is about ppo.penalty.kl with kl_form=k2 or k3"
+        + (", and k1 is a reward" if p.kl else ""),
+    )
+    for name, needed in (("kl_form", "kl"), ("kl_cov_share", "kl_cov")):
+        require(
+            getattr(p, needed) or _is_default(p, name),
+            f"ppo.penalty.{name}",
+            f"would change nothing without ppo.penalty.{needed}",
+        )
+
+
+def _is_default(section: Any, name: str) -> bool:
+    return getattr(section, name) == type(section).__dataclass_fields__[name].default
 
 
 def _check_batch(config: Config, require: Require) -> None:
@@ -584,6 +702,12 @@ def _check_batch(config: Config, require: Require) -> None:
         "ppo.minibatches",
         f"a mini-batch of {config.batch_size // minibatches} trajectories cannot be split over "
         f"trainer.dp={config.trainer.dp}",
+    )
+    require(
+        n > 1 or config.ppo.algorithm in CRITIC_ALGORITHMS or not config.ppo.rewards,
+        "ppo.algorithm",
+        f"{config.ppo.algorithm} compares the answers to a prompt, and rollout.group_size=1 asks for one: set that to "
+        f"2 or more, or take {' or '.join(CRITIC_ALGORITHMS)}",
     )
     require(rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
     require(

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_megatron.config import Config, ConfigError, check, config_fields, describe
+from areal_megatron.config import Config, ConfigError, check, config_fields, decide_defaults, describe
 from areal_megatron.files import write_atomically
 
 _FIELDS = {key: f for key, f, value in config_fields(Config()) if not is_dataclass(value)}
@@ -24,6 +24,8 @@ _SECTIONS = {key for key, _, value in config_fields(Config()) if is_dataclass(va
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
     """Defaults, then the YAML file, then `key=value` overrides, of which the last one of a key holds; checked.
+
+    A default that other keys decide, such as the clip of an algorithm, is decided here.
 
     Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), an old spelling
     (with the new one), a key given twice in the file, a value of the wrong type or out of range, and keys that
@@ -44,6 +46,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     if missing := OmegaConf.missing_keys(config):
         raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
     config = OmegaConf.to_object(config)
+    decide_defaults(config, given=places)
     check(config, lambda key: f"{places.get(key, path)}: {key}")
     return config
 
@@ -164,6 +167,20 @@ def _one_entry(name_key: str, value_key: str) -> Callable[[Any], dict[str, Any]]
     return spelled
 
 
+def _both_sides(prefix: str) -> Callable[[float], dict[str, Any]]:
+    """What was the b of [1/b, b]."""
+    return lambda value: {f"{prefix}_low": float(f"{1 / value:.4g}"), f"{prefix}_high": value}
+
+
+def _steps(share: float) -> int | str:
+    return f"{share:g} × all steps" if share else 0
+
+
+def _schedule(value: dict[str, float]) -> dict[str, Any]:
+    ((shape, share),) = value.items()
+    return {"optimizer.schedule": shape, "optimizer.warmup_steps": _steps(share)}
+
+
 def _pass_rate(value: list[float]) -> dict[str, Any]:
     if not value:
         return {"rollout.filter_groups": False}
@@ -180,9 +197,12 @@ _OLD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "optimizer.adam": lambda value: dict(
         zip(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), value, strict=True)
     ),
-    "optimizer.schedule": _one_entry("optimizer.schedule", "optimizer.warmup"),
+    "optimizer.schedule": _schedule,
+    "optimizer.warmup": lambda value: {"optimizer.warmup_steps": _steps(value)},
     "ppo.clip": _pair("ppo.clip_low", "ppo.clip_high"),
     "ppo.correction.truncated": lambda value: {"ppo.correction.truncate": value},
+    "ppo.correction.icepop": _both_sides("ppo.correction.mask"),
+    "ppo.correction.sequence_mask": _both_sides("ppo.correction.sequence_mask"),
     "ppo.penalty.kl_k1": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k1"},
     "ppo.penalty.kl_k2": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k2"},
     "ppo.penalty.kl_k3": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k3"},

@@ -49,6 +49,11 @@ def group(rewards: Rewards, reduce: Reduce) -> Tensor:
     return (rewards.values - mean[rewards.group]) / (deviation[rewards.group] + EPSILON)
 
 
+def group_normalised_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """(r − mean) / (deviation + ε) of the group, then the same over the batch's tokens (AReaL's boba_grpo)."""
+    return normalised(group(rewards, reduce), rewards.trained.double(), reduce)
+
+
 def group_mean(rewards: Rewards, reduce: Reduce) -> Tensor:
     """r − mean of the group's answers (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
     return rewards.values - _of_groups(rewards, reduce)[1][rewards.group]

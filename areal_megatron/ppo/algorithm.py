@@ -1,6 +1,7 @@
 """The algorithms that `ppo.algorithm` names: an advantage, a loss, and a way to average the losses of tokens.
 
-To add one, write a function in advantage.py or loss.py, and a line here and in config.py.
+To add one, write a function in advantage.py or loss.py, a line here, and one in areal_megatron/algorithms.py with the
+numbers that it is published with.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Algorithm:
 ALGORITHMS = {
     "ppo": Algorithm(advantage.batch_tokens, loss.clipped, "tokens", critic=torch.ones_like),
     "ppo_sequence": Algorithm(advantage.batch_sequences, loss.clipped, "tokens", critic=torch.reciprocal),
+    "boba_grpo": Algorithm(advantage.group_normalised_then_batch, loss.clipped, "tokens"),
     "grpo": Algorithm(advantage.group, loss.clipped, "sequences"),
     "dr_grpo": Algorithm(advantage.group_mean, loss.clipped, "longest"),
     "dapo": Algorithm(advantage.group, loss.clipped, "tokens"),
@@ -40,6 +42,7 @@ ALGORITHMS = {
     "reinforce++": Algorithm(advantage.group_then_batch, loss.clipped, "tokens"),
     "gspo": Algorithm(advantage.group, loss.clipped, "sequences", whole=True),
     "cispo": Algorithm(advantage.group, loss.weighted, "tokens"),
+    "sapo": Algorithm(advantage.group, loss.gated, "sequences"),
 }
 
 

@@ -1,9 +1,9 @@
-"""Corrections of weights π_prox/π_behav far from 1; `ppo.correction` names those to apply, each with a threshold.
+"""Corrections of weights w = π_prox/π_behav far from 1; `ppo.correction` names those to apply, each with a bound.
 
-A correction changes the weight of a token, or masks the token: its weight becomes 0. A masked token adds nothing to the
-loss, but still counts among the tokens and sequences that the loss is divided by, as in the sources. A weight that is
-not a number is never masked, so that its step is skipped. To add a correction, write a function, a line in CORRECTIONS
-and its name in config.py.
+A correction changes the weight of a token, or masks the token: its weight becomes 0. What is masked depends on the
+uncorrected weights. A masked token adds nothing to the loss, but still counts among the tokens and sequences that the
+loss is divided by, as in the sources. A weight that is not a number is never masked, so that its step is skipped. To
+add a correction, write a function, a line in CORRECTIONS and its name in config.py.
 """
 
 from __future__ import annotations
@@ -17,47 +17,99 @@ from torch import Tensor
 from areal_megatron.ppo.advantage import Reduce
 from areal_megatron.ppo.selection import first_beyond
 
-TRUNCATED, SECOND_MOMENT = "truncate", "m2po"
-"""Names in `ppo.correction`. The second needs a whole mini-batch, see `within_second_moment`."""
+TRUNCATED, SECOND_MOMENT, NEGATIVE = "truncate", "m2po", "negative_mask"
+"""Names in `ppo.correction`. The second needs a whole mini-batch, see `within_second_moment`, and the third the current
+policy and the advantages, see `far_negatives`."""
+
+Correction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(weights so far, logarithms of the uncorrected weights, sequence of each token, bound) → weights, [N] each."""
 
 
 def truncated(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Tensor:
-    """min(weight, cap): truncated importance sampling (AReaL caps at 5)."""
+    """min(weight, cap): truncated importance sampling (TIS: Yao et al., "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training")."""
     return weights.clamp(max=cap)
 
 
-def icepop(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Tensor:
-    """Masks tokens whose weight is outside [1/bound, bound] (IcePop, arXiv 2510.18855; there from α to β)."""
-    return weights.masked_fill(lag.abs() > math.log(bound), 0)
+def raised(weights: Tensor, lag: Tensor, sequences: Tensor, floor: float) -> Tensor:
+    """max(weight, floor)."""
+    return weights.clamp(min=floor)
 
 
-def sequence_mask(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Tensor:
-    """Masks sequences whose geometric mean of weights is outside [1/bound, bound].
+def truncated_product(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Tensor:
+    """The weight of the whole sequence, which is the product over its tokens, up to `cap`, for each of its tokens
+    (sequence-level TIS: Liu, Li et al., "When Speed Kills Stability")."""
+    return sequence_sum(lag, sequences).clamp(max=math.log(cap)).exp()
 
-    Unlike the product of the weights it does not grow with the length (Geo-Mask: Li and Liu, "When Speed Kills
-    Stability", part 3).
+
+def _of_token(lag: Tensor, sequences: Tensor) -> Tensor:
+    return lag
+
+
+def _masks(of: Callable[[Tensor, Tensor], Tensor], *, above: bool) -> Correction:
+    """Returns the correction that masks where a weight is above, or below, the bound.
+
+    of: (logarithms of the tokens' weights, sequence of each token) → logarithm of the weight that decides, [N] each.
     """
-    return weights.masked_fill(sequence_mean(lag, sequences).abs() > math.log(bound), 0)
+
+    def masked(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Tensor:
+        deciding = of(lag, sequences)
+        return weights.masked_fill(deciding > math.log(bound) if above else deciding < math.log(bound), 0)
+
+    return masked
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
+    """Returns, for each value, the sum over its sequence: [N]."""
+    places = _numbered(sequences)
+    return _sums(values, places)[places].to(values.dtype)
+
+
+def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
+    """Returns, for each value, the mean over its sequence: [N]."""
+    places = _numbered(sequences)
+    means = _sums(values, places) / _sums(torch.ones_like(values), places).clamp(min=1)
+    return means[places].to(values.dtype)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "product_truncate": truncated_product,
+    "floor": raised,
     TRUNCATED: truncated,
-    "icepop": icepop,
-    "sequence_mask": sequence_mask,
+    "mask_low": _masks(_of_token, above=False),
+    "mask_high": _masks(_of_token, above=True),
+    "sequence_mask_low": _masks(sequence_mean, above=False),
+    "sequence_mask_high": _masks(sequence_mean, above=True),
+    "product_mask_low": _masks(sequence_sum, above=False),
+    "product_mask_high": _masks(sequence_sum, above=True),
 }
-"""(weights so far, logarithms of the uncorrected weights, sequence of each token, threshold) → weights, [N] each."""
+"""In the order in which they are applied.
+
+Masking tokens is IcePop (arXiv 2510.18855), and above a bound alone what AReaL does since boba². A sequence is masked
+by the geometric mean of its weights, which does not grow with its length (Geo-Mask: Li and Liu, "When Speed Kills
+Stability", part 3), or by their product (MIS: the same, part 2).
+"""
 
 
-def corrected(lag: Tensor, sequences: Tensor, kept: Tensor, thresholds: Mapping[str, float]) -> Tensor:
+def corrected(lag: Tensor, sequences: Tensor, kept: Tensor, bounds: Mapping[str, float]) -> Tensor:
     """Returns the corrected weights [N] from the logarithms of the weights; 0 where `kept` is False.
 
-    The sequences must be whole, so that packing changes nothing.
+    bounds: name → bound of each correction to apply. The sequences must be whole, so that packing changes nothing.
     """
     weights = lag.exp()
     for name, correct in CORRECTIONS.items():
-        if name in thresholds:
-            weights = correct(weights, lag, sequences, thresholds[name])
+        if name in bounds:
+            weights = correct(weights, lag, sequences, bounds[name])
     return weights.masked_fill(~kept, 0)
+
+
+def far_negatives(drift: Tensor, advantages: Tensor, sequences: Tensor, bound: float) -> Tensor:
+    """Returns which tokens DeepSeek-V3.2 masks, bool [N] (arXiv 2512.02556, "Off-Policy Sequence Masking").
+
+    They have a negative advantage and are of a sequence that the current policy has left: the mean of log π_behav/π_θ
+    over its tokens is above `bound`. drift: log π_θ/π_behav.
+    """
+    return (advantages < 0) & (-sequence_mean(drift, sequences) > bound)
 
 
 def within_second_moment(lag: Tensor, threshold: float, reduce: Reduce) -> Tensor:
@@ -72,11 +124,12 @@ def within_second_moment(lag: Tensor, threshold: float, reduce: Reduce) -> Tenso
     return ~(moments >= first_beyond(ordered, lambda count, total: total <= threshold * count, reduce))
 
 
-def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """Returns, for each value, the mean over its sequence: [N]."""
-    # Numbered without gaps there are as many sequences as values at most, and nobody has to wait for their number.
-    begins = sequences.diff(prepend=sequences.new_full((1,), -1)) != 0
-    sequences = begins.cumsum(0) - 1
-    total = torch.zeros_like(values).index_add(0, sequences, values)
-    lengths = torch.zeros_like(values).index_add(0, sequences, torch.ones_like(values))
-    return (total / lengths.clamp(min=1))[sequences]
+def _numbered(sequences: Tensor) -> Tensor:
+    """Returns the numbers of the sequences without gaps: int64 [N]."""
+    # There are then as many sequences as values at most, and nobody has to wait for their number.
+    return (sequences.diff(prepend=sequences.new_full((1,), -1)) != 0).cumsum(0) - 1
+
+
+def _sums(values: Tensor, places: Tensor) -> Tensor:
+    # As float64, since what is rounded away in a logarithm of a product is missing in the product.
+    return torch.zeros_like(values, dtype=torch.float64).index_add(0, places, values.double())

@@ -6,13 +6,14 @@ token's sequence. Only `current` gets a gradient. In naive PPO the behaviour pol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from areal_megatron.ppo.correction import TRUNCATED, corrected, sequence_mean
+from areal_megatron.ppo.correction import NEGATIVE, TRUNCATED, corrected, far_negatives, sequence_mean
 from areal_megatron.ppo.penalty import k3
 
 
@@ -38,18 +39,40 @@ class Bounds:
     high: float
     """The ratio u = π_θ/π_prox is clipped to [1 − low, 1 + high]."""
     correction: Mapping[str, float]
-    """Thresholds for the weight w = π_prox/π_behav, by the names of correction.py."""
+    """Bounds for the weight w = π_prox/π_behav, by the names of correction.py."""
     whole: bool = False
     """Whether a sequence has one u and one w, the geometric means over its tokens (GSPO, arXiv 2507.18071,
     Equation 7)."""
+    dual: float = math.inf
+    """The ratio of a token with a negative advantage counts as this at most, above 1."""
+    gates: tuple[float, float] = (1.0, 1.05)
+    """SAPO's temperatures for advantages above 0, and for all others."""
 
 
 def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
-    """Returns −w · min(u·A, clip(u)·A) of each token, with corrected w (arXiv 2505.24298, Equation 5)."""
+    """Returns −w · min(u·A, clip(u)·A) of each token, with corrected w (arXiv 2505.24298, Equation 5).
+
+    Where A is negative it is −w · max(min(u·A, clip(u)·A), c·A) with `bounds.dual` for c, which alone bounds it there
+    (dual clip: arXiv 1912.09729).
+    """
     drift, lag = _log_ratios(tokens, bounds)
     ratio, advantages = drift.exp(), tokens.advantages
-    pessimistic = torch.minimum(ratio * advantages, _clip(ratio, bounds) * advantages)
-    return -_weights(lag, tokens, bounds) * pessimistic
+    gain = torch.minimum(ratio * advantages, _clip(ratio, bounds) * advantages)
+    if bounds.dual < math.inf:
+        gain = torch.where(advantages < 0, torch.maximum(gain, bounds.dual * advantages), gain)
+    return -_weights(lag, tokens, bounds) * gain
+
+
+def gated(tokens: Tokens, bounds: Bounds) -> Tensor:
+    """Returns −w · 4/τ · σ(τ(u − 1)) · A of each token, with corrected w (SAPO, arXiv 2511.20347).
+
+    The gate takes the place of clipping: its slope is 1 at u = 1 and falls smoothly on both sides.
+    """
+    drift, lag = _log_ratios(tokens, bounds)
+    positive, others = bounds.gates
+    temperature = torch.full_like(tokens.advantages, others).masked_fill(tokens.advantages > 0, positive)
+    gate = (temperature * (drift.exp() - 1)).sigmoid() * 4 / temperature
+    return -_weights(lag, tokens, bounds) * gate * tokens.advantages
 
 
 def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
@@ -81,6 +104,7 @@ def metric_sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Te
     outside = torch.where(up, ratio > 1 + bounds.high, ratio < 1 - bounds.low) & (tokens.advantages != 0)
     return {
         "clip_share": outside.sum(),
+        "dual_clip_share": ((tokens.advantages < 0) & (ratio > bounds.dual)).sum(),
         "capped_share": (weight > bounds.correction.get(TRUNCATED, torch.inf)).sum(),
         "masked_share": (_weights(lag, tokens, bounds) == 0).sum(),
         "ratio_mean": ratio.sum(),
@@ -107,7 +131,13 @@ def _log_ratios(tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
 
 
 def _weights(lag: Tensor, tokens: Tokens, bounds: Bounds) -> Tensor:
-    return corrected(lag, tokens.sequences, tokens.kept, bounds.correction)
+    weights = corrected(lag, tokens.sequences, tokens.kept, bounds.correction)
+    if NEGATIVE not in bounds.correction:
+        return weights
+    drift = tokens.current.detach() - tokens.behaviour
+    return weights.masked_fill(
+        far_negatives(drift, tokens.advantages, tokens.sequences, bounds.correction[NEGATIVE]), 0
+    )
 
 
 def _clip(ratio: Tensor, bounds: Bounds) -> Tensor:

@@ -7,33 +7,65 @@ config.py.
 Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ are k1 = log π_θ − log π_ref, k2 = k1² / 2 and
 k3 = π_ref/π_θ − 1 + k1. The values of k1 and k3 have the right mean. Of the gradients, that of k2 as a loss has the
 right mean, and so has that of k1 subtracted from the reward. The mean gradient of k1 as a loss is 0, and that of k3 is
-the gradient of KL(π_ref ‖ π_θ), which is equal only near the reference (Liu et al., arXiv 2510.01555). Tokens of an
-older policy are treated as if they were of π_θ, except in k1, which is weighted as rewards are.
+the gradient of KL(π_ref ‖ π_θ), which is equal only near the reference (Liu et al., arXiv 2510.01555).
+
+Tokens are of π_behav, not of π_θ. Times ρ = π_θ/π_behav the means are those over tokens of π_θ: k2 with ρ as a mere
+number has the right gradient again, and k3 with a ρ that has a gradient, too, the right value and the right gradient
+(DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate").
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-IN_REWARD = "kl_k1"
-"""The name of the penalty that `penalised` subtracts from the advantages."""
+from areal_megatron.ppo.advantage import Reduce
+from areal_megatron.ppo.selection import first_beyond
+
+IN_REWARD, COVARIANT = "kl_k1", "kl_cov"
+"""The penalty that `penalised` subtracts from the advantages, and that of the tokens that `most_covariant` chooses."""
 
 
-def entropy_bonus(current: Tensor, entropy: Tensor, reference: Tensor | None) -> Tensor:
+@dataclass(frozen=True)
+class PenaltyTokens:
+    """What penalties of the trained tokens are computed from: [N] each. `current`, `entropy` and `ratio` have
+    gradients."""
+
+    current: Tensor
+    """log π_θ"""
+    proximal: Tensor
+    """log π_prox"""
+    entropy: Tensor
+    """The entropy of the distribution that the token was sampled from."""
+    ratio: Tensor
+    """ρ: π_θ/π_behav, or 1."""
+    reference: Tensor | None = None
+    """log π_ref; None without a KL penalty."""
+    covariant: Tensor | None = None
+    """bool: whether `most_covariant` has chosen the token; None without kl_cov."""
+
+
+def entropy_bonus(tokens: PenaltyTokens) -> Tensor:
     """−H(π_θ), so that entropy lowers the loss (arXiv 1602.01783, Section 4)."""
-    return -entropy
+    return -tokens.entropy
 
 
-def kl_k2(current: Tensor, entropy: Tensor, reference: Tensor) -> Tensor:
-    return (current - reference).square() / 2
+def kl_k2(tokens: PenaltyTokens) -> Tensor:
+    return tokens.ratio.detach() * (tokens.current - tokens.reference).square() / 2
 
 
-def kl_k3(current: Tensor, entropy: Tensor, reference: Tensor) -> Tensor:
-    """The loss term of GRPO (arXiv 2402.03300, Equation 4)."""
-    return k3(reference - current)
+def kl_k3(tokens: PenaltyTokens) -> Tensor:
+    """The loss term of GRPO (arXiv 2402.03300, Equation 4), times ρ."""
+    return tokens.ratio * k3(tokens.reference - tokens.current)
+
+
+def kl_cov(tokens: PenaltyTokens) -> Tensor:
+    """|log π_θ/π_prox| of the chosen tokens, 0 for the others (KL-Cov, arXiv 2505.22617)."""
+    return (tokens.current - tokens.proximal).abs() * tokens.covariant
 
 
 def k3(drift: Tensor) -> Tensor:
@@ -41,30 +73,48 @@ def k3(drift: Tensor) -> Tensor:
     return drift.exp() - 1 - drift
 
 
-PENALTIES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+PENALTIES: dict[str, Callable[[PenaltyTokens], Tensor]] = {
     "entropy": entropy_bonus,
     "kl_k2": kl_k2,
     "kl_k3": kl_k3,
+    COVARIANT: kl_cov,
 }
-"""(log π_θ, entropy of the distribution that the token was sampled from, log π_ref) → penalty, [N] each."""
+"""Name → penalty of each token, [N]."""
 
 
-def penalty(current: Tensor, entropy: Tensor, reference: Tensor | None, coefficients: Mapping[str, float]) -> Tensor:
-    """Returns the sum [N] of the named penalties times their coefficients; `reference` is None without a KL penalty."""
-    total = torch.zeros_like(current)
+def penalty(tokens: PenaltyTokens, coefficients: Mapping[str, float]) -> Tensor:
+    """Returns the sum [N] of the named penalties times their coefficients."""
+    total = torch.zeros_like(tokens.current)
     for name, penalise in PENALTIES.items():
         if name in coefficients:
-            total = total + coefficients[name] * penalise(current, entropy, reference)
+            total = total + coefficients[name] * penalise(tokens)
     return total
+
+
+def capped_ratio(current: Tensor, behaviour: Tensor, cap: float) -> Tensor:
+    """Returns min(π_θ/π_behav, cap), [N], with a gradient where it is not capped. `cap` may be infinite."""
+    return (current - behaviour).clamp(max=math.log(cap)).exp()
 
 
 def penalised(
     advantages: Tensor, current: Tensor, reference: Tensor | None, coefficients: Mapping[str, float]
 ) -> Tensor:
-    """Returns the advantages [N] minus the coefficient of `kl_k1` times the token's k1, without gradient.
-
-    arXiv 2203.02155 subtracts it from the reward.
-    """
+    """Returns the advantages [N] minus the coefficient of `kl_k1` times the token's k1, without gradient."""
     if IN_REWARD not in coefficients:
         return advantages
     return advantages - coefficients[IN_REWARD] * (current.detach() - reference)
+
+
+def most_covariant(advantages: Tensor, logprobs: Tensor, share: float, reduce: Reduce) -> Tensor:
+    """Returns which tokens KL-Cov penalises, bool [N] (arXiv 2505.22617).
+
+    They are the `share` of a mini-batch's tokens, rounded up, with the largest (A − mean A) · (log π − mean log π), by
+    whose mean entropy falls. Equal ones are chosen together, and none whose product is not above 0. advantages,
+    logprobs: those of this replica's part of the mini-batch. Collective.
+    """
+    columns = torch.stack([torch.ones_like(advantages), advantages, logprobs]).double()
+    count, *sums = reduce(columns.sum(1).cpu()).tolist()  # replicas add up on their hosts
+    advantage, logprob = (total / max(count, 1) for total in sums)
+    covariance = ((advantages - advantage) * (logprobs - logprob)).float().nan_to_num(0).clamp(min=0)
+    least = first_beyond(covariance, lambda upto, _: upto <= count - share * count, reduce)
+    return (covariance >= least) & (covariance > 0)

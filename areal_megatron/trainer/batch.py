@@ -113,6 +113,8 @@ class PPOMicroBatch:
     """The weight of the token's loss in the mean over tokens."""
     kept: Tensor
     """bool [N]: False where a correction of the whole mini-batch masks the token."""
+    covariant: Tensor | None = None
+    """bool [N]: whether KL-Cov penalises the token; None without it."""
     proximal: Tensor | None = None
     """Log-probabilities before this batch's first step; None if they equal the current ones or are interpolated."""
     reference: Tensor | None = None

@@ -82,19 +82,21 @@ class Critic:
         return self._described(known, advantages)
 
     def train(
-        self, minibatches: list[list[PPOMicroBatch]], before: Callable[[], None]
+        self, minibatches: list[list[PPOMicroBatch]], teaching: list[bool], before: Callable[[], None]
     ) -> tuple[bool, dict[str, float]]:
-        """Takes an optimizer step for each mini-batch; `before` is called right before the first.
+        """Takes an optimizer step for each mini-batch from which there is anything to learn; `before` is called right
+        before the first.
 
-        Returns whether any step was taken, and the metrics.
+        Returns whether the batch is done with (`Steps.finish`), and the metrics.
         """
         sums, steps = TokenSums(), Steps(before)
-        for minibatch in minibatches:
+        for minibatch in (each for each, teaches in zip(minibatches, teaching, strict=True) if teaches):
             work = [(sampled.microbatch, partial(self._loss, sampled=sampled, sums=sums)) for sampled in minibatch]
             with self._timeline.span("train critic", tokens=pipeline.token_count(work)):
                 norm = self.learner.gradient(work)
             self.learner.step(norm, steps)
         self.learner.optimizer.settle()
+        done = steps.finish()
         totals = sums.totals(self._parallel, ("tokens", *MEANS))
         metrics = {name: totals[name] / max(totals["tokens"], 1) for name in MEANS}
         metrics |= {"value_lr": self.learner.optimizer.lr, "value_skipped_steps": steps.skipped}
@@ -102,7 +104,7 @@ class Critic:
             metrics["value_loss_scale"] = scale
         if steps.norms:
             metrics["value_grad_norm"] = sum(steps.norms) / len(steps.norms)
-        return bool(steps.norms), metrics
+        return done, metrics
 
     def _loss(self, values: Tensor, sampled: PPOMicroBatch, sums: TokenSums) -> Tensor:
         current = _values(values, sampled.microbatch)

@@ -23,10 +23,22 @@ class Steps:
     """The gradient norms, before clipping, of the steps taken."""
     skipped: int = 0
     """Steps not taken because the gradient was not finite: not a number, or beyond the range of float16."""
+    idle: int = 0
+    """Steps not taken because there was nothing to learn, where Adam's momentum and the decay would still have moved
+    the weights."""
 
     def before_first(self) -> None:
         if not self.norms:
             self.before()
+
+    def finish(self) -> bool:
+        """Returns whether the batch is done with, which it is not if all steps that were tried were skipped.
+
+        `before` has been called if it is, also without any step.
+        """
+        if not self.norms and not self.skipped:
+            self.before()
+        return bool(self.norms) or not self.skipped
 
 
 @dataclass(frozen=True)

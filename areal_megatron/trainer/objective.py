@@ -6,6 +6,7 @@ micro-batches and replicas, so that it does not depend on how sequences are pack
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from areal_megatron.config import PPOConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, metric_sums
-from areal_megatron.ppo.penalty import k3, penalised, penalty
+from areal_megatron.ppo.penalty import PenaltyTokens, capped_ratio, k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -31,8 +32,15 @@ class Objective:
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
         self._penalty = settings.penalty.coefficients
+        self._ratio_cap = settings.correction.truncate or math.inf
+        self._weighted = settings.penalty.kl_weighted
         self._bounds = Bounds(
-            settings.clip_low, settings.clip_high, settings.correction.thresholds, self._algorithm.whole
+            settings.clip_low,
+            settings.clip_high,
+            settings.correction.bounds,
+            self._algorithm.whole,
+            settings.dual_clip or math.inf,
+            (settings.sapo_positive, settings.sapo_negative),
         )
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
@@ -58,7 +66,10 @@ class Objective:
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
         tokens = Tokens(current, proximal, behaviour, advantages, sampled.sequences, sampled.kept)
-        penalties = penalty(current, entropy, sampled.reference, self._penalty)
+        ratio = capped_ratio(current, behaviour, self._ratio_cap) if self._weighted else torch.ones_like(now)
+        penalties = penalty(
+            PenaltyTokens(current, proximal, entropy, ratio, sampled.reference, sampled.covariant), self._penalty
+        )
         loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs().masked_fill(~comparable, 0)

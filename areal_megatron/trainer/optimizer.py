@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -292,14 +291,15 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
 def schedule(settings: OptimizerConfig, steps: int, optimizer) -> OptimizerParamScheduler:
     """Returns the learning rate schedule of `optimizer`, of which only param_groups are needed.
 
-    Step k (from 1) of n has lr · k / warmup during warm-up, then follows the shape, which would reach 0 at step n + 1.
+    Step k (from 1) of n has lr · k / warmup_steps during warm-up, then follows the shape, which would reach 0 at step
+    n + 1.
     """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=0.0,
-        lr_warmup_steps=math.ceil(settings.warmup * steps),
+        lr_warmup_steps=min(settings.warmup_steps, steps),
         lr_decay_steps=steps + 1,
         lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -24,8 +24,9 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import partition
 from areal_megatron.ppo.advantage import Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
-from areal_megatron.ppo.correction import SECOND_MOMENT, within_second_moment
+from areal_megatron.ppo.correction import within_second_moment
 from areal_megatron.ppo.loss import effective_share
+from areal_megatron.ppo.penalty import COVARIANT, most_covariant
 from areal_megatron.reshard.trainer_layout import layout
 from areal_megatron.run import Run
 from areal_megatron.trainer import attention_kernels, hardware, pipeline
@@ -44,7 +45,18 @@ from areal_megatron.trainer.token_sums import TokenSums
 
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max")
-MEANS = ("loss", "clip_share", "capped_share", "masked_share", "ratio_mean", "kl", "kl_proximal", "kl_step", "entropy")
+MEANS = (
+    "loss",
+    "clip_share",
+    "dual_clip_share",
+    "capped_share",
+    "masked_share",
+    "ratio_mean",
+    "kl",
+    "kl_proximal",
+    "kl_step",
+    "entropy",
+)
 """Reported as means over trained tokens."""
 
 
@@ -55,8 +67,9 @@ class BatchResult:
     version: int
     """The version that was trained (i)."""
     applied: bool
-    """False if every step was skipped because its gradient was not finite: the weights are unchanged. While the critic
-    warms up, the critic's steps count."""
+    """False if every step that was tried was skipped because its gradient was not finite: the weights are unchanged.
+    While the critic warms up, the critic's steps count. A batch from which there is nothing to learn is applied, with
+    the same weights as before."""
     metrics: dict[str, float]
     """Means over trained tokens, the mean gradient norm and the last learning rate of the steps taken, and counts.
     `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean` compare trainer and engine, and are present only if
@@ -153,22 +166,24 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
-        minibatches, metrics = self._assess(part)
+        minibatches, teaching, metrics = self._assess(part)
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
         sums, steps = TokenSums(), Steps(before_step)
         warming_up = self.critic and part.version < self.critic.warmup
-        for minibatch in minibatches:
+        for minibatch, teaches in zip(minibatches, teaching, strict=True):
             loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums)
             work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
-            if warming_up:
-                pipeline.forward(self.policy.chunks, work)  # for the metrics only
-            else:
+            if teaches and not warming_up:
                 self._step(work, steps)
+            else:
+                pipeline.forward(self.policy.chunks, work)  # for the metrics only
+                steps.idle += not warming_up
         self.policy.optimizer.settle()
-        applied = bool(steps.norms)
+        applied = not warming_up and steps.finish()
         if self.critic:
-            learned, critic_metrics = self.critic.train(minibatches, (lambda: None) if applied else before_step)
+            before = (lambda: None) if applied else before_step
+            learned, critic_metrics = self.critic.train(minibatches, teaching, before)
             applied, metrics = learned if warming_up else applied, metrics | critic_metrics
         self._record(part, applied)
         return BatchResult(part.version, applied, metrics | self._ppo_metrics(sums, steps, start))
@@ -179,7 +194,7 @@ class Trainer:
         They are in the order of the micro-batches; [0] on other stages than the last. Nothing is trained.
         """
         trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
-        minibatches = self._microbatches(part, trained, [0.0] * len(trained))
+        minibatches, _ = self._microbatches(part, trained, [0.0] * len(trained))
         found = self._logprobs("logprobs", list(chain(*minibatches)))
         return torch.cat([torch.zeros(0, device=self.device), *found])
 
@@ -233,30 +248,37 @@ class Trainer:
             "lr": self.policy.optimizer.lr,
             **({} if (scale := self.policy.optimizer.loss_scale) is None else {"loss_scale": scale}),
             "skipped_steps": steps.skipped,
+            "idle_steps": steps.idle,
             "trained_tokens": totals["tokens"],
             "step_s": seconds,
             "tokens_per_s": totals["tokens"] / seconds,
         }
 
-    def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], dict[str, float]]:
-        """Returns the micro-batches of each mini-batch, with advantages, and metrics that describe the advantages.
+    def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[bool], dict[str, float]]:
+        """Returns the micro-batches of each mini-batch, with advantages, whether there is anything to learn from each,
+        and metrics that describe the advantages.
 
         A critic's advantages are known on the last stage only.
         """
         trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
         if self.critic:
-            minibatches = self._microbatches(part, trained, [0.0] * len(trained))
-            return minibatches, self.critic.assess(part, minibatches)
+            minibatches, teaching = self._microbatches(part, trained, [0.0] * len(trained))
+            return minibatches, teaching, self.critic.assess(part, minibatches)
         advantages, parallel = self._advantages(part, trained), self.parallel
         described = over_tokens(advantages, trained, parallel.sum_over_replicas, parallel.max_over_ranks)
-        return self._microbatches(part, trained, advantages.tolist()), described
+        return *self._microbatches(part, trained, advantages.tolist()), described
 
-    def _microbatches(self, part: BatchPart, trained: Tensor, advantages: list[float]) -> list[list[PPOMicroBatch]]:
-        minibatches = []
+    def _microbatches(
+        self, part: BatchPart, trained: Tensor, advantages: list[float]
+    ) -> tuple[list[list[PPOMicroBatch]], list[bool]]:
+        """Returns the micro-batches of each mini-batch, and whether there is anything to learn from it."""
+        minibatches, teaching = [], []
         for minibatch in part.minibatches:
-            weights = self._weights([i for bundles in minibatch for i in chain(*bundles)], trained)
+            members = [i for bundles in minibatch for i in chain(*bundles)]
+            weights, teaches = self._weights(members, trained, advantages)
             minibatches.append([self._pack(part, bundles, advantages, weights) for bundles in minibatch])
-        return minibatches
+            teaching.append(teaches)
+        return minibatches, teaching
 
     def _pack(
         self, part: BatchPart, bundles: list[list[int]], advantages: list[float], weights: dict[int, float]
@@ -280,33 +302,41 @@ class Trainer:
         rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
         return self._algorithm.advantages(rewards, self.parallel.sum_over_replicas)
 
-    def _weights(self, members: list[int], trained: Tensor) -> dict[int, float]:
-        """The weight in the loss of each token of the trajectories `members`, a mini-batch of this replica."""
+    def _weights(self, members: list[int], trained: Tensor, advantages: list[float]) -> tuple[dict[int, float], bool]:
+        """Returns the weight in the loss of each token of the trajectories `members`, a mini-batch of this replica, and
+        whether the loss of the whole mini-batch has a gradient.
+
+        It has none without trained tokens, nor, unless there are penalties or a critic, where all advantages are 0.
+        """
         lengths = trained[members]
-        counts = torch.stack([lengths.sum(), (lengths > 0).sum()]).double()
-        tokens, sequences = self.parallel.sum_over_replicas(counts).tolist()
+        uneven = (lengths > 0) & (torch.tensor(advantages, dtype=torch.float64)[members] != 0)
+        counts = torch.stack([lengths.sum(), (lengths > 0).sum(), uneven.sum()]).double()
+        tokens, sequences, unequal = self.parallel.sum_over_replicas(counts).tolist()
         longest = self.config.rollout.max_new_tokens
         weights = token_weights(self._algorithm.mean, lengths, tokens, sequences, longest)
-        return dict(zip(members, weights.tolist(), strict=True))
+        teaches = tokens > 0 and bool(unequal or self.critic or self.config.ppo.penalty.coefficients)
+        return dict(zip(members, weights.tolist(), strict=True)), teaches
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
-        """Sets the proximal log-probabilities that the objective needs.
+        """Sets the proximal log-probabilities that the objective needs, and what is chosen by them in each mini-batch.
 
         With the decoupled objective the first mini-batch needs none, since the current policy is the proximal one until
-        the first step; M2PO has to know them before the loss, and needs all.
+        the first step; M2PO and KL-Cov have to know them before the loss, and need all.
         """
         settings = self.config.ppo
+        threshold, covariant = settings.correction.m2po, COVARIANT in settings.penalty.coefficients
         if settings.objective == "naive":
             for sampled in chain(*minibatches):
                 sampled.proximal = sampled.behaviour
-        if settings.objective != "decoupled":
-            return
-        threshold = settings.correction.thresholds.get(SECOND_MOMENT)
-        asked = [e for minibatch in minibatches[0 if threshold else 1 :] for e in minibatch]
-        for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
-            sampled.proximal = logprobs
-        for minibatch in minibatches if threshold else ():
-            self._mask(minibatch, threshold)
+        elif settings.objective == "decoupled":
+            asked = [e for minibatch in minibatches[0 if threshold or covariant else 1 :] for e in minibatch]
+            for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
+                sampled.proximal = logprobs
+        for minibatch in minibatches:
+            if threshold:
+                self._mask(minibatch, threshold)
+            if covariant:
+                self._mark(minibatch, settings.penalty.kl_cov_share)
 
     def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
         if not self._reference:
@@ -332,13 +362,28 @@ class Trainer:
 
     def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
         """Masks the tokens that M2PO leaves out of the mini-batch, over all replicas. Collective."""
+        choose = partial(within_second_moment, threshold=threshold)
+        for sampled, kept in self._chosen(minibatch, choose, lambda e: e.proximal - e.behaviour):
+            sampled.kept = kept
+
+    def _mark(self, minibatch: list[PPOMicroBatch], share: float) -> None:
+        """Marks the tokens of the mini-batch that KL-Cov penalises, over all replicas. Collective."""
+        choose = partial(most_covariant, share=share)
+        for sampled, own in self._chosen(minibatch, choose, lambda e: e.advantages, lambda e: e.proximal):
+            sampled.covariant = own
+
+    def _chosen(
+        self, minibatch: list[PPOMicroBatch], choose: Callable[..., Tensor], *columns: Callable[[PPOMicroBatch], Tensor]
+    ) -> Iterator[tuple[PPOMicroBatch, Tensor]]:
+        """The micro-batches, on the last stage, with what `choose` returns for each of their tokens.
+
+        It is asked once, for the columns of the whole mini-batch, and reduces over all replicas. Collective.
+        """
         known = minibatch if self.parallel.is_last_stage else []
-        lags = [sampled.proximal - sampled.behaviour for sampled in known]
-        kept = within_second_moment(
-            torch.cat([torch.zeros(0, device=self.device), *lags]), threshold, self.parallel.sum_of_last_stages
-        )
-        for sampled, own in zip(known, kept.split([len(lag) for lag in lags]), strict=True):
-            sampled.kept = own
+        nothing = torch.zeros(0, device=self.device)
+        joined = (torch.cat([nothing, *map(column, known)]) for column in columns)
+        chosen = choose(*joined, reduce=self.parallel.sum_of_last_stages)
+        return zip(known, chosen.split([len(sampled.behaviour) for sampled in known]), strict=True)
 
     def _record(self, part: BatchPart, applied: bool) -> None:
         """Has the trajectories that this replica has trained written as a line of its ledger, in the background.

@@ -58,19 +58,33 @@ CASES = {
 """Models and layouts that the same ranks try in turn, since starting ranks takes longer than trying one."""
 
 VARIANTS = {
-    "run-corrected-tokens": {"correction": CorrectionConfig(truncate=2.0, icepop=1.3, sequence_mask=1.1, m2po=0.03)},
+    "run-corrected-tokens": {
+        "dual_clip": 1.1,
+        "correction": CorrectionConfig(
+            truncate=2.0, mask_low=0.7, mask_high=1.3, sequence_mask_low=0.95, sequence_mask_high=1.1, m2po=0.03
+        ),
+    },
     "run-corrected-sequences": {
         "algorithm": "gspo",
-        "correction": CorrectionConfig(truncate=0.0, icepop=1.05, m2po=0.03),
+        "correction": CorrectionConfig(truncate=0.0, mask_low=0.95, mask_high=1.05, m2po=0.03),
+    },
+    "run-corrected-products": {
+        "algorithm": "boba_grpo",
+        "correction": CorrectionConfig(
+            product_truncate=1.4, floor=0.6, product_mask_low=0.3, product_mask_high=2.0, negative_mask=0.1
+        ),
     },
     "run-log-linear": {"objective": "loglinear", "penalty": PenaltyConfig(entropy=0.1, kl=1.0, kl_form="k1")},
-    "run-penalties": {"algorithm": "grpo", "penalty": PenaltyConfig(entropy=0.1, kl=0.5, kl_form="k2")},
+    "run-penalties": {
+        "algorithm": "grpo",
+        "penalty": PenaltyConfig(entropy=0.1, kl=0.5, kl_form="k2", kl_cov=0.7, kl_cov_share=0.1),
+    },
     "run-distilled": {"penalty": PenaltyConfig(kl=1.0, kl_form="k1", kl_model="llama"), "rewards": False},
     "run-critic": {"critic": CriticConfig(lr=2e-3, gamma=0.99, gae_lambda=0.9, clip=0.3)},
     "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": CriticConfig(lr=1e-3, warmup=1)},
 }
-"""Settings of PPO: all corrections, on tokens and on whole sequences; the interpolated proximal policy; all penalties;
-a teacher of another family; critics."""
+"""Settings of PPO: all corrections, on tokens and on whole sequences; dual clip; the interpolated proximal policy; all
+penalties; a teacher of another family; critics."""
 
 
 @pytest.fixture(scope="session")
@@ -233,7 +247,7 @@ def test_logits_of_all_tokens_are_never_alive(folder, on_ranks):
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 def test_learning_rate_warms_up_and_falls(shape):
     optimizer = SimpleNamespace(param_groups=[{}])
-    subject = schedule(OptimizerConfig(lr=0.1, schedule=shape, warmup=0.1), 100, optimizer)
+    subject = schedule(OptimizerConfig(lr=0.1, schedule=shape, warmup_steps=10), 100, optimizer)
     found = []
     for _ in range(100):
         subject.step(1)

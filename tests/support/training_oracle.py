@@ -55,7 +55,7 @@ def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
             found[i] = {"rloo": rewards[i] - np.mean(others or rewards[i]), "dr_grpo": above, "reinforce++": above}.get(
                 algorithm, above / (rewards[own].std() + 1e-5)
             )
-    return (over_batch(found, trained) if algorithm == "reinforce++" else found).tolist()
+    return (over_batch(found, trained) if algorithm in ("reinforce++", "boba_grpo") else found).tolist()
 
 
 class Valued(torch.nn.Module):
@@ -116,14 +116,18 @@ def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -
 
 def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
     """Returns the corrected weights of one sequence's trained tokens, from the logarithms of the uncorrected ones."""
-    ratio, weights = lag.exp(), lag.exp()
+    ratio = weights = lag.exp()
+    product = ratio.prod()
+    if cap := correction.get("product_truncate"):
+        weights = torch.full_like(ratio, min(product, cap))
+    if floor := correction.get("floor"):
+        weights = torch.maximum(weights, torch.tensor(floor))
     if cap := correction.get("truncate"):
         weights = torch.minimum(weights, torch.tensor(cap))
-    if bound := correction.get("icepop"):
-        weights = weights * ((ratio >= 1 / bound) & (ratio <= bound))
-    if bound := correction.get("sequence_mask"):
-        geometric = ratio.prod() ** (1 / len(ratio))
-        weights = weights * (1 / bound <= geometric <= bound)
+    deciding = {"mask": ratio, "sequence_mask": product ** (1 / len(ratio)), "product_mask": product}
+    for name, value in deciding.items():
+        low, high = correction.get(f"{name}_low", 0), correction.get(f"{name}_high", math.inf)
+        weights = weights * ((value >= low) & (value <= high))
     return weights
 
 
@@ -152,12 +156,30 @@ def interpolated(current: Tensor, trajectory: Trajectory, config: Config, taken:
     return behaviour + torch.tensor(alpha) * (current.detach() - behaviour)
 
 
-def kl(current: Tensor, reference: Tensor, penalty: dict[str, float]) -> Tensor:
-    """Returns Schulman's k2 and k3 of each token, as losses."""
-    ratio = (reference - current).exp()
-    return penalty.get("kl_k2", 0) * (current - reference) ** 2 / 2 + penalty.get("kl_k3", 0) * (
-        ratio - 1 - ratio.log()
-    )
+def most_covariant(trajectories, advantages, proximals, config: Config) -> list[Tensor]:
+    """Returns which tokens KL-Cov chooses, bool [R] of each trajectory: the first ones in the order of covariances."""
+    tokens = [
+        (i, k, float(np.broadcast_to(advantages[i], int(t.loss_mask.sum()))[n]), float(proximals[i][k]))
+        for i, t in enumerate(trajectories)
+        for n, k in enumerate(np.flatnonzero(t.loss_mask))
+    ]
+    advantage, logprob = np.mean([token[2] for token in tokens]), np.mean([token[3] for token in tokens])
+    order = sorted(tokens, key=lambda token: -(token[2] - advantage) * (token[3] - logprob))
+    chosen = [torch.zeros(len(t.response), dtype=torch.bool) for t in trajectories]
+    for i, k, a, p in order[: math.ceil(config.ppo.penalty.kl_cov_share * len(tokens))]:
+        chosen[i][k] = bool((a - advantage) * (p - logprob) > 0)
+    return chosen
+
+
+def kl(current: Tensor, behaviour: Tensor, reference: Tensor, config: Config) -> Tensor:
+    """Returns Schulman's k2 and k3 of each token, as losses, times π_θ/π_behav (DeepSeek-V3.2)."""
+    penalty, ratio = config.ppo.penalty.coefficients, (reference - current).exp()
+    weight = torch.ones_like(current)
+    if config.ppo.penalty.kl_weighted:
+        weight = (current - behaviour).exp().clamp(max=config.ppo.correction.truncate or math.inf)
+    return penalty.get("kl_k2", 0) * weight.detach() * (current - reference) ** 2 / 2 + penalty.get(
+        "kl_k3", 0
+    ) * weight * (ratio - 1 - ratio.log())
 
 
 def ppo_loss(
@@ -169,9 +191,15 @@ def ppo_loss(
     """
     algorithm, low, high = config.ppo.algorithm, config.ppo.clip_low, config.ppo.clip_high
     sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
-    penalty = config.ppo.penalty.coefficients
-    for t, advantage, proximal, reference, kept in zip(
-        trajectories, advantages, proximals, references, keep, strict=True
+    penalty, correction = config.ppo.penalty.coefficients, config.ppo.correction
+    for t, advantage, proximal, reference, kept, marked in zip(
+        trajectories,
+        advantages,
+        proximals,
+        references,
+        keep,
+        most_covariant(trajectories, advantages, proximals, config) if config.ppo.penalty.kl_cov else keep,
+        strict=True,
     ):
         trained = torch.from_numpy(np.flatnonzero(t.loss_mask))
         if not len(trained):
@@ -181,21 +209,27 @@ def ppo_loss(
             proximal = interpolated(current, t, config, taken, version)
         current, entropy, reference = current[trained], entropy[trained], reference[trained]
         advantage = advantage - penalty.get("kl_k1", 0) * (current.detach() - reference)
-        drift, lag = (
-            current - proximal[trained],
-            proximal[trained].double() - torch.from_numpy(t.logprobs.copy())[trained],
-        )
+        behaviour = torch.from_numpy(t.logprobs.copy())[trained]
+        drift, lag = current - proximal[trained], proximal[trained].double() - behaviour
+        costs = kl(current, behaviour, reference, config) - penalty.get("entropy", 0) * entropy
+        costs = costs + penalty.get("kl_cov", 0) * drift.abs() * marked[trained]
         if algorithm == "gspo":  # one ratio and one weight a sequence
             drift, lag = drift.mean().expand(len(trained)), lag.mean().expand(len(trained))
-        weight = weights(lag, config.ppo.correction.thresholds) * kept[trained]
+        weight = weights(lag, correction.bounds) * kept[trained]
+        if correction.negative_mask and (behaviour - current.detach()).mean() > correction.negative_mask:
+            weight = weight * (advantage >= 0)
         clipped = torch.clamp(drift.exp(), 1 - low, 1 + high)
         gain = torch.min(drift.exp() * advantage, clipped * advantage)
+        if config.ppo.dual_clip:
+            gain = torch.where(advantage < 0, torch.max(gain, config.ppo.dual_clip * advantage), gain)
         if algorithm == "cispo":
             gain = clipped.detach() * advantage * current
-        costs = kl(current, reference, penalty) - penalty.get("entropy", 0) * entropy
+        if algorithm == "sapo":
+            gates = {k: torch.sigmoid(k * (drift.exp() - 1)) * 4 / k for k in (1.0, 1.05)}
+            gain = torch.where(advantage > 0, gates[1.0], gates[1.05]) * advantage
         sums.append((costs - weight * gain).sum())
         lengths.append(len(trained))
-    if algorithm in ("grpo", "gspo"):
+    if algorithm in ("grpo", "gspo", "sapo"):
         return sum(total / length for total, length in zip(sums, lengths, strict=True)) / len(sums)
     if algorithm == "dr_grpo":
         return sum(sums) / len(sums) / config.rollout.max_new_tokens

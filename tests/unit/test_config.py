@@ -1,10 +1,26 @@
 from dataclasses import is_dataclass
 
 import pytest
+import yaml
 
 from areal_megatron import config_file
+from areal_megatron.algorithms import PUBLISHED
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, check, config_fields, describe
 
+PUBLISHED_WITH = {
+    "ppo": (0.2, 0.2, -5, 5),
+    "ppo_sequence": (0.2, 0.2, -5, 5),
+    "boba_grpo": (0.4, 0.4, -5, 5),
+    "grpo": (0.2, 0.2, 0, 1),
+    "dr_grpo": (0.2, 0.2, 0, 1),
+    "dapo": (0.2, 0.28, -1, 1),
+    "rloo": (0.2, 0.2, 0, 1),
+    "reinforce++": (0.2, 0.2, 0, 1),
+    "gspo": (3e-4, 4e-4, 0, 1),
+    "cispo": (1, 4, 0, 1),
+    "sapo": (0.2, 0.2, 0, 1),
+}
+"""Clip from below and above, rewards of wrong and right answers."""
 MINIMAL = """\
 name: x
 updates: 3
@@ -38,9 +54,36 @@ def test_saved_config_reads_back_equal(tmp_path):
 
 def test_of_several_overrides_of_a_key_the_last_one_holds(tmp_path):
     overrides = ["ppo.correction.m2po=0.1", "data.eval=x.jsonl", "ppo.correction.m2po=0.04", "data.eval="]
-    config = load(tmp_path, MINIMAL + "ppo: {correction: {icepop: 2}}\n", overrides)
-    assert config.ppo.correction.thresholds == {"truncate": 5.0, "icepop": 2.0, "m2po": 0.04}
+    config = load(tmp_path, MINIMAL + "ppo: {correction: {mask_high: 2}}\n", overrides)
+    assert config.ppo.correction.bounds == {"truncate": 5.0, "mask_high": 2.0, "m2po": 0.04}
     assert config.data.eval == ""
+
+
+@pytest.mark.parametrize("algorithm", PUBLISHED)
+def test_an_algorithm_brings_the_numbers_that_it_is_published_with(tmp_path, algorithm):
+    """They are in the resolved config, and what a user writes holds, in the file or on the command line."""
+    found = load(tmp_path, overrides=[f"ppo.algorithm={algorithm}"])
+    expected = PUBLISHED_WITH[algorithm]
+    assert (found.ppo.clip_low, found.ppo.clip_high, found.reward.wrong, found.reward.right) == expected
+    config_file.save(found, tmp_path / "resolved.yaml")
+    saved = yaml.safe_load((tmp_path / "resolved.yaml").read_text())
+    assert (saved["ppo"]["clip_low"], saved["ppo"]["clip_high"]) == expected[:2]
+    assert (saved["reward"]["wrong"], saved["reward"]["right"]) == expected[2:]
+    own = [] if algorithm == "sapo" else ["ppo.clip_low=0.2", "ppo.clip_high=0.3"]
+    chosen = load(tmp_path, MINIMAL + "reward: {wrong: -5}\n", [f"ppo.algorithm={algorithm}", "reward.right=7", *own])
+    assert (chosen.reward.wrong, chosen.reward.right) == (-5, 7)
+    assert not own or (chosen.ppo.clip_low, chosen.ppo.clip_high) == (0.2, 0.3)
+
+
+def test_the_warm_up_is_20_steps_and_no_more_than_a_tenth_of_a_short_run(tmp_path):
+    for overrides, steps in (
+        (["updates=250"], 20),
+        (["updates=20"], 8),
+        (["updates=3"], 1),
+        (["updates=100", "mode=sft"], 10),
+        (["updates=3", "optimizer.warmup_steps=12"], 12),
+    ):
+        assert load(tmp_path, overrides=overrides).optimizer.warmup_steps == steps
 
 
 def test_texts_are_taken_as_they_are_written(tmp_path):
@@ -55,7 +98,7 @@ def test_no_key_holds_names_of_its_own():
 
 
 def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
-    check(Config(name="x", updates=1, model=ModelConfig("m"), data=DataConfig("d")))
+    check(Config(name="x", updates=5, model=ModelConfig("m"), data=DataConfig("d")))
     for key, f, value in config_fields(Config()):
         assert is_dataclass(value) or describe(f), key
 
@@ -66,9 +109,16 @@ OLD = [
         "[0.9, 0.95, 1e-08]",
         {"optimizer.beta1": 0.9, "optimizer.beta2": 0.95, "optimizer.eps": "1e-08"},
     ),
-    ("optimizer.schedule", "{linear: 0.1}", {"optimizer.schedule": "linear", "optimizer.warmup": 0.1}),
+    ("optimizer.schedule", "{linear: 0}", {"optimizer.schedule": "linear", "optimizer.warmup_steps": 0}),
+    ("optimizer.warmup", "0", {"optimizer.warmup_steps": 0}),
     ("ppo.clip", "[0.2, 0.28]", {"ppo.clip_low": 0.2, "ppo.clip_high": 0.28}),
     ("ppo.correction.truncated", "3", {"ppo.correction.truncate": 3}),
+    ("ppo.correction.icepop", "2", {"ppo.correction.mask_low": 0.5, "ppo.correction.mask_high": 2}),
+    (
+        "ppo.correction.sequence_mask",
+        "1.5",
+        {"ppo.correction.sequence_mask_low": 0.6667, "ppo.correction.sequence_mask_high": 1.5},
+    ),
     ("ppo.penalty.kl_k1", "0.2", {"ppo.penalty.kl": 0.2, "ppo.penalty.kl_form": "k1"}),
     ("ppo.critic.lambda", "0.9", {"ppo.critic.gae_lambda": 0.9}),
     (
@@ -130,8 +180,38 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["ppo.correction={icepop: 2}"], ["ppo.correction is a section", "one by one"]),
         (MINIMAL, ["ppo.correction="], ["ppo.correction is a section"]),
         (MINIMAL + "ppo: 3\n", [], ["c.yaml:10: ppo is a section"]),
-        (MINIMAL, ["ppo.correction.icepop=0.5"], ["ppo.correction.icepop", "above 1"]),
-        (MINIMAL, ["ppo.correction.icepop=2", "ppo.objective=naive"], ["ppo.correction.icepop", "naive"]),
+        (MINIMAL, ["ppo.correction.mask_high=0.5"], ["ppo.correction.mask_high", "above 1"]),
+        (MINIMAL, ["ppo.correction.sequence_mask_low=1"], ["ppo.correction.sequence_mask_low", "below 1"]),
+        (MINIMAL, ["ppo.correction.mask_high=2", "ppo.objective=naive"], ["ppo.correction.mask_high", "naive"]),
+        (MINIMAL, ["ppo.correction.floor=0.5", "ppo.objective=naive"], ["ppo.correction.floor", "naive"]),
+        (
+            MINIMAL,
+            ["ppo.correction.floor=0.5", "ppo.correction.truncate=0.4"],
+            ["ppo.correction.floor", "below ppo.correction.truncate=0.4"],
+        ),
+        (
+            MINIMAL,
+            ["ppo.correction.floor=0.2", "ppo.correction.mask_low=0.5"],
+            ["ppo.correction.floor", "ppo.correction.mask_low=0.5 masks what 0.2 would raise"],
+        ),
+        (
+            MINIMAL,
+            ["ppo.correction.product_truncate=10"],
+            ["ppo.correction.product_truncate", "10 is never reached", "ppo.correction.truncate=5"],
+        ),
+        (MINIMAL, ["ppo.dual_clip=1"], ["ppo.dual_clip", "above 1"]),
+        (MINIMAL, ["ppo.dual_clip=3", "ppo.algorithm=cispo"], ["ppo.dual_clip", "ppo.algorithm=cispo"]),
+        (MINIMAL, ["ppo.sapo_negative=2"], ["ppo.sapo_negative", "only sapo has gates"]),
+        (MINIMAL, ["ppo.algorithm=sapo", "ppo.clip_high=0.3"], ["ppo.clip_high", "ppo.sapo_positive"]),
+        (MINIMAL, ["ppo.penalty.kl_cov=1", "ppo.objective=loglinear"], ["ppo.penalty.kl_cov", "decoupled"]),
+        (MINIMAL, ["ppo.penalty.kl_cov_share=0.1"], ["ppo.penalty.kl_cov_share", "without ppo.penalty.kl_cov"]),
+        (MINIMAL, ["ppo.penalty.kl_form=k3"], ["ppo.penalty.kl_form", "without ppo.penalty.kl"]),
+        (MINIMAL, ["ppo.penalty.kl_weighted=false"], ["ppo.penalty.kl_weighted", "ppo.penalty.kl"]),
+        (
+            MINIMAL,
+            ["ppo.penalty.kl_weighted=false", "ppo.penalty.kl=0.1", "ppo.penalty.kl_form=k1"],
+            ["ppo.penalty.kl_weighted", "k1 is a reward"],
+        ),
         (MINIMAL, ["ppo.correction.m2po=0.04", "ppo.objective=loglinear"], ["ppo.correction.m2po", "decoupled"]),
         (MINIMAL, ["ppo.penalty.kl_model=x"], ["ppo.penalty.kl_model", "without ppo.penalty.kl"]),
         (MINIMAL, ["ppo.rewards=false"], ["ppo.rewards", "set ppo.penalty.kl"]),
@@ -154,7 +234,9 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["ppo.critic.lr=1e-5", "mode=sft"], ["ppo.critic.lr", "supervised"]),
         (MINIMAL, ["optimizer.schedule=linaer"], ["optimizer.schedule", "did you mean 'linear'"]),
         (MINIMAL, ["optimizer.schedule={linear: 0.1, cosine: 0}"], ["optimizer.schedule", "old spelling", "config.py"]),
-        (MINIMAL, ["optimizer.warmup=1"], ["optimizer.warmup", "below 1"]),
+        (MINIMAL, ["optimizer.warmup=0.1"], ["optimizer.warmup", "write optimizer.warmup_steps=0.1 × all steps"]),
+        (MINIMAL, ["optimizer.warmup_steps=13"], ["optimizer.warmup_steps", "at most 12", "is 13"]),
+        (MINIMAL, ["optimizer.warmup_steps=0.1"], ["optimizer.warmup_steps", "a whole number"]),
         (MINIMAL, ["optimizer.lr=[1, 2]"], ["optimizer.lr", "must be a number", "[1, 2]"]),
         (MINIMAL, ["optimizer.lr="], ["optimizer.lr", "must be a number"]),
         (MINIMAL, ["rollout.filter_groups=perhaps"], ["rollout.filter_groups", "true or false", "perhaps"]),

@@ -45,7 +45,7 @@ APART = 4
 """Updates between these."""
 SETTINGS = [
     "batch_size=128",
-    "optimizer.warmup=0",
+    "optimizer.warmup_steps=0",
     "rollout.max_running=512",
     "rollout.exact_staleness=true",
 ]

@@ -61,6 +61,7 @@ class Site(NamedTuple):
 
 
 REASONS = {
+    "areal_megatron/ppo/penalty.py": "replicas add up means on their hosts, once a mini-batch",
     "areal_megatron/ppo/selection.py": "replicas add up counts on their hosts",
     "areal_megatron/trainer/critic.py": "replicas add up moments on their hosts, once a batch",
     "areal_megatron/trainer/token_sums.py": "metrics, once a batch",

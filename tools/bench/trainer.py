@@ -297,7 +297,7 @@ def configure(options: argparse.Namespace, folder: Path) -> Config:
         data=DataConfig(train="", max_prompt_tokens=options.prompt),
         machine=MachineConfig(device="cuda" if torch.cuda.is_available() else "cpu", peer_timeout_s=60),
         trainer=TrainerConfig(microbatch_tokens=options.cap, recompute=options.recompute),
-        optimizer=OptimizerConfig(lr=1e-6, warmup=0.0),
+        optimizer=OptimizerConfig(lr=1e-6, warmup_steps=0),
         ppo=PPOConfig(minibatches=options.minibatches),
         rollout=RolloutConfig(group_size=options.group, max_new_tokens=max(options.longest, options.median)),
     )

@@ -65,7 +65,7 @@ def train(rank: int, model: str, run: str, layout: dict[str, int], device: str) 
         data=DataConfig(train="", max_prompt_tokens=8),
         machine=MachineConfig(device=device, peer_timeout_s=TIMEOUT_S),
         trainer=Layout(microbatch_tokens=128, **layout),
-        optimizer=OptimizerConfig(lr=1e-3, warmup=0.0, weight_decay=0.1),
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1),
         ppo=PPOConfig(minibatches=2, penalty=PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")),
         rollout=RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100),
     )

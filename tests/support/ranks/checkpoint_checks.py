@@ -179,7 +179,7 @@ def check_on_host(folder: Path, rank: int, cases: dict[str, list]) -> None:
             {},
             {},
             {},
-            OptimizerConfig(lr=1e-3, warmup=0.0, weight_decay=0.1, clip_grad=0.05),
+            OptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1, clip_grad=0.05),
         )
         critic = CRITIC if dtype == "bfloat16" else CriticConfig()
         ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=critic)

@@ -17,8 +17,8 @@ PPO = {
     "everything": PPOConfig(
         minibatches=2,
         algorithm="ppo",
-        correction=CorrectionConfig(icepop=1.3, sequence_mask=1.1, m2po=0.03),
-        penalty=PenaltyConfig(entropy=0.1, kl=0.2),
+        correction=CorrectionConfig(mask_high=1.3, sequence_mask_high=1.1, product_mask_low=0.1, m2po=0.03),
+        penalty=PenaltyConfig(entropy=0.1, kl=0.2, kl_cov=0.1),
         critic=CriticConfig(lr=1e-3),
     ),
     "sequences": PPOConfig(minibatches=2, algorithm="gspo"),

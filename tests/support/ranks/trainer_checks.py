@@ -67,7 +67,7 @@ from tests.support.tiny_models import load_oracle
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {
-        "optimizer": OptimizerConfig(lr=1e-3, warmup=0.0, weight_decay=0.1),
+        "optimizer": OptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1),
         "ppo": PPOConfig(minibatches=2, penalty=PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")),
         "rollout": RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100),
         **sections,
@@ -215,6 +215,8 @@ class MiniBatch:
             batches.append(batch)
         if threshold := subject.config.ppo.correction.m2po:
             subject._mask(batches, threshold)
+        if subject.config.ppo.penalty.kl_cov:
+            subject._mark(batches, subject.config.ppo.penalty.kl_cov_share)
         loss = partial(subject._objective.ppo, taken=1, sums=TokenSums())
         subject.policy.optimizer.zero_grad()
         pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
@@ -481,7 +483,7 @@ def train_once(subject: Trainer) -> tuple[list[Trajectory], list[list[int]]]:
 
 def check_decay(folder: Path, rank: int) -> None:
     """Without a gradient only weight decay changes parameters: matrices, but no bias and no norm."""
-    optimizer = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup=0.0)
+    optimizer = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=0)
     config = make_config(folder, "qwen2", {}, ppo=PPOConfig(minibatches=2), optimizer=optimizer)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}

@@ -44,16 +44,23 @@ class Published(NamedTuple):
     weight_decay: float = 0.05
     adam: tuple[float, ...] = (0.9, 0.95, 1e-5)
     clip_grad: float = 1.0
-    warmup: float = 0.001
+    warmup_steps: int = 1
+    correction: tuple[float, float] = (0, 0)
+    """truncate, mask_high"""
     temperature: float = 1.0
     staleness: int = 8
     engines: str = ""
     """Engines × tp, then tp × pp × dp of the trainer; empty if the layout is not published."""
 
 
-BOBA2 = Published(prompts=128, prompt_tokens=2048, microbatch_tokens=30720, minibatches=1, staleness=16)
+MASKED = (5, 5)
+"""AReaL's behav_imp_weight_cap, above which it masks."""
+BOBA2 = Published(
+    correction=MASKED, prompts=128, prompt_tokens=2048, microbatch_tokens=30720, minibatches=1, staleness=16
+)
 PUBLISHED = {
-    # arXiv 2505.24298, Table 1 (nodes, PPO steps) and Table 3; staleness: 8 for math, 4 for code
+    # arXiv 2505.24298, Table 1 (nodes, PPO steps) and Table 3 (a warm-up of 0.001 of all steps); staleness: 8 for math,
+    # 4 for code; Equation 5 leaves its weights as they are
     "r1_1.5b": Published(16, 250),
     "r1_7b": Published(24, 250),
     "r1_14b": Published(32, 80, staleness=4),
@@ -74,6 +81,7 @@ PUBLISHED = {
         weight_decay=0.005,
         adam=(0.9, 0.999, 1e-8),
         staleness=2,
+        correction=MASKED,
     ),
 }
 PARAMETERS = {
@@ -144,7 +152,8 @@ def test_hyper_parameters_are_the_published_ones(run):
         o.weight_decay,
         (o.beta1, o.beta2, o.eps),
         o.clip_grad,
-        o.warmup if o.schedule == "constant" else None,
+        o.warmup_steps if o.schedule == "constant" else None,
+        (p.correction.truncate, p.correction.mask_high),
         r.temperature,
         r.max_staleness,
         layout if published.engines else "",

@@ -15,6 +15,7 @@ from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.critic import at_the_end, gae, value_loss
 from areal_megatron.ppo.loss import Bounds, Tokens
+from areal_megatron.ppo.penalty import PenaltyTokens
 from areal_megatron.ppo.selection import quantile
 from areal_megatron.reward.function import LARGEST_SCORE, checked
 from areal_megatron.workflows.scoring import Scorer
@@ -27,10 +28,28 @@ LENGTHS = (1, 17, 30, 12)
 CORRECTIONS = {
     "none": {},
     "truncate": {"truncate": CAP},
-    "icepop": {"icepop": 1.6},
-    "sequence_mask": {"sequence_mask": 1.45},
-    "all": {"sequence_mask": 1.7, "icepop": 1.9, "truncate": 1.2},
+    "floor": {"floor": 0.7},
+    "mask above": {"mask_high": 1.45},
+    "mask on both sides": {"mask_low": 0.5, "mask_high": 2.2},
+    "sequences above": {"sequence_mask_high": 1.5},
+    "sequences on both sides": {"sequence_mask_low": 0.65, "sequence_mask_high": 1.45},
+    "products above": {"product_mask_high": 50.0},
+    "products on both sides": {"product_mask_low": 1e-4, "product_mask_high": 50.0},
+    "product": {"product_truncate": 1.3},
+    "negative sequences": {"negative_mask": 0.03},
+    "all": {
+        "product_truncate": 1.9,
+        "floor": 0.6,
+        "truncate": 1.2,
+        "mask_low": 0.4,
+        "mask_high": 1.9,
+        "sequence_mask_low": 0.5,
+        "sequence_mask_high": 1.7,
+        "product_mask_high": 1e6,
+        "negative_mask": 0.2,
+    },
 }
+MASKS = ("mask", "sequence_mask", "product_mask")
 
 
 def tokens(seed: int) -> Tokens:
@@ -50,35 +69,53 @@ def bounded(ratio: float) -> float:
     return max(1 - LOW, min(1 + HIGH, ratio))
 
 
-def plain_weights(proximal, behaviour, thresholds):
+def plain_weights(current, proximal, behaviour, advantage, bounds):
     """Returns the corrected weights of the tokens of one sequence."""
     ratios = [math.exp(p - b) for p, b in zip(proximal, behaviour, strict=True)]
-    geometric, found = math.prod(ratios) ** (1 / len(ratios)), []
+    product, found = math.prod(ratios), []
+    left = statistics.fmean(b - c for b, c in zip(behaviour, current, strict=True))
     for ratio in ratios:
-        weight = min(ratio, thresholds.get("truncate", math.inf))
-        if (bound := thresholds.get("icepop")) and not 1 / bound <= ratio <= bound:
-            weight = 0.0
-        if (bound := thresholds.get("sequence_mask")) and not 1 / bound <= geometric <= bound:
+        weight = min(product, bounds["product_truncate"]) if "product_truncate" in bounds else ratio
+        weight = min(max(weight, bounds.get("floor", 0)), bounds.get("truncate", math.inf))
+        for name, value in zip(MASKS, (ratio, product ** (1 / len(ratios)), product), strict=True):
+            if not bounds.get(f"{name}_low", 0) <= value <= bounds.get(f"{name}_high", math.inf):
+                weight = 0.0
+        if advantage < 0 and left > bounds.get("negative_mask", math.inf):
             weight = 0.0
         found.append(weight)
     return found
 
 
-def plain_clipped(current, proximal, behaviour, advantage, thresholds):
+def gain(u, advantage, dual):
+    """PPO's clipped gain of a ratio, with the third bound of arXiv 1912.09729 where the advantage is negative."""
+    clipped = min(u * advantage, bounded(u) * advantage)
+    return max(clipped, dual * advantage) if advantage < 0 else clipped
+
+
+def plain_clipped(current, proximal, behaviour, advantage, bounds, dual=math.inf):
     """AReaL, Equation 5, with corrections and two bounds."""
     total = 0.0
-    for c, p, weight in zip(current, proximal, plain_weights(proximal, behaviour, thresholds), strict=True):
-        u = math.exp(c - p)
-        total -= weight * min(u * advantage, bounded(u) * advantage)
+    weights = plain_weights(current, proximal, behaviour, advantage, bounds)
+    for c, p, weight in zip(current, proximal, weights, strict=True):
+        total -= weight * gain(math.exp(c - p), advantage, dual)
     return total
 
 
-def plain_gspo(current, proximal, behaviour, advantage, thresholds):
+def plain_gspo(current, proximal, behaviour, advantage, bounds, dual=math.inf):
     """GSPO, Equations 5 and 7: one ratio a sequence, π(y)^(1/|y|); the sequence counts for each of its tokens."""
     n = len(current)
     s = math.exp((sum(current) - sum(proximal)) / n)
-    [weight] = plain_weights([sum(proximal) / n], [sum(behaviour) / n], thresholds)
-    return -n * weight * min(s * advantage, bounded(s) * advantage)
+    own = [[statistics.fmean(values)] * n for values in (current, proximal, behaviour)]
+    return -sum(weight * gain(s, advantage, dual) for weight in plain_weights(*own, advantage, bounds))
+
+
+def plain_sapo(current, proximal, behaviour, advantage, bounds):
+    """SAPO, arXiv 2511.20347: f(u) = σ(τ(u − 1)) · 4/τ in place of clipping."""
+    total, tau = 0.0, 0.8 if advantage > 0 else 1.7
+    weights = plain_weights(current, proximal, behaviour, advantage, bounds)
+    for c, p, weight in zip(current, proximal, weights, strict=True):
+        total -= weight * 4 / tau / (1 + math.exp(-tau * (math.exp(c - p) - 1))) * advantage
+    return total
 
 
 LOSSES = {"tokens": (plain_clipped, False), "sequences": (plain_gspo, True)}
@@ -95,14 +132,8 @@ def plain_sum(formula, values: Tokens, current: list[float]) -> float:
     return total
 
 
-@pytest.mark.parametrize("ratios", LOSSES)
-@pytest.mark.parametrize("corrections", CORRECTIONS)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_loss_and_its_gradient_are_those_of_the_paper(ratios, corrections, seed):
-    values, thresholds = tokens(seed), CORRECTIONS[corrections]
-    formula, whole = LOSSES[ratios]
-    formula = partial(formula, thresholds=thresholds)
-    total = loss.clipped(values, Bounds(LOW, HIGH, thresholds, whole)).sum()
+def assert_loss_and_gradient(total: torch.Tensor, values: Tokens, formula) -> None:
+    """The gradient is compared with differences of the formula."""
     current = values.current.tolist()
     assert total.item() == pytest.approx(plain_sum(formula, values, current), abs=1e-9)
     (gradient,) = torch.autograd.grad(total, values.current)
@@ -111,6 +142,39 @@ def test_a_loss_and_its_gradient_are_those_of_the_paper(ratios, corrections, see
         up, down = ([*current[:i], current[i] + d, *current[i + 1 :]] for d in (step, -step))
         slope = (plain_sum(formula, values, up) - plain_sum(formula, values, down)) / (2 * step)
         assert gradient[i].item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("ratios", LOSSES)
+@pytest.mark.parametrize("corrections", CORRECTIONS)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_loss_and_its_gradient_are_those_of_the_paper(ratios, corrections, seed):
+    values, bounds = tokens(seed), CORRECTIONS[corrections]
+    formula, whole = LOSSES[ratios]
+    total = loss.clipped(values, Bounds(LOW, HIGH, bounds, whole)).sum()
+    assert_loss_and_gradient(total, values, partial(formula, bounds=bounds))
+
+
+@pytest.mark.parametrize("ratios", LOSSES)
+def test_a_third_bound_holds_where_the_advantage_is_negative(ratios):
+    formula, whole = LOSSES[ratios]
+    values, bounds = tokens(1), Bounds(LOW, HIGH, {"truncate": CAP}, whole, dual=1.1 if whole else 1.4)
+    values = replace(values, advantages=-values.advantages)
+    found = loss.clipped(values, bounds)
+    assert_loss_and_gradient(found.sum(), values, partial(formula, bounds={"truncate": CAP}, dual=bounds.dual))
+    changed = found != loss.clipped(values, replace(bounds, dual=math.inf))
+    assert changed.any() and (values.advantages[changed] < 0).all()
+    entropy = torch.zeros(60)
+    assert loss.metric_sums(values, entropy, bounds)["dual_clip_share"] == changed.sum()
+    assert loss.metric_sums(values, entropy, replace(bounds, dual=math.inf))["dual_clip_share"] == 0
+
+
+def test_sapo_has_a_gate_in_place_of_clipping():
+    values, bounds = tokens(0), Bounds(LOW, HIGH, {"truncate": CAP}, gates=(0.8, 1.7))
+    total = loss.gated(values, bounds).sum()
+    assert_loss_and_gradient(total, values, partial(plain_sapo, bounds={"truncate": CAP}))
+    near = replace(values, current=values.proximal.clone().requires_grad_())
+    slopes = [torch.autograd.grad(f(near, bounds).sum(), near.current)[0] for f in (loss.gated, loss.clipped)]
+    torch.testing.assert_close(*slopes)  # at u = 1 it is the gradient of all others
 
 
 def test_cispo_has_a_gradient_at_every_token_also_where_the_ratio_is_clipped():
@@ -180,6 +244,18 @@ def test_sums_count_what_they_say():
     assert loss.effective_share(0.0, 0.0, 0) == 1
 
 
+def test_corrections_do_what_they_say_to_the_example():
+    """Each of the cases above changes some tokens and not all; products are not geometric means."""
+    values = tokens(1)
+    plain = loss.clipped(values, Bounds(LOW, HIGH, {})).detach()
+    changed = {}
+    for name, bounds in CORRECTIONS.items():
+        changed[name] = (loss.clipped(values, Bounds(LOW, HIGH, bounds)).detach() != plain).tolist()
+    assert all(0 < sum(own) < 60 for name, own in changed.items() if name not in ("none", "product", "all")), changed
+    assert not any(changed["none"]) and any(changed["all"]) and any(changed["product"])
+    assert changed["products above"] != changed["sequences above"]
+
+
 def policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of a policy over seven tokens, its log-probabilities, and those of a reference far from it."""
     logits, other = torch.randn(2, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -191,17 +267,26 @@ def plain_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-@pytest.mark.parametrize(
-    ("name", "has_mean", "has_gradient"),
-    [
-        ("kl_k1", True, "policy to reference"),
-        ("kl_k2", False, "policy to reference"),
-        ("kl_k3", True, "reference to policy"),
-    ],
-)
-def test_means_of_kl_penalties_over_all_tokens(name, has_mean, has_gradient):
+KL_MEANS = [
+    ("kl_k1", True, True, "policy to reference"),
+    ("kl_k2", True, False, "policy to reference"),
+    ("kl_k3", True, True, "policy to reference"),
+    ("kl_k2", False, False, "policy to reference"),
+    ("kl_k3", False, True, "reference to policy"),
+]
+
+
+def penalties(current, reference, ratio, coefficients, **more):
+    """Returns the penalties of tokens whose proximal policy is the current one, and whose entropy is 0."""
+    given = {"proximal": current.detach(), "entropy": torch.zeros_like(current), "covariant": None} | more
+    return penalty.penalty(PenaltyTokens(current=current, reference=reference, ratio=ratio, **given), coefficients)
+
+
+@pytest.mark.parametrize(("name", "weighted", "has_mean", "has_gradient"), KL_MEANS)
+def test_means_of_kl_penalties_over_all_tokens(name, weighted, has_mean, has_gradient):
     """arXiv 2510.01555: which have the mean of KL(policy ‖ reference), and whose gradient they have on average. Every
-    token comes once, weighted with its probability: that is the mean over tokens of the policy."""
+    token comes once, weighted with its probability: that is the mean over tokens of the policy that has sampled them,
+    which is the one that is trained."""
     logits, current, reference = policies()
     share = current.detach().exp()
     if name == "kl_k1":  # k1 alone is the reward, under a loss with ratio and weight 1
@@ -210,7 +295,8 @@ def test_means_of_kl_penalties_over_all_tokens(name, has_mean, has_gradient):
         values = Tokens(current, current.detach(), current.detach(), advantages, everything, everything >= 0)
         total, mean = (share * loss.clipped(values, BOUNDS)).sum(), -(share * advantages).sum()
     else:
-        total = mean = (share * penalty.penalty(current, torch.zeros(7), reference, {name: 1.0})).sum()
+        ratio = penalty.capped_ratio(current, current.detach(), 5.0) if weighted else torch.ones(7).double()
+        total = mean = (share * penalties(current, reference, ratio, {name: 1.0})).sum()
     truth = plain_kl(current, reference)
     assert (abs(mean.item() - truth.item()) < 1e-9) == has_mean
     aim = truth if has_gradient == "policy to reference" else plain_kl(reference, current)
@@ -219,18 +305,71 @@ def test_means_of_kl_penalties_over_all_tokens(name, has_mean, has_gradient):
     assert expected.norm() > 0.1
 
 
+@pytest.mark.parametrize("name", ["kl_k2", "kl_k3"])
+def test_weighted_kl_penalties_are_right_on_tokens_of_an_older_policy(name):
+    """DeepSeek-V3.2: with the ratio to the policy that sampled, the mean over its tokens is that over the policy's own.
+    Without it neither the value nor the gradient is right."""
+    logits, current, reference = policies()
+    behaviour = torch.randn(7, generator=torch.Generator().manual_seed(8), dtype=torch.float64).log_softmax(0)
+    share, truth = behaviour.exp(), plain_kl(current, reference)
+    (expected,) = torch.autograd.grad(truth, logits, retain_graph=True)
+    for weighted in (True, False):
+        ratio = penalty.capped_ratio(current, behaviour, math.inf) if weighted else torch.ones(7).double()
+        mean = (share * penalties(current, reference, ratio, {name: 1.0})).sum()
+        (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        assert (float((found - expected).abs().max()) < 1e-9) == weighted
+        assert (abs(mean.item() - truth.item()) < 1e-9) == (weighted and name == "kl_k3")
+
+
+def test_the_ratio_of_a_penalty_is_capped_and_then_has_no_gradient():
+    current = torch.tensor([0.0, 1.0, 2.0, 900.0]).double().requires_grad_()
+    ratio = penalty.capped_ratio(current, torch.zeros(4).double(), 5.0)
+    assert ratio.tolist() == pytest.approx([1, math.e, 5, 5])
+    (gradient,) = torch.autograd.grad(ratio.sum(), current)
+    assert gradient.tolist() == pytest.approx([1, math.e, 0, 0])
+
+
 def test_penalties_are_those_of_their_formulas_and_add_up():
     values = tokens(2)
-    current, reference = values.current, values.behaviour
+    current, reference, proximal = values.current, values.behaviour, values.proximal
+    ratio = penalty.capped_ratio(current, proximal - 0.1, 1.2)
     entropy = torch.linspace(0, 3, 60, dtype=torch.float64).requires_grad_()
-    total = penalty.penalty(current, entropy, reference, {"entropy": 0.5, "kl_k2": 2.0, "kl_k3": 3.0})
+    given = {"proximal": proximal, "entropy": entropy, "covariant": torch.arange(60) % 4 == 0}
+    coefficients = {"entropy": 0.5, "kl_k2": 2.0, "kl_k3": 3.0, "kl_cov": 0.7}
+    total = penalties(current, reference, ratio, coefficients, **given)
     to_current, to_entropy = torch.autograd.grad(total.sum(), (current, entropy))
-    for i, (c, r, h) in enumerate(zip(current.tolist(), reference.tolist(), entropy.tolist(), strict=True)):
-        assert total[i].item() == pytest.approx(-0.5 * h + (c - r) ** 2 + 3 * (math.exp(r - c) - 1 - (r - c)), abs=1e-9)
-        assert to_current[i].item() == pytest.approx(2 * (c - r) + 3 * (1 - math.exp(r - c)), abs=1e-9)
+    columns = (v.tolist() for v in (current, reference, proximal, entropy))
+    for i, (c, r, p, h) in enumerate(zip(*columns, strict=True)):
+        rho, slope = min(math.exp(c - p + 0.1), 1.2), math.exp(c - p + 0.1) * (c - p + 0.1 < math.log(1.2))
+        k3, chosen = math.exp(r - c) - 1 - (r - c), i % 4 == 0
+        expected = -0.5 * h + rho * (c - r) ** 2 + 3 * rho * k3 + 0.7 * chosen * abs(c - p)
+        assert total[i].item() == pytest.approx(expected, abs=1e-9)
+        expected = 2 * rho * (c - r) + 3 * (rho * (1 - math.exp(r - c)) + slope * k3)
+        assert to_current[i].item() == pytest.approx(expected + 0.7 * chosen * math.copysign(1, c - p), abs=1e-9)
         assert to_entropy[i] == -0.5
-    assert not penalty.penalty(current, entropy, None, {"kl_k1": 1.0}).any()
+    assert not penalties(current, None, ratio, {"kl_k1": 1.0}).any()
     assert torch.equal(penalty.penalised(values.advantages, current, None, {"kl_k2": 1.0}), values.advantages)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.05, 20), (0.0501, 21), (1e-6, 1), (1.0, 0)])
+def test_kl_cov_chooses_the_tokens_with_the_largest_covariance_of_all_replicas(share, count):
+    """KL-Cov, arXiv 2505.22617: the first ones in the order of (A − mean A) · (log π − mean log π)."""
+    random = torch.Generator().manual_seed(4)
+    advantages, logprobs = torch.randn(2, 400, generator=random, dtype=torch.float64)
+    a, p = (values - values.mean() for values in (advantages, logprobs))
+    order = (a * p).argsort(descending=True).tolist()
+    expected = {i for i in order[: count or 400] if a[i] * p[i] > 0}
+    parts = list(zip(advantages.split([150, 0, 249, 1]), logprobs.split([150, 0, 249, 1]), strict=True))
+    found = on_replicas(lambda part, reduce: penalty.most_covariant(*part, share, reduce), parts)
+    assert {i for i, chosen in enumerate(torch.cat(found).tolist()) if chosen} == expected
+    assert len(expected) == count or 100 < len(expected) < 300
+
+
+def test_kl_cov_chooses_none_where_all_advantages_are_equal_or_a_number_is_not_one():
+    logprobs = torch.tensor([-1.0, -2.0, -3.0])
+    for advantages in (torch.ones(3), torch.zeros(3), torch.tensor([1.0, math.nan, -1.0])):
+        assert not penalty.most_covariant(advantages, logprobs, 1.0, lambda own: own).any()
+    assert penalty.most_covariant(torch.zeros(0), torch.zeros(0), 1.0, lambda own: own).tolist() == []
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -243,13 +382,14 @@ def test_masked_tokens_are_counted(name, whole):
     masked = 0
     for sequence in range(4):
         own = (values.sequences == sequence).nonzero()[:, 0].tolist()
-        columns = [column[own].tolist() for column in (values.proximal, values.behaviour)]
+        columns = [column[own].tolist() for column in (values.current, values.proximal, values.behaviour)]
         if whole:
             columns = [[statistics.fmean(column)] * len(own) for column in columns]
-        weights = plain_weights(*columns, CORRECTIONS[name])
+        weights = plain_weights(*columns, values.advantages[own[0]].item(), CORRECTIONS[name])
         masked += sum(weight == 0 or i == 40 for i, weight in zip(own, weights, strict=True))
     assert found == masked
-    assert (masked > 1) == (name not in ("none", "truncate")), "the example masks what it should"
+    masks = name == "all" or any(bound.endswith(("_low", "_high", "mask")) for bound in CORRECTIONS[name])
+    assert (masked > 1) == masks, "the example masks what it should"
 
 
 def test_a_weight_that_is_not_a_number_is_not_masked():
@@ -325,6 +465,8 @@ def plain_advantages(name: str) -> list[float]:
             return [r - (sum(group) - r) / (len(group) - 1) for r, group in zip(REWARDS, own, strict=True)]
         case "reinforce++":
             return over_batch(above, TRAINED)
+        case "boba_grpo":
+            return over_batch(by_group, TRAINED)
     return by_group
 
 
@@ -408,9 +550,10 @@ def test_weights_make_a_mean_over_tokens_one_over_sequences():
 def test_the_config_names_every_algorithm_correction_and_penalty():
     (algorithms,) = (f.metadata["choices"] for f in fields(PPOConfig) if f.name == "algorithm")
     assert set(ALGORITHMS) == set(algorithms)
-    assert {*correction.CORRECTIONS, correction.SECOND_MOMENT} == {f.name for f in fields(CorrectionConfig)}
+    elsewhere = {correction.SECOND_MOMENT, correction.NEGATIVE}
+    assert {*correction.CORRECTIONS, *elsewhere} == {f.name for f in fields(CorrectionConfig)}
     (forms,) = (f.metadata["choices"] for f in fields(PenaltyConfig) if f.name == "kl_form")
-    named = {name for form in forms for name in PenaltyConfig(entropy=1, kl=1, kl_form=form).coefficients}
+    named = {name for form in forms for name in PenaltyConfig(1, 1, form, kl_cov=1).coefficients}
     assert {*penalty.PENALTIES, penalty.IN_REWARD} == named
 
 

@@ -1,0 +1,46 @@
+"""What the authors of the algorithms that `ppo.algorithm` names have published: the defaults that go with each name.
+
+The functions that make up an algorithm are in ppo/algorithm.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Published:
+    """The settings that an algorithm is published with, where a config does not say otherwise."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """ppo.clip_low and ppo.clip_high."""
+    wrong: float = 0.0
+    right: float = 1.0
+    """reward.wrong and reward.right."""
+
+    @property
+    def defaults(self) -> dict[str, float]:
+        """Dotted key → default."""
+        return {
+            "ppo.clip_low": self.clip_low,
+            "ppo.clip_high": self.clip_high,
+            "reward.wrong": self.wrong,
+            "reward.right": self.right,
+        }
+
+
+PUBLISHED = {
+    "ppo": Published(wrong=-5.0, right=5.0),
+    "ppo_sequence": Published(wrong=-5.0, right=5.0),
+    "boba_grpo": Published(0.4, 0.4, wrong=-5.0, right=5.0),
+    "grpo": Published(),
+    "dr_grpo": Published(),
+    "dapo": Published(0.2, 0.28, wrong=-1.0, right=1.0),
+    "rloo": Published(),
+    "reinforce++": Published(),
+    "gspo": Published(3e-4, 4e-4),
+    "cispo": Published(1.0, 4.0),  # no lower bound; ScaleRL (arXiv 2510.13786) bounds the ratio at 5
+    "sapo": Published(),
+}
+"""Name → settings (docs/algorithms.md)."""
