@@ -29,8 +29,8 @@ from launch.pools import Node, Placement, allocate
 class ClusterPlan:
     placement: Placement
     memory: MemoryPlan
-    warning: str = ""
-    """One line on what works and is slow; empty if there is nothing to say."""
+    warnings: Sequence[str] = ()
+    """A line each on what works, but slowly or badly."""
 
     def table(self) -> str:
         lines = [self.placement.table(), "", self.memory.table()]
@@ -71,8 +71,18 @@ def plan(
     _check_parts(config, placement)
     _check_link(config)
     check_model(config, weights)
-    return ClusterPlan(
-        placement, plan_memory(config, read_config(config.model.path), gpu_gib), _spread(config, placement)
+    said = (_spread(config, placement), _sudden_steps(config))
+    memory = plan_memory(config, read_config(config.model.path), gpu_gib)
+    return ClusterPlan(placement, memory, [line for line in said if line])
+
+
+def _sudden_steps(config: Config) -> str:
+    o = config.optimizer
+    if config.mode == "sft" or o.lr <= 5e-6 or o.eps >= 1e-6:
+        return ""
+    return (
+        f"optimizer.lr: with optimizer.eps={o.eps:g} each step moves every weight by nearly the whole rate of "
+        f"{o.lr:g}, however small its gradient: such rates go with eps=1e-5, and eps=1e-8 with 1e-6 to 5e-6"
     )
 
 
@@ -131,8 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         found = plan(config, nodes, gpu_gib=options.gpu_gb, weights=False)
         print(found.table())
-        if found.warning:
-            print(f"warning: {found.warning}", file=sys.stderr)
+        for warning in found.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
         if options.json:
             write_json(options.json, found.report())
     except ConfigError as e:

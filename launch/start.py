@@ -142,8 +142,8 @@ def check(
             "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
             "put it on the PATH, or give each pool GPUs of its own"
         )
-    if outcome.warning:
-        print(f"warning: {outcome.warning}", file=sys.stderr)
+    for warning in outcome.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     check_input(config)
     run = run or Run(config.run_dir)
     checkpoint = _resumed(config, run)

@@ -204,6 +204,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(folder, on_ranks
     on_ranks("check_bad_gradient", 2, trainer={"dp": 2})
 
 
+def test_there_is_no_step_where_there_is_nothing_to_learn(folder, on_ranks):
+    create_runs(folder, ["run-penalty"])
+    on_ranks("check_nothing_to_learn", 2, trainer={"dp": 2})
+
+
 def test_recomputation_changes_no_gradient(folder, on_ranks):
     on_ranks("check_recompute", 1)
 

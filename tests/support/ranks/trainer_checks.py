@@ -384,6 +384,40 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
         assert all(torch.isfinite(value).all() for value in subject.parameters().values())
 
 
+def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
+    """Mini-batches whose advantages are all 0, or without trained tokens, change nothing, nor does Adam see them."""
+    config = make_config(folder, "qwen3", trainer, ppo=PPOConfig(minibatches=2, algorithm="grpo"))
+
+    def train(subject: Trainer, trajectories: list[Trajectory]) -> dict[str, float]:
+        called = []
+        parts = split(trajectories, version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+        result = subject.train_batch(parts[subject.parallel.replica], before_step=lambda: called.append(1))
+        assert result.applied and called == [1]
+        return result.metrics
+
+    equal, blank, half = (update_data()[0] for _ in range(3))
+    first, second = update_data()[1]
+    for trajectory in equal:
+        trajectory.reward = 5.0
+    for trajectory in (*blank, *(half[i] for i in first)):
+        trajectory.loss_mask = np.zeros_like(trajectory.loss_mask)
+    with open_trainer(folder, rank, config) as subject:
+        before = {name: value.clone() for name, value in subject.parameters().items()}
+        for trajectories in (equal, blank):
+            metrics = train(subject, trajectories)
+            assert metrics["idle_steps"] == 2 and metrics["skipped_steps"] == 0 and "grad_norm" not in metrics
+            assert (metrics["entropy"] > 0) == (trajectories is equal)
+            assert all(torch.equal(value, before[name]) for name, value in subject.parameters().items())
+        assert train(subject, half)["idle_steps"] == 1
+        learner = oracle.Learner(load_oracle(folder / "qwen3"), config)
+        learner.ppo_update(half, [second])
+        assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+
+    config.ppo.penalty = PenaltyConfig(entropy=0.1)
+    with open_trainer(folder, rank, config, "run-penalty") as subject:
+        assert train(subject, equal)["idle_steps"] == 0
+
+
 def check_recompute(folder: Path, rank: int) -> None:
     """Whatever is recomputed, of all layers or of the first two, losses are equal and gradients but for the order in
     which they are added up."""

@@ -398,6 +398,20 @@ def test_ranks_of_one_row_on_several_nodes_are_told(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_a_rate_that_contradicts_adams_epsilon_is_told(capsys, monkeypatch):
+    """By default an element with a small gradient moves by a part of the rate only."""
+    monkeypatch.chdir(ROOT)
+    for overrides, told in (
+        (["optimizer.eps=1e-8"], True),
+        ([], False),
+        (["optimizer.eps=1e-8", "optimizer.lr=5e-6"], False),
+        (["optimizer.eps=1e-8", "mode=sft"], False),
+    ):
+        assert plan.main([*CLUSTER, *overrides]) == 0
+        said = capsys.readouterr().err
+        assert said.count("\n") == told and said.startswith("warning: optimizer.lr: with optimizer.eps=1e-08 " * told)
+
+
 def test_auto_recomputes_as_little_as_fits():
     asked, kinds = config({"tp": 2, "dp": 24, "recompute": "auto"}, {"tp": 2}), []
     for gib in (45, 48, 50, 55, 60, 65, 70, 75, 80, 90, 120, 180):
