@@ -551,11 +551,6 @@ def _check_run(config: Config, require: Require) -> None:
         f"has no meaning with trainer.recompute={config.trainer.recompute}: set that to elementwise, mlp or full",
     )
     require(
-        config.optimizer.warmup_steps <= config.optimizer_steps,
-        "optimizer.warmup_steps",
-        f"must be at most {config.optimizer_steps}, all optimizer steps of the run, is {config.optimizer.warmup_steps}",
-    )
-    require(
         config.reward.wrong < config.reward.right,
         "reward.wrong",
         f"must be below reward.right={config.reward.right:g}, is {config.reward.wrong:g}",

@@ -267,6 +267,15 @@ def test_learning_rate_warms_up_and_falls(shape):
     assert found[10:] == pytest.approx([0.1 * factor for factor in factors[shape]])
 
 
+def test_a_warm_up_longer_than_the_run_ends_with_it():
+    optimizer = SimpleNamespace(param_groups=[{}])
+    subject, found = schedule(OptimizerConfig(lr=0.1, warmup_steps=30), 4, optimizer), []
+    for _ in range(4):
+        subject.step(1)
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx([0.025, 0.05, 0.075, 0.1])
+
+
 def test_a_rank_that_does_not_come_is_an_error(folder, on_ranks):
     on_ranks("check_missing_peer", 1)
 

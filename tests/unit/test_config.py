@@ -81,7 +81,7 @@ def test_the_warm_up_is_20_steps_and_no_more_than_a_tenth_of_a_short_run(tmp_pat
         (["updates=20"], 8),
         (["updates=3"], 1),
         (["updates=100", "mode=sft"], 10),
-        (["updates=3", "optimizer.warmup_steps=12"], 12),
+        (["updates=3", "optimizer.warmup_steps=30"], 30),
     ):
         assert load(tmp_path, overrides=overrides).optimizer.warmup_steps == steps
 
@@ -98,7 +98,7 @@ def test_no_key_holds_names_of_its_own():
 
 
 def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
-    check(Config(name="x", updates=5, model=ModelConfig("m"), data=DataConfig("d")))
+    check(Config(name="x", updates=1, model=ModelConfig("m"), data=DataConfig("d")))
     for key, f, value in config_fields(Config()):
         assert is_dataclass(value) or describe(f), key
 
@@ -235,7 +235,6 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["optimizer.schedule=linaer"], ["optimizer.schedule", "did you mean 'linear'"]),
         (MINIMAL, ["optimizer.schedule={linear: 0.1, cosine: 0}"], ["optimizer.schedule", "old spelling", "config.py"]),
         (MINIMAL, ["optimizer.warmup=0.1"], ["optimizer.warmup", "write optimizer.warmup_steps=0.1 × all steps"]),
-        (MINIMAL, ["optimizer.warmup_steps=13"], ["optimizer.warmup_steps", "at most 12", "is 13"]),
         (MINIMAL, ["optimizer.warmup_steps=0.1"], ["optimizer.warmup_steps", "a whole number"]),
         (MINIMAL, ["optimizer.lr=[1, 2]"], ["optimizer.lr", "must be a number", "[1, 2]"]),
         (MINIMAL, ["optimizer.lr="], ["optimizer.lr", "must be a number"]),
@@ -246,6 +245,7 @@ def test_what_the_new_spelling_says_loads(tmp_path):
             ["rollout.filter_groups=true", "rollout.min_pass_rate=0.6", "rollout.max_pass_rate=0.5"],
             ["rollout.min_pass_rate", "rollout.max_pass_rate=0.5"],
         ),
+        (MINIMAL, ["ppo.algorithm=grpo", "rollout.group_size=1"], ["ppo.algorithm", "grpo", "rollout.group_size=1"]),
         (MINIMAL, ["rollout.turns=2"], ["rollout.turns", "single_turn has one turn"]),
         (MINIMAL, ["rollout.workflow=multi_turn"], ["rollout.turns", "multi_turn needs at least 2"]),
         (MINIMAL, ["reward.wrong=5"], ["reward.wrong", "below reward.right=5"]),
