@@ -42,13 +42,13 @@ class Arm:
         return stale if self.like else [("decoupled", 0), *stale]
 
 
-_MASK = "ppo.correction.sequence_mask=1.5"
+_MASK = ("ppo.correction.sequence_mask_low=0.6667", "ppo.correction.sequence_mask_high=1.5")
 _CONSTANT, _FALLING = (("optimizer.lr=2.5e-5", f"optimizer.schedule={name}") for name in ("constant", "linear"))
 ARMS = (
     Arm("falling", "rate 2.5e-5, falling linearly to 0", _FALLING),
     Arm("constant", "rate 2.5e-5, constant", _CONSTANT),
-    Arm("masked", "constant, sequence_mask=1.5", (*_CONSTANT, _MASK), ("decoupled",), like="constant"),
-    Arm("falling_masked", "falling, sequence_mask=1.5", (*_FALLING, _MASK), ("decoupled",), like="falling"),
+    Arm("masked", "constant, sequence_mask=1.5", (*_CONSTANT, *_MASK), ("decoupled",), like="constant"),
+    Arm("falling_masked", "falling, sequence_mask=1.5", (*_FALLING, *_MASK), ("decoupled",), like="falling"),
     Arm("slow", "rate 8e-6, constant, 192 updates", ("optimizer.lr=8e-6", "optimizer.schedule=constant"), updates=192),
 )
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
