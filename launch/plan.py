@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron import config_file
+from areal_megatron.algorithms import PUBLISHED
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.model_check import check_model
@@ -71,7 +72,7 @@ def plan(
     _check_parts(config, placement)
     _check_link(config)
     check_model(config, weights)
-    said = (_spread(config, placement), _sudden_steps(config))
+    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config))
     memory = plan_memory(config, read_config(config.model.path), gpu_gib)
     return ClusterPlan(placement, memory, [line for line in said if line])
 
@@ -84,6 +85,16 @@ def _sudden_steps(config: Config) -> str:
         f"optimizer.lr: with optimizer.eps={o.eps:g} each step moves every weight by nearly the whole rate of "
         f"{o.lr:g}, however small its gradient: such rates go with eps=1e-5, and eps=1e-8 with 1e-6 to 5e-6"
     )
+
+
+def _unusual_clip(config: Config) -> str:
+    """Clips are of the size of an algorithm's ratios: those of whole sequences are hundreds of times nearer to 1."""
+    algorithm = config.ppo.algorithm
+    for name in ("clip_low", "clip_high") if config.mode != "sft" else ():
+        value, published = getattr(config.ppo, name), getattr(PUBLISHED[algorithm], name)
+        if value < 1 and not 0.1 <= value / published <= 10:
+            return f"ppo.{name}: {value:g}, where {algorithm} is published with {published:g}, its default"
+    return ""
 
 
 def _spread(config: Config, placement: Placement) -> str:

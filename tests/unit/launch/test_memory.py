@@ -412,6 +412,23 @@ def test_a_rate_that_contradicts_adams_epsilon_is_told(capsys, monkeypatch):
         assert said.count("\n") == told and said.startswith("warning: optimizer.lr: with optimizer.eps=1e-08 " * told)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["ppo.algorithm=gspo"], ""),
+        (["ppo.algorithm=gspo", "ppo.clip_high=0.2"], "ppo.clip_high: 0.2, where gspo is published with 0.0004"),
+        (["ppo.algorithm=gspo", "ppo.clip_high=3e-3"], ""),
+        (["ppo.algorithm=cispo", "ppo.clip_high=0.28"], "ppo.clip_high: 0.28, where cispo is published with 4"),
+        (["ppo.algorithm=dapo", "ppo.clip_low=1", "ppo.clip_high=1e9"], ""),
+    ],
+)
+def test_a_clip_of_another_algorithm_is_told(capsys, monkeypatch, overrides, told):
+    monkeypatch.chdir(ROOT)
+    assert plan.main([*CLUSTER, *overrides]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {told}") and said.count("\n") == 1 if told else not said
+
+
 def test_auto_recomputes_as_little_as_fits():
     asked, kinds = config({"tp": 2, "dp": 24, "recompute": "auto"}, {"tp": 2}), []
     for gib in (45, 48, 50, 55, 60, 65, 70, 75, 80, 90, 120, 180):
