@@ -44,16 +44,21 @@ class Arm:
 
 _MASK = ("ppo.correction.sequence_mask_low=0.6667", "ppo.correction.sequence_mask_high=1.5")
 _CONSTANT, _FALLING = (("optimizer.lr=2.5e-5", f"optimizer.schedule={name}") for name in ("constant", "linear"))
+_SLOW = ("optimizer.lr=8e-6", "optimizer.schedule=constant")
+_PRODUCT = "ppo.correction.product_truncate=5"
 ARMS = (
     Arm("falling", "rate 2.5e-5, falling linearly to 0", _FALLING),
     Arm("constant", "rate 2.5e-5, constant", _CONSTANT),
-    Arm("masked", "constant, sequence_mask=1.5", (*_CONSTANT, *_MASK), ("decoupled",), like="constant"),
-    Arm("falling_masked", "falling, sequence_mask=1.5", (*_FALLING, *_MASK), ("decoupled",), like="falling"),
-    Arm("slow", "rate 8e-6, constant, 192 updates", ("optimizer.lr=8e-6", "optimizer.schedule=constant"), updates=192),
+    Arm("masked", "constant, sequences masked", (*_CONSTANT, *_MASK), ("decoupled",), like="constant"),
+    Arm("falling_masked", "falling, sequences masked", (*_FALLING, *_MASK), ("decoupled",), like="falling"),
+    Arm("product", "constant, weights of sequences", (*_CONSTANT, _PRODUCT), ("decoupled",), like="constant"),
+    Arm("slow", "rate 8e-6, constant, 192 updates", _SLOW, updates=192),
 )
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
 """97.5% quantiles of Student's t with 1 to 10 degrees of freedom."""
-COLORS = dict(zip((arm.name for arm in ARMS), ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#ca8a04"), strict=True))
+COLORS = dict(
+    zip((arm.name for arm in ARMS), ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#0891b2", "#ca8a04"), strict=True)
+)
 MARKERS = {"naive": "s", "decoupled": "o"}
 
 Results = dict[str, Any]
