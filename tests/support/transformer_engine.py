@@ -13,7 +13,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from areal_megatron.trainer import layers, trainer
+from areal_megatron.trainer import layers, reference, trainer
 from areal_megatron.trainer.layers import RMSNorm
 
 
@@ -65,5 +65,6 @@ def transformer_engine():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt_layer_specs, "TESpecProvider", Modules, raising=False)
         patch.setattr(layers, "TENorm", Norm)
-        patch.setattr(trainer, "parallel_sizes", sizes)
+        for module in (trainer, reference):
+            patch.setattr(module, "parallel_sizes", sizes)
         yield
