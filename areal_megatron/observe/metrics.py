@@ -46,17 +46,30 @@ class MetricsWriter:
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Has the line {"time", "kind", "version", **values} appended soon, with the time in seconds since the epoch.
 
-        `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
+        `kind` is `update`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
         step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
         dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
         values, and Replaced once a line was found to come from a process that has been replaced.
         """
+        self._write(kind, version, values, values)
+
+    def write_evaluation(self, version: int, values: dict[str, Any]) -> None:
+        """As `write` of kind `eval`; TensorBoard also shows the figures of each file, as `eval/FILE/avg@n`."""
+        shown = dict(values)
+        for file, figures in values["files"].items():
+            shown |= {
+                f"{file}/{name}": figure["value"] if isinstance(figure, dict) else figure
+                for name, figure in figures.items()
+            }
+        self._write("eval", version, values, shown)
+
+    def _write(self, kind: str, version: int, values: dict[str, Any], shown: dict[str, Any]) -> None:
         now = time.time()
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
         self._file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
         scalars = [
             Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
-            for key, value in values.items()
+            for key, value in shown.items()
             if isinstance(value, Real)
         ]
         self._add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))
