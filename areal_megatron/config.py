@@ -62,6 +62,8 @@ class DataConfig:
     evaluation."""
     max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
+    allow_overlap: bool = False
+    """Begin a run although prompts of `eval` are in `train` too."""
 
 
 @dataclass
