@@ -73,7 +73,7 @@ def source_names(text: str | Path) -> list[str]:
         names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
-    return [f"{name}#{number}" for number, name in enumerate(names)]
+    return [f"{name}#{number}" for number, name in enumerate(names, 1)]
 
 
 def records(text: str | Path) -> Iterator[Record]:

@@ -46,7 +46,7 @@ class MetricsWriter:
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Has the line {"time", "kind", "version", **values} appended soon, with the time in seconds since the epoch.
 
-        `kind` is `update`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
+        `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
         step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
         dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
         values, and Replaced once a line was found to come from a process that has been replaced.
@@ -54,13 +54,16 @@ class MetricsWriter:
         self._write(kind, version, values, values)
 
     def write_evaluation(self, version: int, values: dict[str, Any]) -> None:
-        """As `write` of kind `eval`; TensorBoard also shows the figures of each file, as `eval/FILE/avg@n`."""
+        """As `write` of kind `eval`; TensorBoard also shows the figures of each file, with their intervals:
+        `eval/FILE/avg@n`, `eval/FILE/avg@n/low`, `eval/FILE/avg@n/high`."""
         shown = dict(values)
         for file, figures in values["files"].items():
-            shown |= {
-                f"{file}/{name}": figure["value"] if isinstance(figure, dict) else figure
-                for name, figure in figures.items()
-            }
+            for name, figure in figures.items():
+                tag = f"{file}/{name}"
+                if isinstance(figure, dict):
+                    shown |= {tag: figure["value"], f"{tag}/low": figure["low"], f"{tag}/high": figure["high"]}
+                else:
+                    shown[tag] = figure
         self._write("eval", version, values, shown)
 
     def _write(self, kind: str, version: int, values: dict[str, Any], shown: dict[str, Any]) -> None:
