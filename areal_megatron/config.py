@@ -406,6 +406,9 @@ class EvalConfig:
     """Tokens are drawn from the fewest likely ones that have this probability together; 1: from all."""
     top_k: int = key(0, at_least=0)
     """Tokens are drawn from so many of the likeliest ones; 0: from all."""
+    share: float = key(0.25, above=0, at_most=1)
+    """Share of rollout.max_running that an evaluation may take of each engine. Prompts to train get the rest; with 1
+    they wait, so that few answers, or none, are of a later version."""
 
 
 @dataclass

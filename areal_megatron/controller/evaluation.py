@@ -1,8 +1,8 @@
 """Evaluations of data.eval during a run: beside the training, which never waits for one, and one at a time.
 
-An evaluation that is due has its requests sent to engines that have its version, or a later one, and takes a quarter of
-their slots until it has all answers. Engines get new versions meanwhile, as always. So answers may be of later versions
-in part, and the line in metrics.jsonl says of which. After the last update nothing else runs, and it takes all slots.
+An evaluation that is due is sent to the engines that have its version, or a later one, and takes eval.share of their
+slots until it has all answers. Engines get new versions meanwhile, as always. So answers may be of later versions in
+part, and the line in metrics.jsonl says of which. After the last update nothing else runs, and it takes all slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import sampling_seed
 
 log = logging.getLogger(__name__)
-_SHARE_BESIDE_TRAINING = 0.25
 
 
 class _AllLost(EngineError):
@@ -71,7 +70,7 @@ class Evaluation:
         fits = [len(prompt.tokens) <= config.data.max_prompt_tokens for prompt in prompts]
         self._asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
         self._too_long = [prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit]
-        self._share = _SHARE_BESIDE_TRAINING
+        self._share = config.eval.share
         self._held: Counter[int] = Counter()
         """Answers that engines owe, by engine."""
 
@@ -103,7 +102,7 @@ class Evaluation:
         self._changed.notify()
 
     async def _ask_all(self, version: int, answers: list[_Answer]) -> None:
-        n, most = self._config.eval.n, self._room(_SHARE_BESIDE_TRAINING)
+        n, most = self._config.eval.n, self._room(self._config.eval.share)
         queue = deque(
             _Request(prompt, first, min(most, n - first)) for prompt in self._asked for first in range(0, n, most)
         )

@@ -169,13 +169,15 @@ def test_a_version_that_no_engine_was_ever_given_is_an_error(evaluate):
     assert str(cause).startswith("version 1 cannot be evaluated: no engine has committed it")
 
 
-def test_it_takes_a_quarter_of_the_slots_until_nothing_else_runs(setting):
+@pytest.mark.parametrize(("options", "most"), [({}, 4), ({"share": 0.1}, 2), ({"share": 1.0}, 20)])
+def test_it_takes_its_share_of_the_slots_until_nothing_else_runs(setting, options, most):
+    """By default 5 of 20, asked for in pairs."""
     clients = [Client("engine-0"), Client("engine-1")]
     prompts = [Prompt(id=number, text="", answer="", tokens=[number], response_tokens=None) for number in range(80)]
-    config, sampler, changed = setting(*clients, max_running=20, n=2)
+    config, sampler, changed = setting(*clients, max_running=20, n=2, **options)
     evaluation = Evaluation(config, sampler, prompts, changed)
     assert asyncio.run(evaluation.run(0))["items"] == 80
-    assert [client.most for client in clients] == [4, 4]  # of 5 that it may have, in pairs
+    assert [client.most for client in clients] == [most, most]
     evaluation.use_all_slots()
     asyncio.run(evaluation.run(0))
     assert [client.most for client in clients] == [20, 20]
