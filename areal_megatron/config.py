@@ -62,6 +62,8 @@ class DataConfig:
     evaluation."""
     max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
+    allow_overlap: bool = False
+    """Begin a run although prompts of `eval` are in `train` too."""
 
 
 @dataclass
@@ -391,6 +393,25 @@ class RewardConfig:
 
 
 @dataclass
+class EvalConfig:
+    """How data.eval is evaluated during a run (docs/evaluation.md)."""
+
+    every: int = key(0, at_least=0)
+    """Updates between evaluations; 0: only before the first and after the last."""
+    n: int = key(1, at_least=1)
+    """Answers sampled to each prompt."""
+    temperature: float = key(1.0, at_least=0)
+    """0: the most likely token always, with n=1."""
+    top_p: float = key(1.0, above=0, at_most=1)
+    """Tokens are drawn from the fewest likely ones that have this probability together; 1: from all."""
+    top_k: int = key(0, at_least=0)
+    """Tokens are drawn from so many of the likeliest ones; 0: from all."""
+    share: float = key(0.25, above=0, at_most=1)
+    """Share of rollout.max_running that an evaluation may take of each engine. Prompts to train get the rest; with 1
+    they wait, so that few answers, or none, are of a later version."""
+
+
+@dataclass
 class Config:
     name: str = MISSING
     """Run folder: runs_dir/name."""
@@ -404,8 +425,6 @@ class Config:
     """PPO updates (rl) or optimizer steps (sft)."""
     batch_size: int = key(512, at_least=1)
     """Trajectories of a PPO update (B), or examples of an SFT step."""
-    eval_every: int = key(0, at_least=0)
-    """Updates between evaluations; 0: only before the first and after the last."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
@@ -416,6 +435,7 @@ class Config:
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property
     def trainer_ranks(self) -> int:
@@ -539,6 +559,11 @@ def _check_run(config: Config, require: Require) -> None:
         not hf_every or (every and hf_every % every == 0),
         "checkpoint.hf_every",
         f"must be a multiple of checkpoint.every={every}: checkpoints are what is exported",
+    )
+    require(
+        config.eval.temperature > 0 or config.eval.n == 1,
+        "eval.temperature",
+        f"0 gives the same answer eval.n={config.eval.n} times: set eval.n=1, or a temperature above 0",
     )
     require(
         config.mode != "sft" or (not every and not config.resume),

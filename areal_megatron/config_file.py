@@ -194,6 +194,7 @@ def _experts(value: list[str]) -> dict[str, Any]:
 
 
 _OLD: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "eval_every": lambda value: {"eval.every": value},
     "optimizer.adam": lambda value: dict(
         zip(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), value, strict=True)
     ),

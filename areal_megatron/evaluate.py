@@ -1,8 +1,8 @@
 """Evaluates a model: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
 
-    python -m areal_megatron.evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--max-new-tokens N]
-                                      [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1] [--out FOLDER]
-                                      [--pass-rates FILE.jsonl]
+    python -m areal_megatron.evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
+                                      [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
+                                      [--out FOLDER] [--pass-rates FILE.jsonl]
 
 MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/data.md). Starts one vLLM engine, asks it
 n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. The same command
@@ -20,10 +20,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,7 +41,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.controller.controller import first_cause
 from areal_megatron.controller.engine import Engine, connect
-from areal_megatron.data.files import records
+from areal_megatron.data.files import records, source_names
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
@@ -48,13 +49,14 @@ from areal_megatron.files import new_folder, write_atomically, write_json
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.observe.estimates import estimate, pass_at_k
+from areal_megatron.observe.estimates import figures
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
+from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.run import Run, RunError, engine_name
 from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.sampling import Sampling, sampling_seed
+from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
 from launch.engines import slots
 from launch.hosts import Here
@@ -79,12 +81,19 @@ class OfflineEvaluation:
         self.prompts = read_prompts(self.config, "eval", self.tokenizer)
         self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
         check_model(self.config)
-        self.n, self.temperature, self.workers = options.n, options.temperature, options.workers
+        self.n, self.workers = options.n, options.workers
+        self.decoding = Decoding(options.temperature, options.top_p, options.top_k)
         self.rewards = {
             prompt.id: options.reward or prompt.reward or RewardConfig().function for prompt in self.prompts
         }
+        problems = {}
         for name in set(self.rewards.values()):
             load_function(name)
+            problems[name] = problem_with_answers(name)
+        for prompt in self.prompts:
+            name = self.rewards[prompt.id]
+            if problem := problems[name](prompt.answer):
+                raise ConfigError(f"{prompt.where}: the reward {name} cannot use the answer: {problem}")
 
     @property
     def settings(self) -> dict[str, object]:
@@ -98,10 +107,16 @@ class OfflineEvaluation:
             "rewards": sorted(set(self.rewards.values())),
             "rows": digest(items),
             "n": self.n,
-            "temperature": self.temperature,
+            **asdict(self.decoding),
             "max_new_tokens": config.rollout.max_new_tokens,
             "seed": config.seed,
         }
+
+    @property
+    def files(self) -> dict[int, str]:
+        """The name of the file of each item."""
+        names = source_names(self.config.data.eval)
+        return {prompt.id: names[prompt.source] for prompt in self.prompts}
 
     def missing(self, folder: Folder) -> list[tuple[Prompt, int]]:
         """Returns (item, number of its sample) of all missing answers, the samples of an item in a row."""
@@ -153,8 +168,8 @@ class OfflineEvaluation:
         async with running:
             engine.occupy(1)
             try:
-                rollout = replace(self.config.rollout, temperature=self.temperature)
-                sampling = Sampling(engine.client, rollout, self.tokenizer.stop_tokens, cache_salt=None)
+                stop_tokens, rollout = self.tokenizer.stop_tokens, self.config.rollout
+                sampling = Sampling(engine.client, rollout, stop_tokens, cache_salt=None, decoding=self.decoding)
                 (completion,) = await single_turn.sample(sampling, prompt, 1, f"item-{prompt.id}-{sample}", seed)
             finally:
                 engine.release(1)
@@ -188,21 +203,17 @@ def config_of(options: argparse.Namespace) -> Config:
     )
 
 
-def result_of(answers: Sequence[Sampled], ks: Sequence[int]) -> dict[str, object]:
-    """Returns the figures of a complete set of answers, n for each item, in any order."""
-    correct: dict[int, list[bool]] = {}
-    for answer in answers:
-        correct.setdefault(answer.item, []).append(answer.correct)
-    items = [correct[item] for item in sorted(correct)]
-    (n,) = {len(own) for own in items}
-    result: dict[str, object] = {"items": len(items), "n": n}
-    result[f"avg@{n}"] = asdict(estimate([sum(own) / n for own in items]))
-    for k in ks:
-        result[f"pass@{k}"] = asdict(estimate([pass_at_k(n, sum(own), k) for own in items]))
-    return result | {
-        "truncated_share": sum(answer.truncated for answer in answers) / len(answers),
-        "response_tokens_mean": sum(answer.tokens for answer in answers) / len(answers),
-    }
+def result_of(answers: Sequence[Sampled], ks: Sequence[int], files: Mapping[int, str]) -> dict[str, object]:
+    """Returns the figures of a complete set of answers, n for each item, in any order; if they are from several
+    `files`, by item, also those of each file."""
+    n = max(answer.sample for answer in answers) + 1
+    result = {"n": n} | figures(answers, n, ks)
+    of_file: dict[str, list[Sampled]] = {}
+    for answer in sorted(answers, key=lambda answer: answer.item):
+        of_file.setdefault(files[answer.item], []).append(answer)
+    if len(of_file) > 1:
+        result["files"] = {name: figures(own, n, ks) for name, own in of_file.items()}
+    return result
 
 
 def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
@@ -218,17 +229,24 @@ def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
         raise ConfigError(f"--pass-rates: {file} cannot be written: {e.strerror}") from None
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: dict[str, Any]) -> str:
+    n, rows = result["n"], []
+    for name, file in result.get("files", {}).items():
+        rows += [name, *(f"  {row}" for row in _rows(file, n)), ""]
+    return "\n".join([*rows, *(["all files"] if rows else []), *_rows(result, n)])
+
+
+def _rows(result: dict[str, Any], n: int) -> list[str]:
     rows = [
         f"{name:<10}{figure['value']:>8.2%}   95% interval {figure['low']:.2%} – {figure['high']:.2%}"
         for name, figure in result.items()
         if isinstance(figure, dict) and "value" in figure
     ]
-    rows.append(
-        f"{result['items']} items × {result['n']} answers, {result['response_tokens_mean']:.1f} tokens each; "
-        f"{result['truncated_share']:.1%} cut at their limit"
-    )
-    return "\n".join(rows)
+    return [
+        *rows,
+        f"{result['items']} items × {n} answers, {result['response_tokens_mean']:.1f} tokens each; "
+        f"{result['truncated_share']:.1%} cut at their limit",
+    ]
 
 
 def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
@@ -305,6 +323,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
     )
     parser.add_argument("--temperature", type=float, default=RolloutConfig().temperature, help="0: greedy; default 1")
+    parser.add_argument("--top-p", type=float, default=1.0, help="as eval.top_p; default: 1, from all tokens")
+    parser.add_argument("--top-k", type=int, default=0, help="as eval.top_k; default: 0, from all tokens")
     parser.add_argument(
         "--max-new-tokens", type=int, default=RolloutConfig().max_new_tokens, help="default: %(default)s"
     )
@@ -336,6 +356,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"{name}: must be above 0, is {value}")
     if options.seed < 0:
         parser.error(f"--seed: must be 0 or more, is {options.seed}")
+    if not 0 < options.top_p <= 1:
+        parser.error(f"--top-p: must be above 0 and at most 1, is {options.top_p:g}")
+    if options.top_k < 0:
+        parser.error(f"--top-k: must be 0 or more, is {options.top_k}")
     if options.k[-1] > options.n:
         parser.error(f"--k: pass@{options.k[-1]} needs --n {options.k[-1]} or more, it is {options.n}")
     if options.temperature < 0 or (options.temperature == 0 and options.n > 1):
@@ -355,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
                 _say(f"continuing after {len(folder.answers)} answers in {out}")
             if evaluation.missing(folder):
                 fill(evaluation, folder)
-            result = result_of(list(folder.answers.values()), options.k)
+            result = result_of(list(folder.answers.values()), options.k, evaluation.files)
             write_json(out / "result.json", {"settings": evaluation.settings} | result)
             if options.pass_rates:
                 write_pass_rates(options.data, list(folder.answers.values()), options.pass_rates)

@@ -14,6 +14,7 @@ import io
 import sys
 import time
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -33,6 +34,8 @@ from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, sp
 from areal_megatron.run import Run, is_engine, is_trainer
 
 TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
+FILES = (HELD_OUT, THIRD, "#9333ea", "#ca8a04", "#db2777", GREY)
+"""Colours of the files of data.eval."""
 UTILISATION_BINS = 60
 FEW_POINTS = 15
 """The points of a line with fewer than this are marked."""
@@ -106,7 +109,8 @@ def _rl_sections(data: RunData) -> list[str]:
         _section(
             "Learning",
             "Training figures are of the answers trained at each update, sampled up to "
-            f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained.",
+            f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained, with "
+            "95% intervals, at the mean version that sampled them.",
             [
                 _accuracy(data),
                 _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
@@ -230,6 +234,27 @@ def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
     return rows
 
 
+def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the accuracy with its interval; of several answers or files also the figures of each file."""
+    title = f"version {evaluation['version']}"
+    if evaluation["version_max"] > evaluation["version_min"]:
+        title += f" ({evaluation['version_min']} to {evaluation['version_max']}, mean {evaluation['version_mean']:.1f})"
+    low, high = evaluation["accuracy_low"], evaluation["accuracy_high"]
+    rows = [(f"held-out accuracy, {title}", _with_interval(evaluation["accuracy"], low, high))]
+    if evaluation["n"] == len(evaluation["files"]) == 1:
+        return rows
+    return rows + [
+        (f"{file}, {name}", _with_interval(**figure))
+        for file, figures in evaluation["files"].items()
+        for name, figure in figures.items()
+        if isinstance(figure, dict)
+    ]
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return f"{100 * value:.1f}% ({100 * low:.1f} – {100 * high:.1f})"
+
+
 def _final_rows(data: RunData) -> list[tuple[str, str]]:
     def last(key: str, form: str, count: int = 10) -> str:
         values = data.values(key)[-count:]
@@ -243,7 +268,7 @@ def _final_rows(data: RunData) -> list[tuple[str, str]]:
             ("tokens/s, median", _median(data, "tokens_per_s")),
         ]
     for evaluation in data.evaluations:
-        rows.append((f"held-out accuracy, version {evaluation['version']}", f"{100 * evaluation['accuracy']:.1f}%"))
+        rows += _evaluation_rows(evaluation)
     totals = {
         "trained tokens": "trained_tokens",
         "groups filtered": "groups_filtered",
@@ -337,20 +362,29 @@ def _lines(
 def _accuracy(data: RunData) -> str:
     figure, axes = _axes("Accuracy", "share of right answers")
     axes.plot(*data.series("accuracy"), color=TRAIN, linewidth=1.8, label="training batch")
-    axes.plot(
-        [e["version"] for e in data.evaluations],
-        [e["accuracy"] for e in data.evaluations],
-        "o-",
-        color=HELD_OUT,
-        linewidth=1.8,
-        markersize=5,
-        label="held-out",
-    )
+    for (name, points), color in zip(_held_out(data).items(), cycle(FILES), strict=False):
+        versions, values, lows, highs = zip(*points, strict=True)
+        below = [value - low for value, low in zip(values, lows, strict=True)]
+        above = [high - value for value, high in zip(values, highs, strict=True)]
+        bars = {"linewidth": 1.8, "markersize": 5, "elinewidth": 1, "capsize": 2}
+        axes.errorbar(versions, values, (below, above), fmt="o-", color=color, label=name, **bars)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _over_versions(data, axes)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     return _svg(figure)
+
+
+def _held_out(data: RunData) -> dict[str, list[tuple[float, float, float, float]]]:
+    """Returns (mean version, avg@n, low, high) of each evaluation, by file; if there is one file, as "held-out"."""
+    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    for evaluation in data.evaluations:
+        for file, figures in evaluation["files"].items():
+            if average := figures.get(f"avg@{evaluation['n']}"):
+                name = file if len(evaluation["files"]) > 1 else "held-out"
+                point = evaluation["version_mean"], average["value"], average["low"], average["high"]
+                points.setdefault(name, []).append(point)
+    return points
 
 
 def _staleness(data: RunData, title: str, key: str) -> str:

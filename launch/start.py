@@ -16,9 +16,10 @@ from areal_megatron import config_file, versions
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.check import check_data
 from areal_megatron.data.dumps import recorded
-from areal_megatron.data.prompts import check_data
 from areal_megatron.model_check import check_model
+from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
@@ -192,7 +193,7 @@ def check_input(config: Config) -> None:
     """Checks what can be checked without nodes. Raises ConfigError."""
     check_model(config)
     if config.mode != "replay":
-        check_data(config)
+        check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers(config.reward.function))
     if config.mode == "rl":
         load_function(config.reward.function, config.reward.timeout_s)
         check_workflow(config)

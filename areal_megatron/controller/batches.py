@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,20 +136,6 @@ class Batches:
             return None
         parts, _ = self._batch.result()
         return parts[request.replica]
-
-    async def formed(self) -> None:
-        """Returns when the batch that trains next has been formed, or when no further one is."""
-        while not self.stopping and (self._batch is None or not self._batch.done()):
-            await self._changed.wait()
-
-    @contextmanager
-    def trainers_waiting(self) -> Iterator[None]:
-        """Counts the time inside as trainers' waiting, for something else than a batch."""
-        self._trainer_waits.start()
-        try:
-            yield
-        finally:
-            self._trainer_waits.stop()
 
     def _try_form(self) -> None:
         if self._batch is not None or not self._asked or self.stopping or self._to_publish:

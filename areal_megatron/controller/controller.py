@@ -36,7 +36,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,10 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.config_file import load
 from areal_megatron.controller import state
-from areal_megatron.controller.batches import Batches, ask_again_s
+from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
-from areal_megatron.controller.evaluation import Evaluation
+from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.replay import Replay
@@ -76,7 +75,6 @@ from areal_megatron.protocol import (
     Delivered,
     NextBatch,
     NotWritten,
-    NotYet,
     Ok,
     Publish,
     Reply,
@@ -87,11 +85,11 @@ from areal_megatron.protocol import (
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run import CONTROLLER, Run, RunError, from_command_line
 from areal_megatron.workflows.runner import runner_of
+from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Scorer
 
 log = logging.getLogger(__name__)
 _STATUS_S = 0.5
-_SHARE_OF_CONCURRENT_EVALUATION = 0.25
 _YOUNGER_COLLECTIONS = 1000
 """Garbage collections before a full one, which stops the event loop for 0.2 s with 30,000 answers in flight."""
 
@@ -126,10 +124,13 @@ class Controller:
             stop_tokens=tokenizer.stop_tokens,
             scorer=scorer,
             timeline=self.timeline,
+            evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
             episodes=runner_of(config, tokenizer, scorer),
         )
         self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed)
-        self.evaluation = Evaluation(config, self.sampler, held_out)
+        self.evaluations = EvaluationQueue(
+            Evaluation(config, self.sampler, held_out, self.changed), self.metrics.write_evaluation
+        )
         self.batches = Batches(
             config,
             self.schedule,
@@ -146,9 +147,6 @@ class Controller:
         self._last_update_at = self._started_at = time.monotonic()
         self._late_s = 0.0
         self._tasks: asyncio.TaskGroup | None = None
-        self._evaluations: set[asyncio.Task] = set()
-        self._first_evaluation: asyncio.Task | None = None
-        """The evaluation of the version that the run begins with; no engine gets another before it is done."""
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of the controller's part."""
         forget(run.trajectories, self.start.batches)
@@ -172,9 +170,9 @@ class Controller:
             bye = self._tasks.create_task(self._bye.wait())
             await self.fleet.connect()
             self.startup.mark("engines")
-            background += [self._tasks.create_task(self.fleet.run())]
+            background += [self._tasks.create_task(self.fleet.run()), self._tasks.create_task(self.evaluations.run())]
             if not self.start.version:
-                self._first_evaluation = self._begin_evaluation(self._evaluate_when_formed(0))
+                background += [self._tasks.create_task(self._evaluate_first())]
             self.phase = "training"
             self.batches.begin()
             background += [self._tasks.create_task(self.batches.run(self.changed))]
@@ -185,10 +183,10 @@ class Controller:
             await self.fleet.settled()
             if not self.batches.stopping:
                 self.phase = "final evaluation"
-                await self._begin_evaluation(self._evaluate(self.schedule.version))
+                await self.evaluations.finish(self.schedule.version)
             self.phase = "stopped" if self.batches.stopping else "done"
             self._write_status()
-            for task in (*background, *(self._evaluations if self.batches.stopping else ())):
+            for task in background:
                 task.cancel()
 
     async def close(self) -> None:
@@ -210,8 +208,6 @@ class Controller:
                 return self._trained(message)
             case Publish():
                 self.startup.mark("trainers")
-                if message.version and not await self._first_is_evaluated():
-                    return NotYet()
                 return await self.fleet.publish(message)
             case Delivered():
                 self.fleet.delivered(message)
@@ -241,6 +237,7 @@ class Controller:
             "reward_failures": self.rewards.failures,
             "answers_refused": self.rewards.refused,
             "status_failures": self.status.failures,
+            "evaluations_left_out": self.evaluations.left_out,
         }
         if self.sampler.episodes:
             account |= self.sampler.episodes.account()
@@ -284,34 +281,14 @@ class Controller:
         self.generation.lose(engine)
 
     def committed(self, version: int) -> None:
-        every = self.config.eval_every
+        every = self.config.eval.every
         if every and version and version % every == 0 and version < self.schedule.updates:
-            self._begin_evaluation(self._evaluate(version, _SHARE_OF_CONCURRENT_EVALUATION))
+            self.evaluations.add(version)
 
-    def _begin_evaluation(self, evaluation: Coroutine[Any, Any, None]) -> asyncio.Task:
-        self._evaluations.add(task := self._tasks.create_task(evaluation))
-        task.add_done_callback(self._evaluations.discard)
-        return task
-
-    async def _first_is_evaluated(self) -> bool:
-        """Waits a while and returns whether it is; a run that is to stop does without."""
-        if self._first_evaluation is None or self._first_evaluation.done():
-            return True
-        if self.batches.stopping:
-            self._first_evaluation.cancel()
-            return True
-        with self.batches.trainers_waiting():
-            await asyncio.wait([self._first_evaluation], timeout=ask_again_s(self.config))
-        return self._first_evaluation.done()
-
-    async def _evaluate(self, version: int, share: float = 1.0) -> None:
-        values = await self.evaluation.run(version, share)
-        if values is not None:
-            self.metrics.write("eval", version, values)
-
-    async def _evaluate_when_formed(self, version: int) -> None:
-        await self.batches.formed()
-        await self._evaluate(version)
+    async def _evaluate_first(self) -> None:
+        while not self.schedule.engines:  # those that begin without weights get version 0 from the trainers
+            await self.changed.wait()
+        self.evaluations.add(0)
 
     async def _keep_status(self) -> None:
         while True:

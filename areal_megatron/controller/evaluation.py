@@ -1,18 +1,33 @@
-"""Held-out accuracy: one answer to each prompt, sampled as in training, outside of the schedule."""
+"""Evaluations of data.eval during a run: beside the training, which never waits for one, and one at a time.
+
+An evaluation that is due is sent to the engines that have its version, or a later one, and takes eval.share of their
+slots until it has all answers. Engines get new versions meanwhile, as always. So answers may be of later versions in
+part, and the line in metrics.jsonl says of which. After the last update nothing else runs, and it takes all slots.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.sampler import Sampler
+from areal_megatron.data.files import source_names
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import EngineError
+from areal_megatron.observe.estimates import figures
 from areal_megatron.observe.status import EngineState
 from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import sampling_seed
 
 log = logging.getLogger(__name__)
@@ -22,60 +37,200 @@ class _AllLost(EngineError):
     """No engine that had the version is left."""
 
 
+@dataclass(frozen=True)
+class _Request:
+    """Some of the n answers to a prompt, which an engine samples together."""
+
+    prompt: Prompt
+    first: int
+    """The number of the first of these answers, from 0."""
+    n: int
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A scored answer, as `estimates.figures` takes it."""
+
+    item: int
+    source: int
+    correct: bool
+    truncated: bool
+    tokens: int
+    """Those of the environment included."""
+    versions: np.ndarray
+    """int32 [tokens that the model sampled]"""
+
+
 class Evaluation:
     """Evaluates versions on the prompts of data.eval that fit."""
 
-    def __init__(self, config: Config, sampler: Sampler, prompts: list[Prompt]):
-        self._config, self._sampler = config, sampler
-        self._prompts = [p for p in prompts if len(p.tokens) <= config.data.max_prompt_tokens]
+    def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Prompt], changed: Changed):
+        """`changed` is notified when an engine may have room, or may be lost."""
+        self._config, self._sampler, self._changed = config, sampler, changed
+        fits = [len(prompt.tokens) <= config.data.max_prompt_tokens for prompt in prompts]
+        self._asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
+        self._too_long = [prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit]
+        self._share = config.eval.share
+        self._held: Counter[int] = Counter()
+        """Answers that engines owe, by engine."""
 
-    async def run(self, version: int, share: float = 1.0) -> dict[str, float] | None:
-        """Returns accuracy, items and response_tokens_mean over the engines that have `version` or a later one.
+    async def run(self, version: int) -> dict[str, Any] | None:
+        """Returns the figures (docs/evaluation.md) of `version`, or of later ones that engines get meanwhile.
 
-        Takes at most `share` of rollout.max_running of each engine. Returns None without held-out prompts, and where
-        the engines that had the version were lost. Raises EngineError if a request fails or no engine has the version.
+        Returns None without prompts, and where the engines that had the version were lost. Raises EngineError if a
+        request fails or no engine has the version.
         """
-        if not self._prompts:
+        if not self._asked:
             return None
         start, lost = time.time_ns(), False
+        answers: list[_Answer] = []
         try:
-            share_of_each = max(1, int(self._config.rollout.max_running * share))
-            slots = asyncio.Semaphore(share_of_each * len(self._with(version)))
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(prompt, version, slots)) for prompt in self._prompts]
+            await self._ask_all(version, answers)
         except* _AllLost as e:
             log.error("%s", e.exceptions[0])
             lost = True
         if lost:
             return None
-        self._sampler.timeline.event("eval", start, time.time_ns(), version=version, items=len(tasks))
-        correct, lengths = zip(*(task.result() for task in tasks), strict=True)
+        end = time.time_ns()
+        self._sampler.timeline.event("eval", start, end, version=version, items=len(self._asked))
+        figures = await asyncio.to_thread(self._figures, answers)  # resampling would hold up requests
+        return figures | {"seconds": (end - start) / 1e9}
+
+    def use_all_slots(self) -> None:
+        """Nothing else runs from now on."""
+        self._share = 1.0
+        self._changed.notify()
+
+    async def _ask_all(self, version: int, answers: list[_Answer]) -> None:
+        n, most = self._config.eval.n, self._room(self._config.eval.share)
+        queue = deque(
+            _Request(prompt, first, min(most, n - first)) for prompt in self._asked for first in range(0, n, most)
+        )
+        self._held.clear()
+        async with asyncio.TaskGroup() as tasks:
+            while queue or self._held.total():
+                engine = self._with_room(version, queue[0].n) if queue else None
+                if engine is None:
+                    await self._changed.wait()
+                    continue
+                request = queue.popleft()
+                self._held[engine.index] += request.n
+                engine.occupy(request.n)
+                tasks.create_task(self._ask(engine, version, request, queue, answers))
+
+    async def _ask(
+        self, engine: Engine, version: int, request: _Request, queue: deque[_Request], answers: list[_Answer]
+    ) -> None:
+        """Adds the answers; puts the request back into the queue if the engine was lost."""
+        prompt = request.prompt
+        seed = sampling_seed(self._config.seed, "eval", prompt.id) + request.first
+        request_id = f"eval-{version}-{prompt.id}-{request.first}"
+        spec = EpisodeSpec(prompt, engine.version, request_id, seed, "eval")
+        sampled = await self._sampler.sample(engine, spec, request.n)
+        if sampled is None:
+            queue.appendleft(request)
+        elif self._sampler.episodes is None:
+            sampled = await self._sampler.scored(prompt, sampled)
+        answers += (_answer(prompt, ended) for ended in sampled or ())
+        self._held[engine.index] -= request.n
+        self._changed.notify()
+
+    def _room(self, share: float) -> int:
+        return max(1, int(self._config.rollout.max_running * share))
+
+    def _with_room(self, version: int, n: int) -> Engine | None:
+        """The least busy engine with the version, or a later one, that may take n answers; None: they have to wait.
+
+        Raises EngineError if no engine has the version.
+        """
+        engines = self._sampler.engines
+        able = [e for e in engines if e.version >= version and e.state != EngineState.TORN and not e.gone]
+        if not able:
+            lost = any(engine.losses for engine in engines)
+            reason = "those that had it were lost" if lost else "no engine has committed it"
+            raise (_AllLost if lost else EngineError)(
+                f"version {version} cannot be evaluated: {reason}, see the log above"
+            )
+        room = self._room(self._share) - n
+        return min((e for e in able if self._held[e.index] <= room), key=lambda e: e.running, default=None)
+
+    def _figures(self, answers: Sequence[_Answer]) -> dict[str, Any]:
+        n = self._config.eval.n
+        ks = [n] if n > 1 else []  # pass@1 is avg@n
+        files = {
+            name: {"too_long": sum(prompt.source == number for prompt in self._too_long)}
+            | figures([answer for answer in answers if answer.source == number], n, ks)
+            for number, name in enumerate(source_names(self._config.data.eval))
+        }
+        overall = figures(answers, n, [])
+        accuracy = overall.pop(f"avg@{n}")
+        versions = np.concatenate([answer.versions for answer in answers])
         return {
-            "accuracy": sum(correct) / len(tasks),
-            "items": len(tasks),
-            "response_tokens_mean": sum(lengths) / len(tasks),
+            "accuracy": accuracy["value"],
+            "accuracy_low": accuracy["low"],
+            "accuracy_high": accuracy["high"],
+            "n": n,
+            **overall,
+            "too_long": len(self._too_long),
+            "version_min": int(versions.min()),
+            "version_mean": float(versions.mean()),
+            "version_max": int(versions.max()),
+            "files": files,
         }
 
-    def _with(self, version: int) -> list[Engine]:
-        """The engines that have the version, or a later one. Raises EngineError if there is none."""
-        engines = self._sampler.engines
-        if able := [e for e in engines if e.version >= version and e.state != EngineState.TORN and not e.gone]:
-            return able
-        lost = any(engine.losses for engine in engines)
-        reason = "those that had it were lost" if lost else "no engine has committed it"
-        raise (_AllLost if lost else EngineError)(f"version {version} cannot be evaluated: {reason}, see the log above")
 
-    async def _answer(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> tuple[bool, int]:
-        """Whether the answer is correct, and its length in tokens."""
-        seed = sampling_seed(self._config.seed, "eval", prompt.id)
-        sampled = None
-        async with slots:
-            while sampled is None:  # an engine that is lost takes the request with it
-                engine = min(self._with(version), key=lambda e: e.running)
-                engine.occupy(1)
-                spec = EpisodeSpec(prompt, engine.version, f"eval-{version}-{prompt.id}", seed, "eval")
-                sampled = await self._sampler.sample(engine, spec)
-        if self._sampler.episodes is None:
-            sampled = await self._sampler.scored(prompt, sampled)
-        (answer,) = sampled
-        return answer.score.correct, len(answer.tokens)
+class EvaluationQueue:
+    """Runs the evaluations that are due, one after the other. Of those that wait only the newest is kept."""
+
+    def __init__(self, evaluation: Evaluation, write: Callable[[int, dict[str, Any]], None]):
+        """`write` is called with the version and the figures of each evaluation."""
+        self._evaluation, self._write = evaluation, write
+        self._waiting: int | None = None
+        self._running: int | None = None
+        self._changed = Changed()
+        self.left_out = 0
+        """The number of evaluations that were due and never began."""
+
+    def add(self, version: int) -> None:
+        """Has the version evaluated as soon as no other evaluation runs."""
+        if self._waiting is not None:
+            self.left_out += 1
+            log.warning(
+                "version %d is not evaluated: the evaluation of version %s still runs, and version %d is due",
+                self._waiting,
+                self._running,
+                version,
+            )
+        self._waiting = version
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Evaluates for ever. Raises what `Evaluation.run` does."""
+        while True:
+            while self._waiting is None:
+                await self._changed.wait()
+            self._running, self._waiting = self._waiting, None
+            found = await self._evaluation.run(self._running)
+            if found is not None:
+                self._write(self._running, found)
+            self._running = None
+            self._changed.notify()
+
+    async def finish(self, version: int) -> None:
+        """Returns when the last version has been evaluated, with all slots of the engines."""
+        self._evaluation.use_all_slots()
+        self.add(version)
+        while self._waiting is not None or self._running is not None:
+            await self._changed.wait()
+
+
+def _answer(prompt: Prompt, ended: ScoredTranscript) -> _Answer:
+    context, score = ended.context, ended.score
+    return _Answer(
+        prompt.id,
+        prompt.source,
+        score.correct,
+        score.truncated,
+        context.length,
+        context.versions[context.loss_mask == 1],
+    )

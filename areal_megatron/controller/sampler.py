@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_megatron.config import RolloutConfig
 from areal_megatron.controller.engine import Engine
@@ -13,7 +13,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
-from areal_megatron.workflows.sampling import Sampling, cache_salt
+from areal_megatron.workflows.sampling import Decoding, Sampling, cache_salt
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.transcript import Transcript
 
@@ -30,6 +30,8 @@ class Sampler:
     stop_tokens: list[int]
     scorer: Scorer
     timeline: Timeline
+    evaluation: Decoding
+    """How answers are sampled for evaluation."""
     episodes: EpisodeRunner | None = None
     """Runs the config's workflow; None for single_turn."""
 
@@ -49,7 +51,10 @@ class Sampler:
         """
         client = engine.client
         salt = cache_salt(self.rollout, engine.version)
-        sampling = Sampling(client, self.rollout, self.stop_tokens, salt, may_interrupt)
+        rollout, decoding = self.rollout, None
+        if spec.purpose == "eval":
+            rollout, decoding = replace(rollout, replay_routes=False), self.evaluation
+        sampling = Sampling(client, rollout, self.stop_tokens, salt, may_interrupt, decoding)
         try:
             if self.episodes is not None:
                 return await self.episodes.sample(sampling, spec, n)

@@ -62,6 +62,20 @@ def sources(text: str | Path) -> list[Source]:
     return found
 
 
+def source_names(text: str | Path) -> list[str]:
+    """Returns a name for each of the `sources(text)`: its path without suffix, as much of its end as tells them apart.
+
+    One that is given twice gets its number as well. Raises ConfigError.
+    """
+    paths = [re.sub(r"\.(jsonl|parquet|arrow)$", "", source.path.rstrip("/")).split("/") for source in sources(text)]
+    longest = max(map(len, paths))
+    for length in range(1, longest + 1):
+        names = ["/".join(path[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name}#{number}" for number, name in enumerate(names, 1)]
+
+
 def records(text: str | Path) -> Iterator[Record]:
     """Yields the rows of all `sources(text)`, one source after the other.
 

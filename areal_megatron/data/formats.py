@@ -31,6 +31,8 @@ PROGRAM = (
 )
 FUNCTION = "\n\nComplete this Python code and put all of it into one ```python block:\n```python\n{}\n```"
 
+_GSM8K = "#### "
+_CODEFORCES = {"input_format": "Input", "output_format": "Output"}
 _UNPACKED_BYTES = 1 << 30
 """Limit on a decompressed LiveCodeBench field."""
 _PICKLED_TEXT = {
@@ -113,6 +115,10 @@ def _math(question: str) -> Callable[[Row, str, Sequence[int]], Item]:
     def read(row: Row, where: str, seed: Sequence[int]) -> Item:
         name = "Answer" if question == "Problem" else "answer"
         answer = str(field(row, name, (str, int, float), where))
+        if question == "question" and _GSM8K in answer:  # a whole solution, with the answer in its last line
+            answer = answer.rpartition(_GSM8K)[2].replace(",", "").strip()
+            if not answer:
+                raise ConfigError(f"{where}: field 'answer' has nothing after its last {_GSM8K}")
         return Item(field(row, question, (str,), where) + BOXED, answer, "math")
 
     return read
@@ -162,8 +168,7 @@ def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
         raise ConfigError(f"{where}: tests of type {', '.join(map(repr, kinds))}, expected all stdin or all functional")
     question = field(row, "question_content", (str,), where)
     if kinds == {"stdin"}:
-        tests = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
-        return Item(question + PROGRAM, json.dumps(tests), "code")
+        return _program(question, [(case["input"], case["output"]) for case in cases])
     try:
         tests = {
             "inputs": [[parse_json(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
@@ -176,6 +181,59 @@ def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
             "as func_name in the JSON text of field 'metadata'"
         ) from None
     return Item(question + FUNCTION.format(field(row, "starter_code", (str,), where)), json.dumps(tests), "code")
+
+
+def _codeforces(row: Row, where: str, seed: Sequence[int]) -> Item:
+    reasons = {
+        "generated_checker": "several outputs are right, and its checker is not run",
+        "interaction_format": "it is interactive",
+    }
+    unusable = [reason for name, reason in reasons.items() if row.get(name)]
+    unusable += ["it reads a file"] if row.get("input_mode", "stdio") not in ("stdio", "") else []
+    if unusable:
+        raise ConfigError(f"{where}: programs for this problem cannot be tested: {unusable[0]}; leave the row out")
+    tests = _pairs(field(row, "official_tests", (list,), where), "official_tests", where)
+    parts = [field(row, "description", (str,), where)]
+    parts += [f"{title}\n{row[name]}" for name, title in _CODEFORCES.items() if row.get(name)]
+    for number, (given, expected) in enumerate(_pairs(row.get("examples") or [], "examples", where), 1):
+        parts.append(f"Example {number}\nInput:\n{given}\nOutput:\n{expected}")
+    parts += [f"Note\n{row['note']}"] if row.get("note") else []
+    return _program("\n\n".join(parts), tests)
+
+
+def _code_contests(row: Row, where: str, seed: Sequence[int]) -> Item:
+    if row.get("input_file") or row.get("output_file"):
+        raise ConfigError(
+            f"{where}: programs for this problem cannot be tested: it reads or writes a file; leave the row out"
+        )
+    tests = []
+    for name in ("public_tests", "private_tests", "generated_tests"):
+        columns = row.get(name) or {"input": [], "output": []}
+        given, expected = (columns.get(key) if isinstance(columns, dict) else None for key in ("input", "output"))
+        if not isinstance(given, list) or not isinstance(expected, list) or len(given) != len(expected):
+            raise ConfigError(f"{where}: field {name!r} needs an `input` and an `output`, lists of one length")
+        cases = [{"input": text, "output": other} for text, other in zip(given, expected, strict=True)]
+        tests += _pairs(cases, name, where)
+    if not tests:
+        raise ConfigError(f"{where}: no test in public_tests, private_tests or generated_tests")
+    return _program(field(row, "description", (str,), where), tests)
+
+
+def _pairs(cases: list[Any], name: str, where: str) -> list[tuple[str, str]]:
+    """Returns (input, output) of each case. Raises ConfigError."""
+    try:
+        found = [(case["input"], case["output"]) for case in cases]
+    except (KeyError, TypeError):
+        found = [(None, None)]
+    if not all(type(given) is type(expected) is str for given, expected in found):
+        raise ConfigError(f"{where}: field {name!r} is no list of tests with a text `input` and a text `output`")
+    return found
+
+
+def _program(question: str, tests: list[tuple[str, str]]) -> Item:
+    """Builds the item of a problem for a program that reads standard input."""
+    columns = {"inputs": [given for given, _ in tests], "outputs": [expected for _, expected in tests]}
+    return Item(question + PROGRAM, json.dumps(columns), "code")
 
 
 def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
@@ -212,6 +270,8 @@ def _unpacked(text: str) -> str:
 FORMATS: dict[str, Callable[[Row, str, Sequence[int]], Item]] = {
     "prompt": _own_format,
     "question_content": _live_code_bench,
+    "official_tests": _codeforces,
+    "public_tests": _code_contests,
     "choices": _choices,
     "Correct Answer": _gpqa,
     "problem": _math("problem"),

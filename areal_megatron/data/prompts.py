@@ -95,25 +95,6 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
     ]
 
 
-def check_data(config: Config) -> None:
-    """Reads every file of `config.data` once. Raises ConfigError for the first problem that would stop a run."""
-    tokenizer = Tokenizer(config.model.path)
-    if config.mode == "sft":
-        cursor(config, read_examples(config.data.train, tokenizer))
-        return
-    if config.ppo.penalty.kl_model:
-        tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
-    keys = ["train", "eval"] if config.data.eval else ["train"]
-    for key in keys:
-        prompts = read_prompts(config, key, tokenizer)
-        _check_reward(config, prompts, f"data.{key}")
-        if key == "train":
-            cursor(config, prompts)
-            _check_pass_rates(config, prompts)
-        elif shares(config.data.eval, [prompt.source for prompt in prompts]):
-            raise ConfigError("data.eval: every prompt is asked once; leave the weights out")
-
-
 class Cursor:
     """The endless order in which rows are drawn: every row once an epoch, each epoch shuffled anew.
 
@@ -186,10 +167,11 @@ def ranks_of(config: Config, pass_rates: Iterable[float | None]) -> list[float]:
 
     Rows without a pass rate come last.
     """
-    return [1.0 if rate is None else -rate for rate in pass_rates] if _is_easiest_first(config) else []
+    return [1.0 if rate is None else -rate for rate in pass_rates] if is_easiest_first(config) else []
 
 
-def _is_easiest_first(config: Config) -> bool:
+def is_easiest_first(config: Config) -> bool:
+    """Whether epochs begin with the easiest prompts."""
     return config.mode == "rl" and config.rollout.easiest_first
 
 
@@ -209,32 +191,3 @@ def _forced_length(record: Record, max_new_tokens: int) -> int | None:
             f"rollout.max_new_tokens={max_new_tokens}"
         )
     return length
-
-
-def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError if rollout.filter_groups excludes every prompt, or rollout.easiest_first has nothing to order
-    by."""
-    rollout = config.rollout
-    if _is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
-        raise ConfigError(
-            f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "
-            "python -m areal_megatron.evaluate --pass-rates writes them"
-        )
-    fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
-    low, high = rollout.min_pass_rate, rollout.max_pass_rate
-    if rollout.filter_groups and not any(rate is None or low <= rate <= high for rate in fitting):
-        raise ConfigError(
-            f"rollout.filter_groups: every prompt of {config.data.train} has a pass_rate outside of "
-            f"min_pass_rate={low:g} to max_pass_rate={high:g}"
-        )
-
-
-def _check_reward(config: Config, prompts: Sequence[Prompt], key: str) -> None:
-    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one."""
-    function = config.reward.function
-    for prompt in prompts:
-        if ":" not in function and prompt.reward not in ("", function):
-            raise ConfigError(
-                f"reward.function: {function}, but row {prompt.id + 1} of {key} is of a format that is scored "
-                f"by reward.function={prompt.reward}"
-            )

@@ -136,19 +136,25 @@ class EngineClient:
         temperature: float,
         stop_tokens: list[int],
         request_id: str,
+        top_p: float = 1.0,
+        top_k: int = 0,
         cache_salt: str | None = None,
         seed: int | None = None,
         routes_from: int | None = None,
     ) -> list[Completion]:
         """Returns n independent answers to one prompt, sampled in one request: half the engine's cost of n requests.
 
-        Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what it has sampled.
+        Tokens are drawn from the `top_k` likeliest (0: from all), of these from the fewest that have the probability
+        `top_p` together. Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what
+        it has sampled.
         With a `seed` (workflows/sampling.py) the k-th answer is a function of weights, prompt and seed + k. With
         `routes_from` the answers carry the experts of all tokens from that index of the prompt on.
         """
         sampling = {
             "n": n,
             "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
             "max_tokens": max_tokens,
             "logprobs": 0,
             "detokenize": False,

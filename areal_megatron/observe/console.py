@@ -113,7 +113,7 @@ class Console:
             self._note(
                 record["time"],
                 f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
-                f"{record.get('items', '?')} prompts",
+                f"{record.get('items', '?')} prompts{_by_file(record)}",
             )
         elif record["kind"] == "start":
             self._note(
@@ -235,6 +235,13 @@ def _facts(facts: dict[str, str]) -> Table:
     for name, value in facts.items():
         grid.add_row(name, value)
     return grid
+
+
+def _by_file(evaluation: dict[str, Any]) -> str:
+    """The accuracy of each file, if there are several."""
+    files, average = evaluation.get("files", {}), f"avg@{evaluation.get('n')}"
+    parts = [f"{name} {_percent(figures.get(average, {}).get('value'))}" for name, figures in files.items()]
+    return f": {', '.join(parts)}" if len(parts) > 1 else ""
 
 
 def _engine_table(engines: list[EngineStatus], expected: int) -> Table | Text:

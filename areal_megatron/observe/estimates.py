@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +33,38 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {n} answers, {c} correct")
     subsets = math.comb(n, k)
     return (subsets - math.comb(n - c, k)) / subsets
+
+
+class Graded(Protocol):
+    """An answer to an item of an evaluation."""
+
+    item: int
+    correct: bool
+    truncated: bool
+    tokens: int
+
+
+def figures(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, Any]:
+    """Returns items, avg@n, pass@k for each k, truncated_share and response_tokens_mean; items alone without answers.
+
+    avg@n and pass@k are {"value", "low", "high"}. n answers were asked for each item; an item with fewer counts with
+    those that it has, in pass@k if these are k or more.
+    """
+    correct: dict[int, list[bool]] = {}
+    for answer in answers:
+        correct.setdefault(answer.item, []).append(answer.correct)
+    items = [correct[item] for item in sorted(correct)]
+    result: dict[str, Any] = {"items": len(items)}
+    if not items:
+        return result
+    result[f"avg@{n}"] = asdict(estimate([sum(own) / len(own) for own in items]))
+    for k in ks:
+        if rates := [pass_at_k(len(own), sum(own), k) for own in items if len(own) >= k]:
+            result[f"pass@{k}"] = asdict(estimate(rates))
+    return result | {
+        "truncated_share": sum(answer.truncated for answer in answers) / len(answers),
+        "response_tokens_mean": sum(answer.tokens for answer in answers) / len(answers),
+    }
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -51,12 +51,28 @@ class MetricsWriter:
         dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
         values, and Replaced once a line was found to come from a process that has been replaced.
         """
+        self._write(kind, version, values, values)
+
+    def write_evaluation(self, version: int, values: dict[str, Any]) -> None:
+        """As `write` of kind `eval`; TensorBoard also shows the figures of each file, with their intervals:
+        `eval/FILE/avg@n`, `eval/FILE/avg@n/low`, `eval/FILE/avg@n/high`."""
+        shown = dict(values)
+        for file, figures in values["files"].items():
+            for name, figure in figures.items():
+                tag = f"{file}/{name}"
+                if isinstance(figure, dict):
+                    shown |= {tag: figure["value"], f"{tag}/low": figure["low"], f"{tag}/high": figure["high"]}
+                else:
+                    shown[tag] = figure
+        self._write("eval", version, values, shown)
+
+    def _write(self, kind: str, version: int, values: dict[str, Any], shown: dict[str, Any]) -> None:
         now = time.time()
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
         self._file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
         scalars = [
             Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
-            for key, value in values.items()
+            for key, value in shown.items()
             if isinstance(value, Real)
         ]
         self._add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))

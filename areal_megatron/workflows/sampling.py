@@ -23,6 +23,18 @@ INTERRUPTED = "abort"
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How a token is drawn from the model's distribution."""
+
+    temperature: float
+    """0: the most likely token."""
+    top_p: float = 1.0
+    """From the fewest likely tokens that have this probability together; 1: from all."""
+    top_k: int = 0
+    """From so many of the likeliest tokens; 0: from all."""
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How answers are sampled, and on which engine."""
 
@@ -32,6 +44,8 @@ class Sampling:
     cache_salt: str | None
     may_interrupt: Callable[[], bool] = lambda: False
     """Returns whether requests are being aborted. If not, an aborted request has failed."""
+    decoding: Decoding | None = None
+    """None: that of training, from the whole distribution at rollout.temperature."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +80,14 @@ async def generate(sampling: Sampling, request: GenerationRequest, n: int = 1) -
 
 async def _generate_once(sampling: Sampling, request: GenerationRequest, n: int, attempt: int) -> list[Completion]:
     client, request_id = sampling.client, f"{request.request_id}-{attempt}"
+    decoding = sampling.decoding or Decoding(sampling.rollout.temperature)
     completions = await client.generate(
         request.tokens,
         n=n,
         max_tokens=request.max_tokens,
-        temperature=sampling.rollout.temperature,
+        temperature=decoding.temperature,
+        top_p=decoding.top_p,
+        top_k=decoding.top_k,
         stop_tokens=request.stop_tokens,
         request_id=request_id,
         cache_salt=sampling.cache_salt,

@@ -24,7 +24,7 @@ def overrides(world: Path, model: Path, seed: int) -> list[str]:
         "data.eval": world / "heldout.jsonl",
         "updates": UPDATES,
         "batch_size": 64,
-        "eval_every": UPDATES // 20,
+        "eval.every": UPDATES // 20,
         "optimizer.schedule": "constant",
         "optimizer.lr": 1e-4,
         "ppo.minibatches": 1,

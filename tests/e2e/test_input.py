@@ -47,6 +47,7 @@ def launch(world, tmp_path, *overrides):
         (["reward.function=no.such:thing"], ["reward.function", "no.such"]),
         (["reward.function=http://"], ["reward.function", "is no address"]),
         (["rollout.workflow=multi_trun", "rollout.turns=2"], ["rollout.workflow", "did you mean 'multi_turn'"]),
+        (["reward.function=choice"], ["train.jsonl:1", "reward.function=choice cannot use the answer"]),
         (["rollout.workflow=no.such:thing"], ["rollout.workflow", "no.such"]),
         (["rollout.workflow=multi_turn"], ["rollout.turns", "multi_turn needs at least 2"]),
         (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
@@ -61,6 +62,13 @@ def launch(world, tmp_path, *overrides):
 def test_wrong_values(world, tmp_path, capsys, overrides, words):
     assert launch(world, tmp_path, *overrides) == 2
     _expect_one_line(capsys.readouterr().err, words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_evaluation_of_prompts_that_are_trained(world, tmp_path, capsys):
+    assert launch(world, tmp_path, f"data.eval={world / 'heldout.jsonl'},{world / 'train.jsonl'}") == 2
+    row = f"{world}/train.jsonl:1, which is {world}/train.jsonl:1: take them out"
+    _expect_one_line(capsys.readouterr().err, ["7100 of 8100 prompts are in data.train too", row])
     assert not (tmp_path / "x").exists()
 
 
@@ -90,7 +98,9 @@ def test_wrong_data(world, tmp_path, capsys, text, words):
 
 
 def test_code_rewards_where_nothing_isolates_programs(world, tmp_path):
-    arguments = arguments_of(world, tmp_path, "reward.function=code")
+    data = tmp_path / "code.jsonl"
+    data.write_text(json.dumps({"prompt": "1+1=", "answer": {"inputs": ["1"], "outputs": ["2"]}}) + "\n")
+    arguments = arguments_of(world, tmp_path, "reward.function=code", f"data.train={data}", "data.eval=")
     code = f"{WITHOUT_NAMESPACES}\nfrom launch import local\nraise SystemExit(local.main({arguments!r}))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert process.returncode == 2

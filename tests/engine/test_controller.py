@@ -61,12 +61,12 @@ def start(world, tmp_path, engine):
     """Starts a controller in a run folder of its own, on the one engine."""
     started = []
 
-    def new(timeout_s=60, world=world, rollout=None, **keys):
+    def new(timeout_s=60, world=world, rollout=None, evaluated="", **keys):
         folder = tmp_path / f"run-{len(started)}"
         run, config = make_run(folder, world, rollout={"max_staleness": ETA, **(rollout or {})}, **keys)
         config.reward.function = "tests.support.rewards:coarse"
         config.trainer.dp, config.machine.peer_timeout_s = 2, timeout_s
-        config.rollout.start_timeout_s = timeout_s
+        config.rollout.start_timeout_s, config.data.eval = timeout_s, str(evaluated)
         save(config, run.config)
         (run.folder / "secret").write_text(engine.token)
         run.announce("engine-0", engine.endpoint("engine-0"))
@@ -224,6 +224,31 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     tokens = sum(len(answer.tokens) for answers in interrupted.values() for answer in answers)
     assert len(interrupted) == 8 and 0 < tokens < 16 * LONG and not state.again
     assert run.log("controller").read_text().count(f"kept {tokens} tokens of 16 answers") == 1
+
+
+def test_no_version_waits_for_an_evaluation(start, connect, world, tmp_path):
+    long = lengthened(world, tmp_path / "world")
+    for name, count, tokens in (("train", 40, 10), ("heldout", 4, LONG)):
+        lines = [json.loads(line) for line in (long / f"{name}.jsonl").read_text().splitlines()[:count]]
+        lines = [json.dumps(line | {"response_tokens": tokens}) for line in lines]
+        (long / f"{name}.jsonl").write_text("\n".join(lines))
+    evaluated = long / "heldout.jsonl"
+    run, _, process = start(world=long, rollout={"max_new_tokens": LONG}, updates=5, evaluated=evaluated)
+    client = connect(run)
+    take(client, 0, 0)
+    client.request(Trained(0, 0, True, {}))
+    assert client.request(Publish(1, "127.0.0.1:1")).links == [LinkRef(0, 1)]
+    published = time.time()
+    client.request(Delivered(0, 1, 1, 0.1, 0, "no such store"))
+    deadline = time.monotonic() + 120
+    while not (found := [line for line in read_metrics(run) if line["kind"] == "eval"]):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    ((evaluation,), file) = found, found[0]["files"]["heldout"]
+    assert evaluation["time"] > published + 1, "the evaluation was over: this test proves nothing"
+    assert (evaluation["version"], evaluation["items"], evaluation["response_tokens_mean"]) == (0, 4, LONG)
+    assert evaluation["version_min"] == evaluation["version_max"] == 0, "the engine never got version 1"
+    assert file["avg@1"]["value"] == evaluation["accuracy"]
 
 
 def test_sigterm_is_a_clean_stop(start, connect, engine):

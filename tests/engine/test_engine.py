@@ -172,6 +172,30 @@ def server(run):
     return [api, *api.children(recursive=True)]
 
 
+@pytest.mark.parametrize(
+    ("options", "most"), [({"top_k": 3}, 3), ({"top_p": 0.2}, None), ({"top_k": 30, "top_p": 0.2}, None)]
+)
+def test_tokens_are_drawn_from_the_likeliest(run, reference, options, most):
+    """The tokens that are left, and their log-probabilities, are those of Hugging Face's warpers."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = [TemperatureLogitsWarper(TEMPERATURE)]
+    warpers += [TopKLogitsWarper(options["top_k"])] if "top_k" in options else []
+    warpers += [TopPLogitsWarper(options["top_p"])] if "top_p" in options else []
+    completions = ask(run, lambda client: generate(client, n=16, stop_tokens=[], seed=5, **options))
+    found = 0
+    for completion in completions:
+        tokens = torch.tensor([[*PROMPT, *completion.tokens]])
+        with torch.no_grad():
+            logits = reference(tokens).logits[0, len(PROMPT) - 1 : -1]
+        left = LogitsProcessorList(warpers)(tokens, logits).log_softmax(-1)
+        expected = left[torch.arange(len(completion.tokens)), tokens[0, len(PROMPT) :]]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+        assert most is None or (left.isfinite().sum(-1) == most).all()
+        found += (left.isfinite().sum(-1) < logits.shape[-1]).sum()
+    assert found
+
+
 def test_answers_of_forced_length_have_it(run):
     prompt = Prompt(id=0, text="", answer="", tokens=PROMPT, response_tokens=300)
 

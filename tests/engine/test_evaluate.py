@@ -33,6 +33,8 @@ class Started:
             "40",
             "--reward",
             "tests.support.rewards:coarse",
+            "--top-p",
+            "0.95",
             "--out",
             str(out),
             *more,

@@ -13,7 +13,7 @@ import pytest
 
 from areal_megatron import evaluate
 from areal_megatron.config import ConfigError
-from areal_megatron.observe.estimates import estimate, pass_at_k
+from areal_megatron.observe.estimates import estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 from tests.support.reshard_oracle import CONFIG
 
@@ -98,14 +98,31 @@ def test_figures_follow_from_the_answers_in_whatever_order():
     answers = [
         sampled(item, k, bool(own[k]), tokens=k, truncated=k == 0) for item, own in correct.items() for k in range(4)
     ]
-    result = evaluate.result_of(answers, [1, 2])
+    files = {0: "a", 3: "b", 5: "a"}
+    result = evaluate.result_of(answers, [1, 2], files)
     assert (result["items"], result["n"]) == (3, 4)
     assert result["avg@4"]["value"] == result["pass@1"]["value"] == pytest.approx(5 / 12)
     assert result["pass@2"]["value"] == pytest.approx((0.5 + 1 + 0) / 3)
     assert (result["truncated_share"], result["response_tokens_mean"]) == (0.25, 1.5)
-    assert evaluate.result_of(answers[::-1], [1, 2]) == result
-    assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), [1, 2]) == result
-    assert "pass@2" in evaluate.table(result) and "3 items × 4 answers" in evaluate.table(result)
+    assert evaluate.result_of(answers[::-1], [1, 2], files) == result
+    assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), [1, 2], files) == result
+    table = evaluate.table(result)
+    assert "pass@2" in table and "3 items × 4 answers" in table and "2 items × 4 answers" in table
+    assert list(result["files"]) == ["a", "b"]
+    for name, items in (("a", [0, 5]), ("b", [3])):
+        own = evaluate.result_of([answer for answer in answers if answer.item in items], [1, 2], files)
+        assert "files" not in own and {"n": 4} | result["files"][name] == own
+
+
+def test_items_that_lack_an_answer_count_with_those_they_have():
+    """An answer whose reward failed is none."""
+    answers = [sampled(0, k, correct=k == 0) for k in range(3)] + [sampled(1, 0), sampled(1, 1, correct=False)]
+    found = figures(answers, 3, [2, 3])
+    assert found["items"] == 2
+    assert found["avg@3"]["value"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert found["pass@2"]["value"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["pass@3"]["value"] == 1  # of the first item alone
+    assert figures([], 3, [3]) == {"items": 0}
 
 
 SETTINGS = {"model": "m", "n": 2, "temperature": 0.7}
@@ -192,6 +209,9 @@ def test_a_model_that_was_written_anew_is_another_model(tmp_path):
         (["--temperature", "0", "--n", "2"], "--temperature: 0 with --n 2"),
         (["--temperature", "-1"], "--temperature"),
         (["--seed", "-1"], "--seed"),
+        (["--top-p", "0"], "--top-p: must be above 0"),
+        (["--top-p", "1.1"], "--top-p"),
+        (["--top-k", "-1"], "--top-k: must be 0 or more"),
     ],
 )
 def test_wrong_options(arguments, problem, capsys):
@@ -207,6 +227,7 @@ def test_wrong_options(arguments, problem, capsys):
         ("model", "nowhere.jsonl", [], "nowhere.jsonl: cannot read the dataset"),
         ("model", "bad", [], "bad.jsonl:2: field 'answer' is missing"),
         ("model", "good", ["--reward", "maths"], "'maths' is no reward"),
+        ("model", "good", ["--reward", "choice"], "good.jsonl:1: the reward choice cannot use the answer"),
         ("model", "good", ["--max-new-tokens", "100000"], "max_position_embeddings=512"),
     ],
 )

@@ -46,9 +46,27 @@ def make_run(tmp_path, updates, mode="rl"):
     return run
 
 
+def evaluation(version_min=0, version_max=None, n=1, **files):
+    """The figures of an evaluation of files with (avg@n, low, high); the first file's are those of all."""
+    averages = {name: dict(zip(("value", "low", "high"), figure, strict=True)) for name, figure in files.items()}
+    first, *_ = averages.values()
+    version_max = version_min if version_max is None else version_max
+    return {
+        "accuracy": first["value"],
+        "accuracy_low": first["low"],
+        "accuracy_high": first["high"],
+        "n": n,
+        "items": 500,
+        "version_min": version_min,
+        "version_mean": (version_min + version_max) / 2,
+        "version_max": version_max,
+        "files": {name: {"items": 500, f"avg@{n}": figure} for name, figure in averages.items()},
+    }
+
+
 def write_updates(run, count):
     writer = MetricsWriter(run)
-    writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
+    writer.write_evaluation(0, evaluation(math=(0.41, 0.38, 0.45)))
     for n in range(1, count + 1):
         writer.write(
             "update",
@@ -70,7 +88,7 @@ def write_updates(run, count):
                 "groups_filtered": n,
             },
         )
-    writer.write("eval", count, {"accuracy": 0.93, "items": 500})
+    writer.write_evaluation(count, evaluation(math=(0.93, 0.9, 0.95), version_min=count))
     writer.close()
 
 
@@ -99,12 +117,30 @@ def finished(tmp_path_factory):
     return run, build(run)
 
 
+def test_evaluations_of_several_files_are_shown_by_file(tmp_path):
+    run = make_run(tmp_path, 4)
+    writer = MetricsWriter(run)
+    for version, accuracy in ((0, 0.2), (4, 0.3)):
+        sets = {"aime": (accuracy, accuracy - 0.1, accuracy + 0.1), "gsm8k": (0.9, 0.85, 0.95)}
+        writer.write_evaluation(version, evaluation(version, version + 1, n=4, **sets))
+    writer.close()
+    page = Page(build(run))
+    assert page.rows["held-out accuracy, version 0 (0 to 1, mean 0.5)"] == "20.0% (10.0 – 30.0)"
+    assert page.rows["held-out accuracy, version 4 (4 to 5, mean 4.5)"] == "30.0% (20.0 – 40.0)"
+    assert (page.rows["aime, avg@4"], page.rows["gsm8k, avg@4"]) == ("30.0% (20.0 – 40.0)", "90.0% (85.0 – 95.0)")
+    assert report._held_out(report.load(run)) == {
+        "aime": [(0.5, 0.2, 0.1, pytest.approx(0.3)), (4.5, 0.3, pytest.approx(0.2), 0.4)],
+        "gsm8k": [(0.5, 0.9, 0.85, 0.95), (4.5, 0.9, 0.85, 0.95)],
+    }
+
+
 def test_final_figures_are_those_of_the_metrics(finished):
     _, text = finished
     page = Page(text)
     rows = page.rows
     assert rows["duration"] == "1 min 15 s"
-    assert rows["held-out accuracy, version 0"] == "41.0%" and rows["held-out accuracy, version 4"] == "93.0%"
+    assert rows["held-out accuracy, version 0"] == "41.0% (38.0 – 45.0)"
+    assert rows["held-out accuracy, version 4"] == "93.0% (90.0 – 95.0)" and "math, avg@1" not in rows
     assert rows["effective tokens/s, median"] == "250"
     assert rows["trained tokens"] == "4,010" and rows["groups filtered"] == "10" and rows["reward failures"] == "8"
     assert rows["staleness, mean and largest"] == "1.00, 2"

@@ -74,7 +74,7 @@ class Cell:
         return [
             *self.arm.overrides,
             f"updates={self.arm.updates}",
-            f"eval_every={self.arm.updates - APART}",
+            f"eval.every={self.arm.updates - APART}",
             f"ppo.objective={self.objective}",
             f"rollout.max_staleness={self.eta}",
             f"seed={self.seed}",

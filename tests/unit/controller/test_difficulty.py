@@ -12,7 +12,8 @@ from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.data.prompts import Prompt, _check_pass_rates
+from areal_megatron.data.check import _check_pass_rates
+from areal_megatron.data.prompts import Prompt
 from areal_megatron.run import RunError
 from areal_megatron.workflows.scoring import Score
 

@@ -1,58 +1,91 @@
-"""Evaluations that lose engines on the way."""
+"""Evaluations beside a training that does not wait: what they ask of which engine, and the figures of the answers."""
 
 import asyncio
+from math import comb
 
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
+from areal_megatron.config import Config, DataConfig, EvalConfig, ModelConfig, RolloutConfig
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
-from areal_megatron.controller.evaluation import Evaluation
+from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import sampling
+from areal_megatron.workflows.sampling import Decoding, sampling_seed
 from areal_megatron.workflows.scoring import Score
 
-PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1], response_tokens=None) for number in range(6)]
+PROMPTS = [
+    Prompt(id=number, text="", answer="", tokens=[number], response_tokens=None, source=number % 2)
+    for number in range(6)
+]
 
 
 class Client:
-    """The client of an engine that answers a number of requests and then dies."""
+    """The client of an engine that answers a number of requests and then dies.
 
-    def __init__(self, name, answers):
-        self.name, self.answers = name, answers
+    The answer to prompt p with seed s has p + 1 tokens, all of which are s % 97; half of them are of `version`, the
+    others of the version after it.
+    """
 
-    async def generate(self, prompt, *, n, **_):
+    def __init__(self, name, answers=10**9, version=0):
+        self.name, self.answers, self.version = name, answers, version
+        self.asked, self.running, self.most = [], 0, 0
+
+    async def generate(self, prompt, *, n, seed, **options):
+        self.asked.append((prompt[0], n, seed, options))
+        self.running += n
+        self.most = max(self.most, self.running)
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self.running -= n
         self.answers -= 1
         if self.answers < 0:
             raise EngineError(f"{self.name} is dead")
-        return [Completion(np.ones(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")] * n
+        length = prompt[0] + 1
+        versions = self.version + (np.arange(length, dtype=np.int32) >= length / 2)
+        return [
+            Completion(np.full(length, (seed + k) % 97, np.int32), np.zeros(length, np.float32), versions, "stop")
+            for k in range(n)
+        ]
 
 
-class Right:
+class Even:
+    """Answers with an even token are right, answers of one token are truncated."""
+
     async def score(self, prompt, completions):
-        return [Score(reward=5.0, correct=True, truncated=False, trained=True) for _ in completions]
+        right = [bool(c.tokens[0] % 2 == 0) for c in completions]
+        return [
+            Score(reward=5.0 * ok, correct=ok, truncated=len(c.tokens) == 1, trained=True)
+            for ok, c in zip(right, completions, strict=True)
+        ]
+
+
+def is_right(prompt, k):
+    return (sampling_seed(3, "eval", prompt) + k) % 97 % 2 == 0
 
 
 @pytest.fixture
-def evaluate(tmp_path, monkeypatch):
+def setting(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "_RETRY_S", 0.0)
 
-    def run(*answers, version=0):
+    def make(*clients, max_running=8, **evaluation):
         config = Config(
             name="x",
             updates=3,
             batch_size=4,
+            seed=3,
             model=ModelConfig(path="x"),
-            data=DataConfig(train="x", eval="x"),
-            rollout=RolloutConfig(group_size=2, max_running=2),
+            data=DataConfig(train="x", eval="a/even.jsonl,b/odd.parquet", max_prompt_tokens=2),
+            rollout=RolloutConfig(group_size=2, max_running=max_running, temperature=0.5, replay_routes=True),
+            eval=EvalConfig(**evaluation),
         )
-        timeline = Timeline(tmp_path / "timeline", "controller")
-        engines = [Engine(number, Client(f"engine-{number}", count), timeline) for number, count in enumerate(answers)]
+        timeline, changed = Timeline(tmp_path / "timeline", "controller"), Changed()
+        engines = [Engine(number, client, timeline, changed) for number, client in enumerate(clients)]
 
         async def is_lost(engine, client, error):
             assert engine.client is client and "is dead" in str(error)
@@ -65,26 +98,128 @@ def evaluate(tmp_path, monkeypatch):
             engines=engines,
             is_lost=is_lost,
             stop_tokens=[0],
-            scorer=Right(),
+            scorer=Even(),
             timeline=timeline,
+            evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
         )
-        return asyncio.run(Evaluation(config, sampler, PROMPTS).run(version)), engines
+        return config, sampler, changed
+
+    return make
+
+
+@pytest.fixture
+def evaluate(setting):
+    def run(*clients, version=0, prompts=PROMPTS, **options):
+        config, sampler, changed = setting(*clients, **options)
+        return asyncio.run(Evaluation(config, sampler, prompts, changed).run(version)), sampler.engines
 
     return run
 
 
+def test_figures_are_those_of_the_answers_by_file(evaluate):
+    """Counted by hand; 3 answers of 5 have to be asked for in two requests."""
+    long = Prompt(id=6, text="", answer="", tokens=[1, 2, 3], response_tokens=None, source=1)
+    client = Client("engine-0", version=4)
+    options = {"n": 5, "temperature": 0.6, "top_p": 0.9, "top_k": 7, "max_running": 12}
+    values, (engine,) = evaluate(client, prompts=[*PROMPTS, long], **options)
+
+    own = [[is_right(prompt, k) for k in range(5)] for prompt in range(6)]
+    assert values["accuracy"] == pytest.approx(np.mean(own)) and 0 < values["accuracy"] < 1
+    assert values["accuracy_low"] < values["accuracy"] < values["accuracy_high"]
+    assert (values["items"], values["n"], values["too_long"]) == (6, 5, 1)
+    assert list(values["files"]) == ["even", "odd"]
+    for name, first in (("even", 0), ("odd", 1)):
+        file, correct = values["files"][name], own[first::2]
+        assert (file["items"], file["too_long"]) == (3, first)
+        assert file["avg@5"]["value"] == pytest.approx(np.mean(correct))
+        solved = np.mean([1 - comb(5 - sum(item), 5) for item in correct])
+        assert file["pass@5"]["value"] == pytest.approx(solved)
+        assert file["response_tokens_mean"] == pytest.approx(np.mean([1, 3, 5]) + first)
+    assert values["files"]["even"]["truncated_share"] == pytest.approx(1 / 3)
+    assert values["truncated_share"] == pytest.approx(1 / 6)
+    newer = [length // 2 for length in range(1, 7)]
+    assert (values["version_min"], values["version_max"]) == (4, 5)
+    assert values["version_mean"] == pytest.approx(4 + sum(newer) / 21)
+
+    assert sorted((prompt, n, seed) for prompt, n, seed, _ in client.asked) == sorted(
+        (prompt, n, sampling_seed(3, "eval", prompt) + first) for prompt in range(6) for first, n in ((0, 3), (3, 2))
+    )
+    for *_, asked in client.asked:
+        assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["routes_from"]) == (0.6, 0.9, 7, None)
+    assert engine.running == 0
+
+
 def test_what_a_lost_engine_did_not_answer_another_does(evaluate):
-    values, engines = evaluate(2, 100)
-    assert values == {"accuracy": 1.0, "items": 6, "response_tokens_mean": 2.0}
+    values, engines = evaluate(Client("engine-0", 1), Client("engine-1"))
+    assert values["items"] == 6 and values["accuracy"] == np.mean([is_right(prompt, 0) for prompt in range(6)])
     assert [engine.losses for engine in engines] == [1, 0]
     assert [engine.running for engine in engines] == [0, 0]
 
 
 def test_without_an_engine_that_has_the_version_it_is_left_out(evaluate):
-    values, engines = evaluate(2, 1)
+    values, engines = evaluate(Client("engine-0", 2), Client("engine-1", 1))
     assert values is None and [engine.state for engine in engines] == ["lost", "lost"]
 
 
 def test_a_version_that_no_engine_was_ever_given_is_an_error(evaluate):
-    with pytest.raises(EngineError, match="version 1 cannot be evaluated: no engine has committed it"):
-        evaluate(9, version=1)
+    with pytest.raises(ExceptionGroup) as error:
+        evaluate(Client("engine-0"), version=1)
+    (cause,) = error.value.exceptions
+    assert isinstance(cause, EngineError)
+    assert str(cause).startswith("version 1 cannot be evaluated: no engine has committed it")
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 4), ({"share": 0.1}, 2), ({"share": 1.0}, 20)])
+def test_it_takes_its_share_of_the_slots_until_nothing_else_runs(setting, options, most):
+    """By default 5 of 20, asked for in pairs."""
+    clients = [Client("engine-0"), Client("engine-1")]
+    prompts = [Prompt(id=number, text="", answer="", tokens=[number], response_tokens=None) for number in range(80)]
+    config, sampler, changed = setting(*clients, max_running=20, n=2, **options)
+    evaluation = Evaluation(config, sampler, prompts, changed)
+    assert asyncio.run(evaluation.run(0))["items"] == 80
+    assert [client.most for client in clients] == [most, most]
+    evaluation.use_all_slots()
+    asyncio.run(evaluation.run(0))
+    assert [client.most for client in clients] == [20, 20]
+
+
+class Slow:
+    """Stands in for Evaluation; ends one when it is told to."""
+
+    def __init__(self):
+        self.begun, self.going_on, self.all_slots = [], asyncio.Event(), False
+
+    async def run(self, version):
+        self.begun.append(version)
+        await self.going_on.wait()
+        return {"accuracy": version}
+
+    def use_all_slots(self):
+        self.all_slots = True
+
+
+def test_evaluations_are_made_one_after_the_other_and_of_those_that_wait_the_newest(caplog):
+    async def live():
+        slow, written = Slow(), []
+        queue = EvaluationQueue(slow, lambda version, values: written.append((version, values["accuracy"])))
+        running = asyncio.create_task(queue.run())
+        for version in (0, 10, 20, 30):
+            queue.add(version)
+            await asyncio.sleep(0.01)
+        assert slow.begun == [0] and queue.left_out == 2
+        slow.going_on.set()
+        await asyncio.sleep(0.01)
+        assert slow.begun == [0, 30] and not slow.all_slots
+        slow.going_on.clear()
+        queue.add(40)
+        await asyncio.sleep(0.01)
+        last = asyncio.create_task(queue.finish(50))
+        await asyncio.sleep(0.01)
+        assert slow.begun == [0, 30, 40] and slow.all_slots and not last.done()
+        slow.going_on.set()
+        await asyncio.wait_for(last, 5)
+        running.cancel()
+        return written
+
+    assert asyncio.run(live()) == [(version, version) for version in (0, 30, 40, 50)]
+    assert "version 10 is not evaluated: the evaluation of version 0 still runs, and version 20 is due" in caplog.text

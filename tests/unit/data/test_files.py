@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.files import Source, records, shares, sources
+from areal_megatron.data.files import Source, records, shares, source_names, sources
 
 
 def jsonl(path, *rows):
@@ -253,3 +253,17 @@ def test_what_only_looks_deep_or_broken_is_read(tmp_path):
     nested = json.loads('{"prompt": "x", "answer": ' + deep(99) + "}")
     jsonl(tmp_path / "data.jsonl", *rows, nested)
     assert [record.row for record in records(tmp_path / "data.jsonl")] == [*rows, nested]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("data/aime24.jsonl", ["aime24"]),
+        ("data/aime24.jsonl:0.5,data/gsm8k.v2.parquet:1", ["aime24", "gsm8k.v2"]),
+        ("aime/test.jsonl,/amc/test.parquet,gsm8k/", ["aime/test", "amc/test", "gsm8k"]),
+        ("hf://datasets/a/b@main/x/test.parquet,hf://datasets/a/c/x/test.parquet", ["b@main/x/test", "c/x/test"]),
+        ("a.jsonl,a.jsonl", ["a#1", "a#2"]),
+    ],
+)
+def test_sources_have_names_that_differ(text, names):
+    assert source_names(text) == names

@@ -11,6 +11,7 @@ import pytest
 from areal_megatron.config import ConfigError
 from areal_megatron.data import formats
 from areal_megatron.data.formats import read_item, text_of
+from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.choice import score
 from areal_megatron.reward.math import score as math_score
 
@@ -26,9 +27,19 @@ MATH500 = {
 }
 
 
+AMC23_QUESTION = {"id": 1, "question": "Cities $C$ and $D$…", "answer": "27.0", "url": "…"}
+GSM8K = {
+    "question": "Ada packs 3 boxes of 500 nails. How many?",
+    "answer": "She packs 3*500 = <<3*500=1500>>1500 nails.\nThat is many.\n#### 1,500",
+}
+
+
 @pytest.mark.parametrize(
     ("row", "question", "answer"),
     [
+        (AMC23_QUESTION, "Cities $C$ and $D$…", "27.0"),
+        (GSM8K, "Ada packs 3 boxes", "1500"),
+        (GSM8K | {"answer": "None is left.\n#### -7"}, "Ada packs 3 boxes", "-7"),
         (AIME24, "Every morning Aya goes…", "204"),
         (AIME24_CAPITAL, "Let $x,y$ and $z$…", "33"),
         (AIME25, "Find the sum of all integer bases…", "70"),
@@ -127,6 +138,49 @@ CALLS_ROW = {
 }
 
 
+CODEFORCES = {
+    "id": "1/A",
+    "title": "Sum",
+    "time_limit": 1.0,
+    "description": "Add the numbers.",
+    "input_format": "Two numbers.",
+    "output_format": "Their sum.",
+    "interaction_format": None,
+    "note": "They are small.",
+    "examples": [{"input": "1 2", "output": "3"}],
+    "official_tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}],
+    "official_tests_complete": True,
+    "input_mode": "stdio",
+    "generated_checker": None,
+    "executable": True,
+}
+CODE_CONTESTS = {
+    "name": "1_A. Sum",
+    "description": "Add the numbers.\n\nInput\n\nTwo numbers.",
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": [], "output": []},
+    "generated_tests": {"input": ["4 5\n"], "output": ["9\n"]},
+    "solutions": {"language": [3], "solution": ["…"]},
+    "input_file": "",
+    "output_file": "",
+}
+
+
+@pytest.mark.parametrize("row", [CODEFORCES, CODE_CONTESTS])
+def test_problems_of_contests_become_inputs_and_outputs(row):
+    item = read_item(row, "x:1", [0])
+    assert item.prompt.startswith("Add the numbers.") and "Two numbers." in item.prompt and "stdin" in item.prompt
+    assert item.reward == "code" and problem_with_answers("code")(item.answer) == ""
+    assert json.loads(item.answer) == {"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]}
+
+
+def test_a_problem_of_codeforces_shows_all_its_parts_in_order():
+    prompt = read_item(CODEFORCES, "x:1", [0]).prompt
+    parts = ["Add the", "Input\nTwo", "Output\nTheir", "Example 1\nInput:\n1 2\nOutput:\n3", "Note\nThey", "python"]
+    places = [prompt.index(part) for part in parts]
+    assert places == sorted(places)
+
+
 def packed(cases, protocol=None):
     """Packs text as the private tests of the published files are, with the real pickle."""
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases), protocol))).decode()
@@ -222,6 +276,20 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
             STDIN_ROW | {"public_test_cases": '[{"input": "", "output": "", "testtype": ["x"]}]'},
             "field 'public_test_cases'",
         ),
+        (GSM8K | {"answer": "so\n#### "}, "field 'answer' has nothing after its last ####"),
+        (CODEFORCES | {"generated_checker": "import sys"}, "cannot be tested: several outputs are right"),
+        (CODEFORCES | {"interaction_format": "Ask."}, "cannot be tested: it is interactive"),
+        (CODEFORCES | {"input_mode": "file"}, "cannot be tested: it reads a file; leave the row out"),
+        (CODEFORCES | {"official_tests": []}, "field 'official_tests' is empty"),
+        (CODEFORCES | {"official_tests": None}, "field 'official_tests' is NoneType"),
+        (CODEFORCES | {"official_tests": [{"input": "1"}]}, "field 'official_tests' is no list of tests"),
+        (CODEFORCES | {"examples": ["1"]}, "field 'examples' is no list of tests"),
+        (CODEFORCES | {"examples": 7}, "field 'examples' is no list of tests"),
+        (CODE_CONTESTS | {"input_file": "in.txt"}, "reads or writes a file; leave the row out"),
+        (CODE_CONTESTS | {"public_tests": {"input": ["1"], "output": []}}, "field 'public_tests' needs an `input`"),
+        (CODE_CONTESTS | {"private_tests": ["1"]}, "field 'private_tests' needs an `input`"),
+        (CODE_CONTESTS | {"generated_tests": {"input": [1], "output": ["2"]}}, "field 'generated_tests' is no list"),
+        (CODE_CONTESTS | {"public_tests": None, "generated_tests": None}, "no test in public_tests"),
         (CALLS_ROW | {"metadata": "{}"}, "func_name"),
         (CALLS_ROW | {"metadata": "[]"}, "func_name"),
         (CALLS_ROW | {"starter_code": ""}, "field 'starter_code' is empty"),

@@ -13,7 +13,8 @@ from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.state import ControllerState
 from areal_megatron.controller.state import read as read_state
 from areal_megatron.controller.state import write as write_state
-from areal_megatron.data.prompts import Cursor, check_data, cursor, ranks_of, read_examples, read_prompts
+from areal_megatron.data.check import check_data
+from areal_megatron.data.prompts import Cursor, cursor, ranks_of, read_examples, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -393,7 +394,7 @@ def test_training_draws_from_several_files_by_weight(folder, tmp_path):
     order = cursor(mixed, prompts)
     epoch = [prompts[order.next()[1]].text for _ in range(6)]
     assert sorted(text for text in epoch if text[0] == "a") == ["a0", "a1", "a2", "a3"] and order.next()[0] == 1
-    with pytest.raises(ConfigError, match=r"data.eval: every prompt is asked once; leave the weights out"):
+    with pytest.raises(ConfigError, match=r"data.eval: an evaluation asks every prompt; leave the weights out"):
         check_data(config(folder, train=mixed.data.train, eval=mixed.data.train))
 
 

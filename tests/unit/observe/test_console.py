@@ -72,7 +72,8 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
     writer.write("update", 5, UPDATE)
     writer.flush()
     console.close()
-    writer.write("eval", 6, {"accuracy": 0.7, "items": 500})
+    averages = {"aime": {"avg@4": {"value": 0.4}}, "gsm8k": {"avg@4": {"value": 1.0}}, "amc": {"items": 0}}
+    writer.write("eval", 6, {"accuracy": 0.7, "items": 500, "n": 4, "files": averages})
     writer.write("resume", 5, {"incarnation": 2})
     writer.write("update", 6, UPDATE)
     writer.close()
@@ -82,7 +83,7 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
         "starting",
         "resumed at version 4",
         "update 5/6",
-        "held-out accuracy 70% at version 6, 500 prompts",
+        "held-out accuracy 70% at version 6, 500 prompts: aime 40%, gsm8k 100%, amc –",
         "resumed at version 5",
         "update 6/6",
     ]

@@ -20,13 +20,13 @@ def run(tmp_path):
 def test_lines_read_back_as_written(run):
     writer = MetricsWriter(run)
     writer.write("update", 1, {"reward_mean": np.float32(0.5), "staleness_histogram": {0: np.int64(3), 1: 5}})
-    writer.write("eval", 1, {"accuracy": 0.25, "items": 4})
+    writer.write_evaluation(1, {"accuracy": 0.25, "items": 4, "files": {"math": {"items": 4}}})
     writer.flush()
     update, evaluation = read_metrics(run)
     writer.close()
     assert update.pop("time") <= evaluation.pop("time")
     assert update == {"kind": "update", "version": 1, "reward_mean": 0.5, "staleness_histogram": {"0": 3, "1": 5}}
-    assert evaluation == {"kind": "eval", "version": 1, "accuracy": 0.25, "items": 4}
+    assert evaluation == {"kind": "eval", "version": 1, "accuracy": 0.25, "items": 4, "files": {"math": {"items": 4}}}
 
 
 def test_tensorboard_holds_the_scalars(run):
@@ -38,6 +38,23 @@ def test_tensorboard_holds_the_scalars(run):
     board.Reload()
     assert board.Tags()["scalars"] == ["update/reward_mean"]
     assert [(e.step, e.value) for e in board.Scalars("update/reward_mean")] == [(0, -1.0), (1, 0.5), (2, 2.0)]
+
+
+def test_tensorboard_shows_the_files_of_an_evaluation(run):
+    writer = MetricsWriter(run)
+    average = {"value": 0.25, "low": 0.125, "high": 0.5}
+    writer.write_evaluation(7, {"accuracy": 0.25, "files": {"a/math": {"items": 4, "avg@2": average}}})
+    writer.close()
+    board = EventAccumulator(str(run.folder / "tensorboard"))
+    board.Reload()
+    shown = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert shown == {
+        "eval/accuracy": [(7, 0.25)],
+        "eval/a/math/items": [(7, 4)],
+        "eval/a/math/avg@2": [(7, 0.25)],
+        "eval/a/math/avg@2/low": [(7, 0.125)],
+        "eval/a/math/avg@2/high": [(7, 0.5)],
+    }
 
 
 def test_non_finite_numbers_stay_valid_json(run):

@@ -361,6 +361,7 @@ def generation_of(world, tmp_path, client):
         stop_tokens=world.tokenizer.stop_tokens,
         scorer=None,
         timeline=timeline,
+        evaluation=sampling.Decoding(1.0),
         episodes=world.episodes,
     )
     return schedule, Generation(world.config, schedule, sampler, prompts, Changed())

@@ -16,7 +16,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
-from areal_megatron.workflows.sampling import Sampling, sampling_seed
+from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Score
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1 + number], response_tokens=None) for number in range(6)]
@@ -53,7 +53,7 @@ def setting(tmp_path, client):
         batch_size=4,
         seed=11,
         model=ModelConfig(path="x"),
-        data=DataConfig(train="x"),
+        data=DataConfig(train="x", eval="x"),
         rollout=RolloutConfig(group_size=2, max_running=64, max_staleness=2),
     )
     timeline = Timeline(tmp_path / "timeline", "controller")
@@ -64,6 +64,7 @@ def setting(tmp_path, client):
         stop_tokens=[0],
         scorer=Right(),
         timeline=timeline,
+        evaluation=Decoding(1.0),
     )
 
 
@@ -201,5 +202,5 @@ def test_every_evaluation_asks_with_the_same_seeds(tmp_path):
     config, sampler = setting(tmp_path, client)
     for version in (0, 3):
         sampler.engines[0].version = version
-        asyncio.run(Evaluation(config, sampler, PROMPTS).run(version))
+        asyncio.run(Evaluation(config, sampler, PROMPTS, Changed()).run(version))
     assert sorted(client.seeds) == sorted([(p.id, sampling_seed(11, "eval", p.id)) for p in PROMPTS] * 2)

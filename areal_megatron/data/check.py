@@ -1,0 +1,102 @@
+"""Checks of the data of a run before anything starts: every row of it, and whether what is evaluated is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.contamination import PHRASE, Overlap, compare
+from areal_megatron.data.files import shares
+from areal_megatron.data.prompts import Prompt, cursor, is_easiest_first, read_examples, read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+
+
+def check_data(
+    config: Config,
+    say: Callable[[str], None] = lambda line: None,
+    problem_of: Callable[[str], str] = lambda answer: "",
+) -> None:
+    """Reads every file of `config.data` once. Raises ConfigError for the first problem that would stop a run.
+
+    `say` is told, in a line each, of what does not stop a run, and of the progress. `problem_of` returns what keeps the
+    reward function from using a row's right answer; "" if nothing does.
+    """
+    tokenizer = Tokenizer(config.model.path)
+    if config.mode == "sft":
+        cursor(config, read_examples(config.data.train, tokenizer))
+        return
+    if config.ppo.penalty.kl_model:
+        tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
+    train = read_prompts(config, "train", tokenizer)
+    _check_answers(config, train, "data.train", problem_of)
+    cursor(config, train)
+    _check_pass_rates(config, train)
+    if not config.data.eval:
+        return
+    held_out = read_prompts(config, "eval", tokenizer)
+    _check_answers(config, held_out, "data.eval", problem_of)
+    if shares(config.data.eval, [prompt.source for prompt in held_out]):
+        raise ConfigError("data.eval: an evaluation asks every prompt; leave the weights out")
+    limit = config.data.max_prompt_tokens
+    if too_long := [prompt for prompt in held_out if len(prompt.tokens) > limit]:
+        say(
+            f"warning: data.eval: {_number(too_long, held_out)} longer than data.max_prompt_tokens={limit} and no part "
+            f"of any evaluation, such as {too_long[0].where}"
+        )
+    _check_overlap(config, compare(train, held_out, say), held_out, say)
+
+
+def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Prompt], say: Callable[[str], None]) -> None:
+    if overlap.equal:
+        asked, trained = overlap.equal[0]
+        problem = (
+            f"data.eval: {_number(overlap.equal, held_out)} in data.train too, such as {asked.where}, which is "
+            f"{trained.where}"
+        )
+        if not config.data.allow_overlap:
+            raise ConfigError(
+                f"{problem}: take them out of one of the two, or evaluate what is trained with data.allow_overlap=true"
+            )
+        say(f"warning: {problem}")
+    if overlap.similar:
+        asked, trained = overlap.similar[0]
+        say(
+            f"warning: data.eval: {_number(overlap.similar, held_out, 'have', 'has')} {PHRASE} words in a row in "
+            f"common with a row of data.train, such as {asked.where} with {trained.where}"
+        )
+
+
+def _number(some: Sequence, prompts: Sequence[Prompt], several: str = "are", one: str = "is") -> str:
+    return f"{len(some)} of {len(prompts)} prompts {several if len(some) > 1 else one}"
+
+
+def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError if rollout.filter_groups excludes every prompt, or rollout.easiest_first has nothing to order
+    by."""
+    rollout = config.rollout
+    if is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
+        raise ConfigError(
+            f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "
+            "python -m areal_megatron.evaluate --pass-rates writes them"
+        )
+    fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
+    low, high = rollout.min_pass_rate, rollout.max_pass_rate
+    if rollout.filter_groups and not any(rate is None or low <= rate <= high for rate in fitting):
+        raise ConfigError(
+            f"rollout.filter_groups: every prompt of {config.data.train} has a pass_rate outside of "
+            f"min_pass_rate={low:g} to max_pass_rate={high:g}"
+        )
+
+
+def _check_answers(config: Config, prompts: Sequence[Prompt], key: str, problem_of: Callable[[str], str]) -> None:
+    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one, or if that
+    cannot use the row's answer."""
+    function = config.reward.function
+    for prompt in prompts:
+        if ":" not in function and prompt.reward not in ("", function):
+            raise ConfigError(
+                f"reward.function: {function}, but row {prompt.id + 1} of {key} is of a format that is scored "
+                f"by reward.function={prompt.reward}"
+            )
+        if problem := problem_of(prompt.answer):
+            raise ConfigError(f"{prompt.where}: reward.function={function} cannot use the answer: {problem}")

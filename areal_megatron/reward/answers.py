@@ -1,0 +1,29 @@
+"""Checks of the right answers of data, before a run: whether a built-in reward can compare a response with them."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+
+from areal_megatron.reward.code import parse_tests
+
+
+def problem_with_answers(function: str) -> Callable[[str], str]:
+    """Returns a function of a row's answer that says what keeps `reward.function` from using it; "" if nothing does."""
+    return {"choice": _not_a_letter, "code": _no_tests}.get(function, _empty)
+
+
+def _empty(answer: str) -> str:
+    return "" if answer.strip() else "it is empty"
+
+
+def _not_a_letter(answer: str) -> str:
+    return "" if len(answer) == 1 and answer in string.ascii_uppercase else "expected the capital letter of a choice"
+
+
+def _no_tests(answer: str) -> str:
+    try:
+        parse_tests(answer)
+    except ValueError as e:
+        return str(e)
+    return ""
