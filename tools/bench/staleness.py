@@ -37,8 +37,6 @@ from tools.bench import staleness_table
 from tools.bench.staleness_table import ARMS, SEEDS, Arm, Results
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SAMPLES = 4
-"""Answers to each held-out addition in an evaluation."""
 EVALUATIONS = 2
 """Evaluations at the end of a run, whose mean is its accuracy."""
 APART = 4
@@ -48,8 +46,11 @@ SETTINGS = [
     "optimizer.warmup_steps=0",
     "rollout.max_running=512",
     "rollout.exact_staleness=true",
+    "eval.n=4",
+    "eval.share=1",
 ]
-"""What differs from configs/tiny_cpu.yaml in every cell. Every answer is trained η versions after its admission."""
+"""What differs from configs/tiny_cpu.yaml in every cell. Every answer is trained η versions after its admission, and
+evaluations are of one version."""
 BASE_SEED = 1
 RUN_TIMEOUT_S = 1800
 SHARES = ("effective_share", "kl_proximal", "clip_share", "capped_share", "masked_share")
@@ -146,8 +147,6 @@ class Sweep:
             f"model.path={world / 'model'}",
             f"data.train={world / 'sft.jsonl'}",
         )
-        heldout = (world / "heldout.jsonl").read_text()
-        write_atomically(self.base / "heldout.jsonl", SAMPLES * heldout)
         write_atomically(self.base / "done", commit() + "\n")
 
     def run(self, cell: Cell) -> dict[str, Any]:
@@ -163,7 +162,7 @@ class Sweep:
             f"name={cell.name}",
             f"model.path={self.base / 'sft' / 'hf'}",
             f"data.train={world / 'train.jsonl'}",
-            f"data.eval={self.base / 'heldout.jsonl'}",
+            f"data.eval={world / 'heldout.jsonl'}",
             *self.results["overrides"],
             *cell.overrides,
         )
