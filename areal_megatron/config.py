@@ -378,8 +378,17 @@ class RewardConfig:
     function: str = "math"
     """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
+    group_function: str = ""
+    """Adds named terms to the rewards of a group's answers: the import path `package.module:function` of
+    `f(prompt, answer, answers) -> {name: [a number for each]}` (docs/rewards.md). Empty: nothing is added."""
     timeout_s: float = key(10.0, above=0)
-    """An answer whose reward takes longer, twice, is counted as wrong, and as a failure."""
+    """How long a reward may take, in seconds; after that it has failed."""
+    retry_s: float = key(60.0, at_least=0)
+    """How long a reward that failed is tried again, in seconds, with growing pauses and at least once; then its answer
+    is not trained. Also for episodes whose workflow fails."""
+    failed_share: float = key(0.1, at_least=0, at_most=1)
+    """The run ends when the rewards of more than this share of the last batch_size answers (of ten groups, if those are
+    more) have failed. 1: never."""
     away_s: float = key(600.0, at_least=0)
     """How long a service of rewards may be away, in seconds, until the run ends; answers wait for it meanwhile."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ TICK_S = 0.25
 _READ_S = 0.1
 """How long a loop takes at most to read a short answer that has arrived."""
 _WORTH_TELLING_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
 
 
 class AttendedTime:
@@ -92,3 +93,13 @@ async def within(limit_s: float, awaited: Awaitable[T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
+
+
+def pauses(limit_s: float) -> Iterator[float]:
+    """Yields how many seconds to wait before each further try of what has failed: 1, 2, 4, 8, 16, 16, … At least one;
+    no more once limit_s attended seconds have passed since the first was asked for."""
+    began, pause = now(), _FIRST_PAUSE_S
+    yield pause
+    while now() - began < limit_s:
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        yield pause

@@ -21,6 +21,7 @@ from areal_megatron.data.dumps import recorded
 from areal_megatron.model_check import check_model
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
+from areal_megatron.reward.group import load_group_function
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
 from launch.lease import Lease
@@ -196,6 +197,8 @@ def check_input(config: Config) -> None:
         check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers(config.reward.function))
     if config.mode == "rl":
         load_function(config.reward.function, config.reward.timeout_s)
+        if config.reward.group_function:
+            load_group_function(config.reward.group_function)
         check_workflow(config)
 
 

@@ -24,6 +24,8 @@ from areal_megatron.packing.partition import split
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained, encode_batch
 
 log = logging.getLogger(__name__)
+_ROUNDING = 1e-6
+"""More than what is lost of a reward to which terms are added and taken away again."""
 
 
 class Stopwatch:
@@ -180,7 +182,9 @@ class Batches:
             multiple=config.trainer.microbatch_multiple,
             share_prompts=config.trainer.share_prompts,
         )
-        return [encode_batch(part) for part in parts], describe(trajectories, version, config.reward.right)
+        return [encode_batch(part) for part in parts], describe(
+            trajectories, version, config.reward.right
+        ) | means_of_terms(trajectories)
 
     def trained(self, message: Trained) -> dict[str, Any]:
         """Moves the schedule on and returns the figures of the update, the trainer's own among them.
@@ -247,12 +251,14 @@ class Batches:
 def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -> dict[str, Any]:
     """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions."""
     lengths = np.array([len(t.response) for t in trajectories])
-    rewards = np.array([t.reward for t in trajectories])
+    known = [t for t in trajectories if not t.failed]
+    rewards = np.array([t.reward for t in known])
+    scored = rewards - [sum(t.terms.values()) for t in known] + _ROUNDING
     staleness = Counter(version - t.admission_version for t in trajectories)
     trained = np.concatenate([t.versions[t.loss_mask == 1] for t in trajectories])
     return {
         "reward_mean": float(rewards.mean()),
-        "accuracy": float(np.mean(rewards >= correct)),
+        "accuracy": float(np.mean(scored >= correct)),
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "truncated_share": float(np.mean([t.truncated for t in trajectories])),
@@ -264,6 +270,13 @@ def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -
         "turns_mean": float(np.mean([_answers(t.loss_mask) for t in trajectories])),
         "trained_tokens": len(trained),
     }
+
+
+def means_of_terms(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the mean of each term that a group function has added to rewards; it is 0 where it was not returned."""
+    known = [t.terms for t in trajectories if not t.failed]
+    names = sorted({name for terms in known for name in terms})
+    return {f"reward_{name}_mean": sum(terms.get(name, 0.0) for terms in known) / len(known) for name in names}
 
 
 def _answers(loss_mask: np.ndarray) -> int:

@@ -235,6 +235,7 @@ class Controller:
             "groups_skipped": self.schedule.counts["skipped"],
             "prompts_too_long": self.generation.prompts_too_long,
             "reward_failures": self.rewards.failures,
+            "reward_retries": self.rewards.retries,
             "answers_refused": self.rewards.refused,
             "status_failures": self.status.failures,
             "evaluations_left_out": self.evaluations.left_out,

@@ -15,6 +15,7 @@ from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.difficulty import Difficulty
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import ControllerState
@@ -31,6 +32,8 @@ from areal_megatron.workflows.sampling import INTERRUPTED, sampling_seed
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
 _TOO_LONG = "longer than data.max_prompt_tokens"
+_FEWEST_SCORED = 2
+"""Answers of a group whose rewards are known; with fewer there is nothing to compare."""
 
 
 class Generation:
@@ -43,6 +46,7 @@ class Generation:
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = cursor(config, prompts)
         self._difficulty = Difficulty(config.rollout)
+        self._failed_answers = FailedAnswers(config)
         self._trajectories: dict[int, list[Trajectory]] = {}
         """Trajectories of finished groups, by number of the group."""
         self._again: deque[tuple[int, int]] = deque()
@@ -98,7 +102,7 @@ class Generation:
 
     async def run(self) -> None:
         """Admits groups for ever, interrupted ones first. Raises EngineError when a request fails for the last
-        time."""
+        time, and RunError when too many rewards do."""
         async with asyncio.TaskGroup() as groups:
             while True:
                 while (engine := self._free_engine()) is not None:
@@ -202,7 +206,11 @@ class Generation:
                 return
             with self._sampler.timeline.span("reward", prompt=prompt.id):
                 sampled = await self._sampler.scored(prompt, sampled)
-        if self._is_useless(prompt, sampled):
+        sampled = await self._sampler.with_terms(prompt, sampled)
+        self._failed_answers.add(ended.score.failure for ended in sampled)
+        if sum(not ended.score.failed for ended in sampled) < min(_FEWEST_SCORED, n):
+            self._schedule.fail(group, "rewards failed")
+        elif self._is_useless(prompt, sampled):
             self._schedule.filter(group)
         else:
             self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
@@ -211,7 +219,8 @@ class Generation:
 
     def _is_useless(self, prompt: Prompt, sampled: list[ScoredTranscript]) -> bool:
         trained = any(ended.score.trained and ended.context.answers for ended in sampled)
-        return self._difficulty.filters(prompt, [ended.score for ended in sampled]) or not trained
+        known = [ended.score for ended in sampled if not ended.score.failed]
+        return self._difficulty.filters(prompt, known) or not trained
 
 
 def _described(interrupted: dict[int, list[Completion]]) -> str:
@@ -234,5 +243,7 @@ def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajec
         loss_mask=context.loss_mask * np.uint8(score.trained),
         reward=score.reward,
         truncated=score.truncated,
+        failed=score.failed,
+        terms=score.terms,
         routes=context.routes,
     )

@@ -74,3 +74,8 @@ class Sampler:
             ScoredTranscript(transcript.with_answer(answer, score.truncated), score)
             for answer, score in zip(answers, scores, strict=True)
         ]
+
+    async def with_terms(self, prompt: Prompt, group: Sequence[ScoredTranscript]) -> list[ScoredTranscript]:
+        """Returns the trajectories of a group with the terms of reward.group_function in their rewards."""
+        scores = await self.scorer.with_terms(prompt, [one.context for one in group], [one.score for one in group])
+        return [replace(one, score=score) for one, score in zip(group, scores, strict=True)]

@@ -37,6 +37,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reward: float
     truncated: bool
     """Whether the answer was cut at rollout.max_new_tokens."""
+    failed: bool = False
+    """Whether its reward is unknown; `reward` says nothing then, and no token is trained."""
+    terms: dict[str, float] = {}
+    """What the group function has added to the reward, by name."""
     routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose for every token but the
     last, which the engine never computed with. Empty without rollout.replay_routes."""

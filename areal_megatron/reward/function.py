@@ -19,6 +19,8 @@ in proportion: reward = (1 − score) · incorrect + score · correct. Feedback 
 """
 
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
+PURE = ("math", "choice")
+"""Built-in functions whose verdict depends on nothing but the answer: what they cannot finish, twice, is its doing."""
 LARGEST_SCORE = 1e6
 """A larger one is a fault of the function: of one enormous reward, all other advantages of the batch would be 0."""
 _LONGEST_FEEDBACK = 10_000

@@ -1,4 +1,4 @@
-"""What a reward function may raise in place of a score."""
+"""What is raised in place of a score."""
 
 
 class AnswerRefused(Exception):
@@ -9,3 +9,7 @@ class AnswerRefused(Exception):
 class ServiceAway(Exception):
     """What a reward function raises while the service that it asks is away: the same answer is asked about again, until
     there is a score or reward.away_s is over. The text says which service, and how it fails."""
+
+
+class RewardFailed(Exception):
+    """What `Episode.score` raises if there is no score, after all tries: the episode ends, and is not trained."""

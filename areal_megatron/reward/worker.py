@@ -1,8 +1,8 @@
 """A reward worker: scores one answer after the other, in a process that can be killed. Started by workers.py.
 
 A frame on stdin or stdout is four bytes of length and a msgpack message. The first one that a worker writes is Ready.
-Then it reads lists of Answer, and writes a Scored for each answer as soon as it is known. Whatever the reward function
-prints goes to stderr.
+Then it reads lists of Answer and AnswerGroup, and writes a Scored for each as soon as it is known. Whatever the
+functions print goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.reward.function import checked, load_function
+from areal_megatron.reward.function import PURE, checked, load_function
+from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
+from areal_megatron.reward.math import last_boxed
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
 
 HEADER = struct.Struct("<I")
@@ -43,7 +45,7 @@ class Ready(msgspec.Struct):
     """Why the reward function or the tokenizer cannot be loaded; empty: the worker is ready."""
 
 
-class Answer(msgspec.Struct):
+class Answer(msgspec.Struct, tag=True):
     """An answer to score."""
 
     prompt: str
@@ -54,14 +56,32 @@ class Answer(msgspec.Struct):
     """Token ids as int32, in place of `response`: workers decode them, to spare the controller's event loop."""
     where: str = ""
     """`path:row` of the prompt, for messages."""
+    cut: bool = False
+    """Whether the response ends where its tokens were used up."""
+
+
+class AnswerGroup(msgspec.Struct, tag=True):
+    """Answers to one prompt, for the group function to add terms to."""
+
+    prompt: str
+    answer: str
+    """The right answer."""
+    members: list[GroupAnswer]
+    """Without `response` and `versions`, which workers fill in."""
+    tokens: list[bytes]
+    """Token ids of each member's response, as int32."""
+    versions: list[bytes]
+    """The policy version that sampled each token of it, as int32."""
+    where: str = ""
+    """`path:row` of the prompt, for messages."""
 
 
 class Scored(msgspec.Struct):
-    """The score of an answer."""
+    """The score of an answer, or the terms of a group."""
 
-    score: float
+    score: float = 0.0
     problem: str = ""
-    """Why the reward function failed; the score is 0 then."""
+    """Why the function failed; then there is no score."""
     feedback: str = ""
     refused: bool = False
     """Whether the reward function did not accept the form of the answer; the score is 0 then."""
@@ -69,10 +89,17 @@ class Scored(msgspec.Struct):
     """Whether the worker must be replaced now, since an answer has used up its memory."""
     away: bool = False
     """Whether this is no score yet: the service that knows it is away, see `problem`, and will be asked again."""
+    killed: bool = False
+    """Whether the function failed because its process was killed from outside, as the kernel does without memory."""
+    terms: dict[str, list[float]] = {}
+    """What the group function adds to the reward of each answer, by name."""
 
 
-def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answers requests until their stream ends; `model` is the folder of the tokenizer, or empty."""
+def serve(
+    function_name: str, group_function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO
+) -> None:
+    """Answers requests until their stream ends; `model` is the folder of the tokenizer, or empty, and so may be the
+    group function's name."""
 
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
@@ -83,33 +110,48 @@ def serve(function_name: str, timeout_s: float, model: str, requests: BinaryIO, 
         """Whether answers have left half of the limit in use, as after a MemoryError that math-verify caught."""
         return limit is not None and _held_bytes() > limit - (MEMORY_MB << 19)
 
-    def score(answer: Answer) -> Scored:
+    def text_of(tokens: bytes) -> str:
+        return tokenizer.decode(np.frombuffer(tokens, np.int32).tolist())
+
+    def score_of(answer: Answer) -> Scored:
+        text = answer.response if answer.tokens is None else text_of(answer.tokens)
+        if answer.cut and function_name in PURE and last_boxed(text) is None:
+            return Scored()  # whatever it says last is no final answer
         try:
-            text = answer.response
-            if answer.tokens is not None:
-                text = tokenizer.decode(np.frombuffer(answer.tokens, np.int32).tolist())
             found, feedback = checked(function(answer.prompt, text, answer.answer))
-            feedback.encode()  # raises for what is no Unicode, which could not be sent
-            return Scored(found, feedback=feedback)
         except AnswerRefused as e:
-            return Scored(0.0, feedback=str(e).encode(errors="replace").decode(), refused=True)
+            return Scored(feedback=str(e).encode(errors="replace").decode(), refused=True)
+        feedback.encode()  # raises for what is no Unicode, which could not be sent
+        return Scored(found, feedback=feedback)
+
+    def terms_of(group: AnswerGroup) -> Scored:
+        for member, tokens, versions in zip(group.members, group.tokens, group.versions, strict=True):
+            member.response = text_of(tokens)
+            member.versions = np.unique(np.frombuffer(versions, np.int32)).tolist()
+        terms = checked_terms(group_function(group.prompt, group.answer, group.members), len(group.tokens))
+        return Scored(terms=terms)
+
+    def scored_by_function(request: Answer | AnswerGroup) -> Scored:
+        try:
+            return terms_of(request) if isinstance(request, AnswerGroup) else score_of(request)
         except ServiceAway as e:
-            return Scored(0.0, _problem(e, answer.where), away=True)
-        except Exception as e:  # a failure of the user's function is a wrong answer and never ends the run
-            return Scored(0.0, _problem(e, answer.where), last=isinstance(e, MemoryError))
+            return Scored(problem=_problem(e, request.where), away=True)
+        except Exception as e:  # the function is the user's
+            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError))
 
     try:
         function = load_function(function_name, timeout_s)
+        group_function = load_group_function(group_function_name) if group_function_name else None
         tokenizer = Tokenizer(model) if model else None
     except ConfigError as e:
         reply(Ready(str(e)))
         return
     limit = _limit_memory() if function_name == "math" and sys.platform == "linux" else None
     reply(Ready())
-    decode = msgspec.msgpack.Decoder(list[Answer]).decode
+    decode = msgspec.msgpack.Decoder(list[Answer | AnswerGroup]).decode
     while header := requests.read(HEADER.size):
-        for answer in decode(requests.read(HEADER.unpack(header)[0])):
-            while (scored := score(answer)).away:
+        for request in decode(requests.read(HEADER.unpack(header)[0])):
+            while (scored := scored_by_function(request)).away:
                 reply(scored)
                 time.sleep(min(_AWAY_PAUSE_S, _AWAY_PAUSE_SHARE * timeout_s))
             scored.last = scored.last or worn_out()
@@ -143,9 +185,9 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    function, timeout_s, model = sys.argv[1:]
+    function, group_function, timeout_s, model = sys.argv[1:]
     try:
-        serve(function, float(timeout_s), model, sys.stdin.buffer, replies)
+        serve(function, group_function, float(timeout_s), model, sys.stdin.buffer, replies)
     except BrokenPipeError:  # the controller is gone
         os._exit(1)
 

@@ -1,7 +1,7 @@
 """Scores answers in worker processes, which are killed and replaced when they take too long.
 
-An answer that takes too long is scored once more, by a new worker and with the whole limit, before it counts as wrong:
-its worker may have had no processor, or the machine may have been paused.
+What fails is tried again by another worker, after a pause: the service that it asks may be ill, the worker may have had
+no processor or no memory. A failure says nothing about an answer, so it is never a score.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,14 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import ConfigError, RewardConfig
-from areal_megatron.errors import printable
-from areal_megatron.lateness import now, within
-from areal_megatron.reward.worker import HEADER, Answer, Ready, Scored
+from areal_megatron.errors import printable, worth_a_line
+from areal_megatron.lateness import now, pauses, within
+from areal_megatron.reward.function import PURE
+from areal_megatron.reward.worker import HEADER, Answer, AnswerGroup, Ready, Scored
 from areal_megatron.run import RunError
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120
-_TRIES = 2
 _RETRY_S = 1.0
 _REMIND_S = 60.0
 _decode_ready = msgspec.msgpack.Decoder(Ready).decode
@@ -39,9 +40,9 @@ class RewardWorkers:
     """A pool of reward workers. Callers wait for a free one, so no more is queued than there are callers.
 
     Example:
-        workers = RewardWorkers(Reward(function="math"))
+        workers = RewardWorkers(RewardConfig(function="math"))
         await workers.start()
-        await workers.score([Answer(prompt="2+3=", response="\\\\boxed{5}", answer="5")])  # [1.0]
+        await workers.judge([Answer(prompt="2+3=", response="\\\\boxed{5}", answer="5")])  # [Scored(score=1.0)]
         await workers.close()
     """
 
@@ -52,7 +53,9 @@ class RewardWorkers:
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
-        """The number of answers whose scoring raised, took too long, or returned no finite number."""
+        """The number of answers without a score, since all tries raised, took too long or returned no finite number."""
+        self._pauses = self.retries = 0
+        """The number of answers and groups that were tried again, each time counted."""
         self._away_since: float | None = None
         self._reminded = 0.0
         self.refused = 0
@@ -63,31 +66,56 @@ class RewardWorkers:
         for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._count))):
             self._free.put_nowait(worker)
 
-    async def score(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns the score of each answer, in order; a failure scores 0.0 (wrong) and is counted in `failures`.
-
-        Raises RunError if the service of rewards is away for reward.away_s.
-        """
-        return [scored.score for scored in await self.judge(answers)]
-
     async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
-        """Returns the score of each answer as `score` does, with the reward function's feedback."""
+        """Returns the score of each answer, in order.
+
+        What fails is tried again for reward.retry_s; what fails for good has a `problem` and is counted in `failures`.
+        An answer that a built-in function cannot finish, twice, is refused: its own text is the reason. Raises RunError
+        if the service of rewards is away for reward.away_s.
+        """
         problems = [_problem_of_sending(answer) for answer in answers]
         if any(problems):
             judged = iter(await self.judge([answer for answer, bad in zip(answers, problems, strict=True) if not bad]))
-            return [self._counted(Scored(0.0, problem)) if problem else next(judged) for problem in problems]
+            return [self._counted(Scored(problem=problem)) if problem else next(judged) for problem in problems]
+        pure = self._config.function in PURE
+        scores = await self._tried(answers, 0.0 if pure else self._config.retry_s)
+        return [self._counted(_refused(one) if pure and one.problem and not one.killed else one) for one in scores]
+
+    async def terms(self, group: AnswerGroup) -> Scored:
+        """Returns what the group function adds to the rewards of a group's answers; it fails as in `judge`, with all
+        the answers."""
+        problem = _problem_of_sending(group)
+        (scored,) = [Scored(problem=problem)] if problem else await self._tried([group], self._config.retry_s)
+        return self._counted(scored, len(group.members))
+
+    async def _tried(self, requests: Sequence[Answer | AnswerGroup], limit_s: float) -> list[Scored]:
+        """Returns the result of each request; those that fail are tried again."""
+        scores = await self._asked(requests)
+        for pause_s in pauses(limit_s):
+            failed = [k for k, scored in enumerate(scores) if scored.problem]
+            if not failed:
+                break
+            self.retries += len(failed)
+            self._pauses += 1
+            if worth_a_line(self._pauses):
+                problem = printable(scores[failed[0]].problem, 1000)
+                log.warning("rewards of %d answers are tried again in %g s: %s", len(failed), pause_s, problem)
+            await asyncio.sleep(pause_s)
+            for k, scored in zip(failed, await self._asked([requests[k] for k in failed]), strict=True):
+                scores[k] = scored
+        return scores
+
+    async def _asked(self, requests: Sequence[Answer | AnswerGroup]) -> list[Scored]:
+        """Returns the result of each request, by one worker after the other."""
         worker = await self._free.get()
         scores: list[Scored] = []
-        tries = 1
         try:
-            while len(scores) < len(answers):
+            while len(scores) < len(requests):
                 if worker.dead:
                     worker = await self._replace(worker)
-                worker.ask(answers[len(scores) :])
-                while len(scores) < len(answers) and not worker.dead:
-                    if (scored := await self._next_score(worker, tries)) is not None:
-                        scores.append(scored)
-                    tries = 1 if scored is not None else tries + 1
+                worker.ask(requests[len(scores) :])
+                while len(scores) < len(requests) and not worker.dead:
+                    scores.append(await self._next_score(worker, requests[len(scores)]))
         except (asyncio.CancelledError, RunError):
             await worker.kill()  # it would still write scores that nobody reads
             raise
@@ -98,24 +126,25 @@ class RewardWorkers:
     async def close(self) -> None:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
-    async def _next_score(self, worker: _Worker, tries: int) -> Scored | None:
-        """Returns the score of the answer that the worker is at, for the `tries`-th time; None: ask another worker."""
+    async def _next_score(self, worker: _Worker, request: Answer | AnswerGroup) -> Scored:
+        """Returns the result of the request that the worker is at."""
         limit = self._config.timeout_s
+        name = self._config.group_function if isinstance(request, AnswerGroup) else self._config.function
+        name = f"{request.where}: {name}" if request.where else name
         try:
             while (scored := await within(limit, worker.next_scored())).away:
                 self._wait_for_service(scored.problem)
             self._away_since = None
         except TimeoutError:
             await worker.kill()
-            if tries < _TRIES:
-                return None
-            scored = Scored(0.0, f"{self._config.function} took longer than reward.timeout_s={limit:g} s, twice")
+            scored = Scored(problem=f"{name} took longer than reward.timeout_s={limit:g} s")
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
-            scored = Scored(0.0, f"{self._config.function} ended its worker process with code {worker.exit_code}")
+            problem = f"{name} ended its worker process with code {worker.exit_code}"
+            scored = Scored(problem=problem, killed=worker.exit_code == -signal.SIGKILL)
         if scored.last:
             await worker.kill()
-        return self._counted(scored)
+        return scored
 
     def _wait_for_service(self, problem: str) -> None:
         """Raises RunError if the service of rewards has been away for longer than reward.away_s."""
@@ -128,11 +157,11 @@ class RewardWorkers:
             self._reminded = now()
             log.warning("answers have waited %.0f s for their scores: %s", away_s, printable(problem, 500))
 
-    def _counted(self, scored: Scored) -> Scored:
+    def _counted(self, scored: Scored, answers: int = 1) -> Scored:
         self.refused += scored.refused
         if scored.problem:
-            self.failures += 1
-            if self.failures <= 10 or self.failures % 1000 == 0:
+            self.failures += answers
+            if worth_a_line(self.failures // answers):
                 log.warning("reward failure %d: %s", self.failures, printable(scored.problem, 1000))
         return scored
 
@@ -146,17 +175,22 @@ class RewardWorkers:
                 await asyncio.sleep(_RETRY_S)
 
     async def _new_worker(self) -> _Worker:
-        worker = await _Worker.start(self._config.function, self._config.timeout_s, self._model)
+        worker = await _Worker.start(self._config, self._model)
         self._workers.add(worker)
         return worker
 
 
-def _problem_of_sending(answer: Answer) -> str:
+def _problem_of_sending(request: Answer | AnswerGroup) -> str:
     try:
-        msgspec.msgpack.encode(answer)
+        msgspec.msgpack.encode((request.prompt, request.answer, getattr(request, "response", "")))
     except (UnicodeEncodeError, TypeError, OverflowError) as e:
-        return f"{answer.where or 'an answer'}: cannot be sent to a reward worker: {e}"
+        return f"{request.where or 'an answer'}: cannot be sent to a reward worker: {e}"
     return ""
+
+
+def _refused(scored: Scored) -> Scored:
+    log.info("an answer is refused that could not be graded: %s", printable(scored.problem, 1000))
+    return Scored(feedback="The final answer is too much to work out.", refused=True, last=scored.last)
 
 
 class _Worker:
@@ -165,9 +199,10 @@ class _Worker:
         self.dead = False
 
     @classmethod
-    async def start(cls, function: str, timeout_s: float, model: str) -> _Worker:
-        pipe = asyncio.subprocess.PIPE
-        command = [sys.executable, "-m", "areal_megatron.reward.worker", function, str(timeout_s), model]
+    async def start(cls, config: RewardConfig, model: str) -> _Worker:
+        pipe, function = asyncio.subprocess.PIPE, config.function
+        given = [function, config.group_function, str(config.timeout_s), model]
+        command = [sys.executable, "-m", "areal_megatron.reward.worker", *given]
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         try:
             ready = _decode_ready(await within(_START_TIMEOUT_S, worker._read()))
@@ -185,8 +220,8 @@ class _Worker:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
-    def ask(self, answers: Sequence[Answer]) -> None:
-        frame = msgspec.msgpack.encode(answers)
+    def ask(self, requests: Sequence[Answer | AnswerGroup]) -> None:
+        frame = msgspec.msgpack.encode(requests)
         self._process.stdin.write(HEADER.pack(len(frame)) + frame)
 
     async def next_scored(self) -> Scored:

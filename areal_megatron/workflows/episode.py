@@ -15,6 +15,7 @@ from areal_megatron.data.formats import Chat
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import Scored
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
@@ -140,16 +141,19 @@ class Episode:
 
     async def score(self) -> Scored:
         """Returns what reward.function says of the last answer; 0 if it was truncated and reward.truncated counts that
-        as wrong."""
+        as wrong. Raises RewardFailed."""
         if self.context.truncated and not self._resources.scorer.scores_truncated:
             return Scored(0.0)
         if self._scored is None or self._scored[0] != self.answers:
             with self.busy():
                 self._scored = self.answers, await self._judge()
+        if problem := self._scored[1].problem:
+            raise RewardFailed(problem)
         return self._scored[1]
 
     async def _judge(self) -> Scored:
-        return await self._resources.scorer.judge(self.prompt, await self._text_off_the_loop())
+        text = await self._text_off_the_loop()
+        return await self._resources.scorer.judge(self.prompt, text, self.context.truncated)
 
     async def _text_off_the_loop(self) -> str:
         return await asyncio.to_thread(self._resources.tokenizer.decode, self.context.answer)

@@ -14,7 +14,9 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.errors import printable, worth_a_line
+from areal_megatron.lateness import pauses
 from areal_megatron.reward.function import checked, is_score
+from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
@@ -39,7 +41,8 @@ class ScoredTranscript:
 
 
 class EpisodeRunner:
-    """Runs the episodes of one run. A workflow that fails is counted, and its episode scores 0.
+    """Runs the episodes of one run. One whose workflow fails is run again from its beginning, for reward.retry_s; if it
+    fails for good it is counted and not trained.
 
     Example:
 
@@ -56,10 +59,11 @@ class EpisodeRunner:
         self._endpoint = OpenAIEndpoint(tokenizer)
         self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns)
         self.failures = 0
-        """The number of episodes whose workflow raised, fell silent or returned no finite number."""
+        """The number of episodes whose workflow raised, fell silent or returned no finite number, in all tries."""
         self.untrained_answers = 0
         """The number of answers that agents have sampled outside of the trajectories that are trained."""
-        self._failures_without_answer, self._answered = 0, False
+        self._failed_tries = self._failures_without_answer = 0
+        self._answered = False
 
     def account(self) -> dict[str, int]:
         """Returns what was counted since the controller started, by the names of the metrics."""
@@ -80,7 +84,7 @@ class EpisodeRunner:
         specs = [replace(spec, request_id=f"{spec.request_id}-{k}", seed=spec.seed + k) for k in range(n)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._run(Episode(self._resources, sampling, own))) for own in specs]
+                tasks = [group.create_task(self._run(sampling, own)) for own in specs]
         except ExceptionGroup as e:
             if e.subgroup(Interrupted):
                 return None
@@ -89,11 +93,31 @@ class EpisodeRunner:
             raise
         return [task.result() for task in tasks]
 
-    async def _run(self, episode: Episode) -> ScoredTranscript:
+    async def _run(self, sampling: Sampling, spec: EpisodeSpec) -> ScoredTranscript:
+        episode = Episode(self._resources, sampling, spec)
+        score, problem = await self._tried(episode)
+        for number, pause_s in enumerate(pauses(self._config.reward.retry_s), 2):
+            if not problem:
+                break
+            await asyncio.sleep(pause_s)
+            episode = Episode(self._resources, sampling, replace(spec, request_id=f"{spec.request_id}-try{number}"))
+            score, problem = await self._tried(episode)
+        self.failures += bool(problem)
+        if not problem and score is None:
+            try:
+                score = (await episode.score()).score
+            except RewardFailed as e:
+                problem = str(e)
+        self.untrained_answers += episode.answers - episode.context.answers
+        return self._finished(episode, score or 0.0, problem)
+
+    async def _tried(self, episode: Episode) -> tuple[float | None, str]:
+        """Runs the workflow once. Returns the score, None if the reward function is to say it, and why the workflow
+        failed, empty if it did not."""
         problem, score = "", None
         try:
             score = await self._score_of(episode)
-        except EpisodeOver:
+        except (EpisodeOver, RewardFailed):
             pass
         except Exception as e:  # the workflow is the user's, and so are the agents that it runs
             problem = f"{type(e).__name__}: {str(e)[:500]}"
@@ -104,13 +128,9 @@ class EpisodeRunner:
         if not is_score(episode.discount):
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         if problem:
-            self._count_failure(episode.prompt, problem, bool(episode.context.answers))
-            score = 0.0
-        elif score is None:
-            score = (await episode.score()).score
+            self._tell_failure(episode.prompt, problem, bool(episode.context.answers))
         self._answered |= episode.context.answers > 0
-        self.untrained_answers += episode.answers - episode.context.answers
-        return self._finished(episode, score)
+        return score, problem
 
     async def _score_of(self, episode: Episode) -> float | None:
         """Returns what the workflow returns. Raises what it raises, and TimeoutError if it is idle for too long."""
@@ -127,20 +147,21 @@ class EpisodeRunner:
         result = task.result()
         return None if result is None else checked(result)[0]
 
-    def _finished(self, episode: Episode, score: float) -> ScoredTranscript:
+    def _finished(self, episode: Episode, score: float, problem: str) -> ScoredTranscript:
         context, forced = episode.context, episode.prompt.response_tokens is not None
         if not context.segments:  # a trajectory is never empty: it gets one token that is not trained
             context = context.with_observation(self._tokenizer.stop_tokens[:1])
         if context.truncated and not self._scorer.scores_truncated:
             score = 0.0
         reward = self._scorer.reward(score * episode.discount, context.length, context.truncated, forced)
-        return ScoredTranscript(context, replace(reward, correct=score >= 1))
+        found = replace(reward, correct=score >= 1, score=score)
+        return ScoredTranscript(context, found.failed_by(problem) if problem else found)
 
-    def _count_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
-        self.failures += 1
+    def _tell_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
+        self._failed_tries += 1
         problem = printable(problem, 1000)
-        if worth_a_line(self.failures):
-            log.warning("workflow failure %d, prompt %d: %s", self.failures, prompt.id, problem)
+        if worth_a_line(self._failed_tries):
+            log.warning("workflow failure %d, prompt %d: %s", self._failed_tries, prompt.id, problem)
         self._failures_without_answer += not answered
         if self._failures_without_answer >= self._config.batch_size and not self._answered:
             raise ConfigError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
+from areal_megatron.reward.group import GroupAnswer
 from areal_megatron.reward.overlong import overlong
-from areal_megatron.reward.worker import Answer, Scored
+from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
 from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.workflows.transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,21 @@ class Score:
     """Whether the answer was cut at rollout.max_new_tokens; never for an answer of forced length."""
     trained: bool
     """Whether its tokens enter the loss."""
+    score: float = 0.0
+    """What the reward function returned, or the workflow."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """What the group function has added to the reward, by name."""
+    failure: str = ""
+    """Why the reward is unknown: then the answer is neither right nor wrong, and is not trained. Empty: it is known."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the reward is unknown."""
+        return bool(self.failure)
+
+    def failed_by(self, problem: str) -> Score:
+        """Returns this score as that of an answer whose reward is unknown."""
+        return replace(self, correct=False, trained=False, failure=problem)
 
 
 class Scorer:
@@ -38,38 +55,80 @@ class Scorer:
         truncated = [c.finish_reason == "length" and not forced for c in completions]
         asked = [self.scores_truncated or not cut for cut in truncated]
         answers = [
-            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes(), prompt.where)
-            for c, ask in zip(completions, asked, strict=True)
+            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes(), prompt.where, cut)
+            for c, cut, ask in zip(completions, truncated, asked, strict=True)
             if ask
         ]
-        given = iter(await self._workers.score(answers) if answers else [])
-        scores = [next(given) if ask else 0.0 for ask in asked]
+        given = iter(await self._workers.judge(answers) if answers else [])
+        judged = [next(given) if ask else Scored() for ask in asked]
         return [
-            self.reward(score, len(c.tokens), cut, forced)
-            for score, c, cut in zip(scores, completions, truncated, strict=True)
+            self.reward(scored.score, len(c.tokens), cut, forced, scored.problem)
+            for scored, c, cut in zip(judged, completions, truncated, strict=True)
         ]
+
+    async def with_terms(
+        self, prompt: Prompt, transcripts: Sequence[Transcript], scores: Sequence[Score]
+    ) -> list[Score]:
+        """Returns the scores of a group with the terms of reward.group_function in their rewards, if there is one.
+
+        It gets the answers whose rewards are known. If it fails, none is.
+        """
+        known = [k for k, score in enumerate(scores) if not score.failed]
+        if not self._config.group_function or not known:
+            return list(scores)
+        own = [(transcripts[k], scores[k]) for k in known]
+        group = AnswerGroup(
+            prompt.text,
+            prompt.answer,
+            members=[_member(transcript, score) for transcript, score in own],
+            tokens=[transcript.tokens.tobytes() for transcript, _ in own],
+            versions=[transcript.versions.tobytes() for transcript, _ in own],
+            where=prompt.where,
+        )
+        found = await self._workers.terms(group)
+        changed = list(scores)
+        for place, k in enumerate(known):
+            terms = {name: values[place] for name, values in found.terms.items()}
+            changed[k] = replace(scores[k], reward=scores[k].reward + sum(terms.values()), terms=terms)
+            if found.problem:
+                changed[k] = scores[k].failed_by(found.problem)
+        return changed
 
     @property
     def scores_truncated(self) -> bool:
         """Whether the reward function is asked about truncated answers."""
         return self._config.truncated in ("scored", "overlong")
 
-    async def judge(self, prompt: Prompt, response: str) -> Scored:
-        """Returns the reward function's score of one answer, with its feedback."""
-        (scored,) = await self._workers.judge([Answer(prompt.text, response, prompt.answer, where=prompt.where)])
+    async def judge(self, prompt: Prompt, response: str, cut: bool = False) -> Scored:
+        """Returns the reward function's score of one answer, with its feedback; `cut`: its tokens were used up."""
+        answer = Answer(prompt.text, response, prompt.answer, where=prompt.where, cut=cut)
+        (scored,) = await self._workers.judge([answer])
         return scored
 
-    def reward(self, score: float, tokens: int, truncated: bool, forced: bool) -> Score:
+    def reward(self, score: float, tokens: int, truncated: bool, forced: bool, failure: str = "") -> Score:
         """Returns the reward of a trajectory: (1 − score) · reward.wrong + score · reward.right.
 
         A score of 1 or more is correct. With reward.truncated=overlong half the range times `overlong` is added.
         `tokens`: their number in the response; `forced`: whether the prompt forces it, and no response is overlong.
+        `failure`: why the score is unknown, if it is.
         """
         wrong, right = self._config.wrong, self._config.right
         penalty = overlong(tokens, self._max_new_tokens) if self._config.truncated == "overlong" and not forced else 0.0
-        return Score(
+        found = Score(
             reward=(1 - score) * wrong + score * right + penalty * (right - wrong) / 2,
             correct=score >= 1,
             truncated=truncated,
             trained=not truncated or self._config.truncated != "masked",
+            score=score,
         )
+        return found.failed_by(failure) if failure else found
+
+
+def _member(transcript: Transcript, score: Score) -> GroupAnswer:
+    return GroupAnswer(
+        tokens=int(transcript.loss_mask.sum()),
+        truncated=score.truncated,
+        score=score.score,
+        correct=score.correct,
+        reward=score.reward,
+    )

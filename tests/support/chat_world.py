@@ -99,8 +99,14 @@ class Judge:
 
     async def judge(self, answers):
         self.asked += [answer.response for answer in answers]
-        found = [checked(self._function(answer.prompt, answer.response, answer.answer)) for answer in answers]
-        return [Scored(score, feedback=feedback) for score, feedback in found]
+        return [self._judged(answer) for answer in answers]
+
+    def _judged(self, answer):
+        try:
+            score, feedback = checked(self._function(answer.prompt, answer.response, answer.answer))
+            return Scored(score, feedback=feedback)
+        except ConnectionError as e:
+            return Scored(problem=str(e))
 
 
 def equals(prompt, response, answer):
@@ -132,15 +138,15 @@ class World:
             model=ModelConfig(path=str(folder)),
             data=DataConfig(train="x"),
             rollout=RolloutConfig(group_size=2, max_new_tokens=max_new_tokens),
-            reward=RewardConfig(truncated=truncated),
+            reward=RewardConfig(truncated=truncated, retry_s=0.0),
         )
         self.config.rollout.workflow_timeout_s = timeout_s
         self.config.rollout.workflow_environment = environment
         self.config.data.max_prompt_tokens = 400
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)
-        scorer = Scorer(self.config.reward, self.judge, max_new_tokens)
-        self.episodes = EpisodeRunner(self.config, Workflow(run, turns), self.tokenizer, scorer)
+        self.scorer = Scorer(self.config.reward, self.judge, max_new_tokens)
+        self.episodes = EpisodeRunner(self.config, Workflow(run, turns), self.tokenizer, self.scorer)
         self.interrupting = False
 
     def prompt(self, text="hi?", answer="right", forced=None):

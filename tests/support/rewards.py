@@ -16,5 +16,10 @@ def coarse(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 4 == 0)
 
 
+def ends(prompt: str, response: str, answer: str) -> float:
+    """Right is what ends with the answer."""
+    return float(response.endswith(answer))
+
+
 def broken(prompt: str, response: str, answer: str) -> float:
     raise RuntimeError("this reward always fails")

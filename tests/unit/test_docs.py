@@ -11,7 +11,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 FOLDERS = ("areal_megatron", "configs", "docs", "launch", "slurm", "tests", "tools")
 PATH = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w/-]+\.py\b)")
-USERS = {"configs/mine.yaml", "guessing.py", "my_agent.py", "my_rewards.py"}
+USERS = {"configs/mine.yaml", "guessing.py", "lengths.py", "my_agent.py", "my_rewards.py"}
 """Files of the reader."""
 PLACES = (ROOT, ROOT / "areal_megatron")
 NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}

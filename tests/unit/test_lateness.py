@@ -129,3 +129,21 @@ def test_the_time_in_which_the_process_was_stopped_does_not_count():
     os.kill(process.pid, signal.SIGCONT)
     waited = float(process.communicate(timeout=20)[0])
     assert 3.0 < waited < 6.0, "1.5 s of its own, and 2 s in which it was stopped"
+
+
+def test_pauses_grow_until_the_time_is_over(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(lateness, "now", lambda: clock[0])
+
+    def waited(limit_s, each_takes_s=0.0):
+        pauses = []
+        for pause_s in lateness.pauses(limit_s):
+            pauses.append(pause_s)
+            clock[0] += pause_s + each_takes_s
+        return pauses
+
+    assert waited(0) == [1] and waited(1) == [1]
+    assert waited(30) == [1, 2, 4, 8, 16]
+    assert waited(60) == [1, 2, 4, 8, 16, 16, 16]
+    assert waited(30, each_takes_s=20) == [1, 2]
+    assert waited(0, each_takes_s=20) == [1]

@@ -14,17 +14,23 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run import RunError
+from tests.unit.reward.test_reward import score, short_pauses  # noqa: F401
 
 
 class Service(BaseHTTPRequestHandler):
     """A service that replies with what the answer says, unless it says that it is away."""
 
     away = ""
+    fails = 0
+    """How many more requests fail."""
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.headers["Content-Type"].startswith("application/json")
         kind = self.away or question["answer"]
+        if Service.fails:
+            Service.fails -= 1
+            kind = "500 "
         if kind == "score":
             assert set(question) == {"prompt", "response", "answer"}
             return self.reply(json.dumps({"score": len(question["prompt"]) + 0.5 * len(question["response"])}))
@@ -76,9 +82,9 @@ def url():
     server.server_close()
 
 
-def scored(url, answers, timeout_s=20.0, ask=RewardWorkers.score):
+def scored(url, answers, timeout_s=20.0, retry_s=0.0, ask=score):
     async def scores():
-        pool = RewardWorkers(RewardConfig(function=url, timeout_s=timeout_s))
+        pool = RewardWorkers(RewardConfig(function=url, timeout_s=timeout_s, retry_s=retry_s))
         await pool.start()
         before = {worker._process.pid for worker in pool._workers}
         try:
@@ -122,13 +128,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_any_other_reply_is_a_counted_zero(url, kind, caplog):
-    assert scored(url, [Answer("", "", kind), Answer("ab", "", "score")]) == ([0.0, 2.0], 1, True)
+def test_any_other_reply_is_a_counted_failure(url, kind, caplog):
+    assert scored(url, [Answer("", "", kind), Answer("ab", "", "score")]) == ([None, 2.0], 1, True)
     assert BAD[kind] in caplog.text
 
 
+def test_a_service_that_fails_for_a_while_is_asked_again(url):
+    Service.fails = 7
+    answers = [Answer("a" * n, "", "score") for n in range(5)]
+    assert scored(url, answers, retry_s=20.0) == ([0.0, 1.0, 2.0, 3.0, 4.0], 0, True) and not Service.fails
+
+
 def test_a_slow_service_is_given_up_before_the_worker_would_be_killed(url, caplog):
-    assert scored(url, [Answer("", "", "dribble"), Answer("ab", "", "score")], timeout_s=5) == ([0.0, 2.0], 1, True)
+    assert scored(url, [Answer("", "", "dribble"), Answer("ab", "", "score")], timeout_s=5) == ([None, 2.0], 1, True)
     assert "did not answer within 4 s" in caplog.text
 
 
@@ -147,7 +159,7 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
         pool = RewardWorkers(RewardConfig(function=f"http://127.0.0.1:{port}/", timeout_s=20.0), count=2)
         await pool.start()
         try:
-            asked = [asyncio.ensure_future(pool.score([Answer("ab", "", "score")] * 2)) for _ in range(3)]
+            asked = [asyncio.ensure_future(score(pool, [Answer("ab", "", "score")] * 2)) for _ in range(3)]
             finished, _ = await asyncio.wait(asked, timeout=3)
             assert not finished
             back.set()
@@ -165,7 +177,7 @@ def test_a_service_that_stays_away_ends_the_run(caplog):
         pool = RewardWorkers(RewardConfig(function="http://127.0.0.1:1/", timeout_s=2.0, away_s=1.0), count=1)
         await pool.start()
         try:
-            await pool.score([Answer("", "", "score")])
+            await pool.judge([Answer("", "", "score")])
         finally:
             await pool.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_megatron import lateness
 from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
@@ -30,6 +31,11 @@ def by_answer(prompt, response, answer):
             open(response, "w").close()
             time.sleep(1000)
         return 1
+    if answer.startswith("fails "):  # so many times
+        with open(response, "a") as tries:
+            tries.write("x")
+        if os.path.getsize(response) <= int(answer.split()[1]): raise ConnectionError("not now")
+        return 1
     if answer == "pid": return os.getpid()
     odd = {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5",
            "none": None, "complex": 1j, "surrogate": (1, "\\ud800")}
@@ -45,9 +51,19 @@ def user_function(tmp_path, monkeypatch):
     return "my_rewards:by_answer"
 
 
-def run(function, answers, workers=1, timeout_s=30.0, ask=RewardWorkers.score):
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(lateness, "_FIRST_PAUSE_S", 0.05)
+
+
+async def score(pool, answers):
+    """The scores of answers, None for those that have none."""
+    return [None if scored.problem else scored.score for scored in await pool.judge(answers)]
+
+
+def run(function, answers, workers=1, timeout_s=30.0, retry_s=0.0, ask=score):
     async def scores():
-        pool = RewardWorkers(RewardConfig(function=function, timeout_s=timeout_s), count=workers)
+        pool = RewardWorkers(RewardConfig(function=function, timeout_s=timeout_s, retry_s=retry_s), count=workers)
         await pool.start()
         try:
             return await asyncio.gather(*(ask(pool, group) for group in answers)), pool.failures
@@ -61,18 +77,45 @@ def answer(kind, response="abc"):
     return Answer("", response, kind)
 
 
-def test_what_a_user_function_does_wrong_scores_zero_and_is_counted(user_function):
+def test_what_a_user_function_does_wrong_is_no_score_and_is_counted(user_function):
     kinds = ["good", "raise", "nan", "text", "none", "complex", "exit", "good"]
     (scores,), failures = run(user_function, [[answer(kind) for kind in kinds]])
-    assert scores == [3, 0, 0, 0, 0, 0, 0, 3]
+    assert scores == [3, None, None, None, None, None, None, 3]
     assert failures == 6
+
+
+@pytest.mark.parametrize(("times", "retry_s", "score"), [(1, 0.0, 1), (2, 0.0, None), (4, 20.0, 1)])
+def test_what_fails_is_tried_again_until_the_time_for_that_is_over(user_function, tmp_path, times, retry_s, score):
+    """The others of its group are scored once; the reward of a later answer is not lost either."""
+
+    async def tried(pool, answers):
+        return [None if s.problem else s.score for s in await pool.judge(answers)], pool.retries
+
+    flaky = Answer("", str(tmp_path / "tries"), f"fails {times}")
+    counted = Answer("", str(tmp_path / "others"), "fails 0")
+    ((scores, retries),), failures = run(user_function, [[counted, flaky, answer("good")]], retry_s=retry_s, ask=tried)
+    assert scores == [1, score, 3] and failures == (score is None)
+    assert retries == (times if score else 1) and (tmp_path / "others").stat().st_size == 1
+    assert (tmp_path / "tries").stat().st_size == retries + 1
+
+
+def test_while_one_answer_is_tried_again_its_worker_scores_others(user_function, tmp_path, monkeypatch):
+    monkeypatch.setattr(lateness, "_FIRST_PAUSE_S", 1.5)
+    ended = []
+
+    async def in_order(pool, answers):
+        (scored,) = await pool.judge(answers)
+        ended.append(scored.score)
+
+    run(user_function, [[Answer("", str(tmp_path / "tries"), "fails 1")], [answer("good")]], ask=in_order)
+    assert ended == [3, 1]
 
 
 def test_a_function_may_say_what_is_wrong(user_function):
     answers = [answer(kind) for kind in ("told", "good", "untold", "triple")]
     (judged,), failures = run(user_function, [answers], ask=RewardWorkers.judge)
-    assert [(one.score, one.feedback) for one in judged] == [(0.5, "too long"), (3, ""), (0.25, ""), (0, "")]
-    assert failures == 1
+    assert [(one.score, one.feedback) for one in judged[:3]] == [(0.5, "too long"), (3, ""), (0.25, "")]
+    assert judged[3].problem and failures == 1
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_own(user_function, caplog):
@@ -80,7 +123,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_own(user_function, ca
     texts = ["abc", "\ud800", "abcde"]
     answers = [Answer("", text, "good", where=f"a.jsonl:{row}") for row, text in enumerate(texts, 1)]
     (scores, alone), failures = run(user_function, [answers, [Answer("\ud800", "", "", where="a.jsonl:9")]])
-    assert (scores, alone, failures) == ([3, 0, 5], [0], 2)
+    assert (scores, alone, failures) == ([3, None, 5], [None], 2)
     lines = sorted(record.getMessage() for record in caplog.records if "failure" in record.getMessage())
     assert "a.jsonl:2: cannot be sent to a reward worker" in lines[0] + lines[1] and "a.jsonl:9" in lines[0] + lines[1]
     assert not any("\n" in line for line in lines)
@@ -88,8 +131,9 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_own(user_function, ca
 
 def test_a_failure_names_the_row_in_one_line(user_function, caplog):
     (scores,), failures = run(user_function, [[Answer("", "", "raise", where="a.jsonl:3"), Answer("", "", "loud")]])
-    assert (scores, failures) == ([0, 0], 2)
-    first, second = (record.getMessage() for record in caplog.records if "failure" in record.getMessage())
+    assert (scores, failures) == ([None, None], 2)
+    tried, first, second = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert tried == "rewards of 2 answers are tried again in 0.05 s: a.jsonl:3: RuntimeError: boom"
     assert first == "reward failure 1: a.jsonl:3: RuntimeError: boom"
     assert len(second) < 600 and "\n" not in second and "half \\ud800" in second
 
@@ -110,9 +154,18 @@ def test_answers_that_are_refused_are_wrong_and_counted_but_no_failure(user_func
     assert refused.feedback == "The final answer must be one plain number."
 
 
+@pytest.mark.parametrize(("function", "said"), [("math", "The answer is 7"), ("choice", "The answer is C")])
+def test_a_built_in_function_reads_of_a_cut_response_what_is_in_a_complete_box(function, said):
+    right = said[-1]
+    texts = [said, f"{said} \\boxed{{{right}", f"\\boxed{{{right}}} and", f"\\boxed{{{right}}} or \\boxed{{", said]
+    answers = [Answer("", text, right, cut=True) for text in texts]
+    answers[-1].cut = False
+    assert run(function, [answers]) == ([[0, 0, 1, 1, 1]], 0)
+
+
 def test_feedback_that_is_no_unicode_fails_its_answer_alone(user_function):
     ((first, wrong, after),), failures = run(user_function, [[answer("pid"), answer("surrogate"), answer("pid")]])
-    assert (wrong, failures) == (0, 1)
+    assert (wrong, failures) == (None, 1)
     assert first == after, "its worker died"
 
 
@@ -121,7 +174,7 @@ def test_a_hung_worker_is_killed_and_replaced(user_function):
     ((first, hung, after),), failures = run(
         user_function, [[answer("pid"), answer("hang"), answer("pid")]], timeout_s=1
     )
-    assert (hung, failures) == (0, 1)
+    assert (hung, failures) == (None, 1)
     assert first != after
     assert not psutil.pid_exists(int(first)), "the hung worker lives on"
     assert {p.pid for p in psutil.Process().children()} == before, "workers outlive their pool"
@@ -166,9 +219,9 @@ from areal_megatron.reward.worker import Answer
 async def main():
     pool = RewardWorkers(RewardConfig(function={user_function!r}, timeout_s=100))
     await pool.start()
-    (pid,) = await pool.score([Answer("", "", "pid")])
-    open({str(pids)!r}, "w").write(str(int(pid)))
-    asyncio.create_task(pool.score([Answer("", "", "hang")]))
+    (pid,) = await pool.judge([Answer("", "", "pid")])
+    open({str(pids)!r}, "w").write(str(int(pid.score)))
+    asyncio.create_task(pool.judge([Answer("", "", "hang")]))
     await asyncio.sleep(0.5)
     os.kill(os.getpid(), 9)
 asyncio.run(main())
@@ -191,10 +244,11 @@ async def main():
     pool = RewardWorkers(RewardConfig(function="my_rewards:by_answer", timeout_s=3), count=2)
     await pool.start()
     pids = [worker._process.pid for worker in pool._workers]
-    scoring = asyncio.gather(*(pool.score([Answer("", "x", "slow")] * 4) for _ in range(2)))
+    scoring = asyncio.gather(*(pool.judge([Answer("", "x", "slow")] * 4) for _ in range(2)))
     await asyncio.sleep(0.3)
     print("scoring", flush=True)
-    print(await scoring, pool.failures, sorted(pids) == sorted(worker._process.pid for worker in pool._workers))
+    scores = [[scored.score for scored in group] for group in await scoring]
+    print(scores, pool.retries, sorted(pids) == sorted(worker._process.pid for worker in pool._workers))
     await pool.close()
 
 asyncio.run(main())
@@ -210,7 +264,7 @@ def test_a_controller_that_was_stopped_for_longer_than_the_limit_scores_right_an
     assert process.communicate(timeout=60)[0].strip() == "[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]] 0 True"
 
 
-def test_an_answer_that_took_too_long_is_scored_once_more_before_it_counts(user_function, tmp_path):
+def test_an_answer_that_took_too_long_is_scored_once_more_before_it_fails(user_function, tmp_path):
     """As where its worker got no processor the first time."""
     slow_once = [Answer("", str(tmp_path / "tried"), "slow once")]
     (scores,), failures = run(user_function, [[answer("good"), *slow_once, answer("good")]], timeout_s=2)

@@ -5,15 +5,16 @@ import os
 from pathlib import Path
 
 import psutil
+import pytest
 
 from areal_megatron.config import RewardConfig
 from areal_megatron.reward.worker import MEMORY_MB, Answer
 from areal_megatron.reward.workers import RewardWorkers
 from tests.support.living import command_of
-from tests.unit.reward.test_reward import run
+from tests.unit.reward.test_reward import run, score, short_pauses  # noqa: F401
 
 GREEDY = """
-import os, resource
+import os, resource, time
 held = []
 
 def spends(prompt, response, answer):
@@ -24,6 +25,10 @@ def score(prompt, response, answer):
     # math-verify too catches what it raises
     if answer == "limit":
         return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**20
+    if answer == "crash": os.abort()
+    if answer == "killed": os.kill(os.getpid(), 9)
+    if answer == "hang": time.sleep(1000)
+    if answer == "broken": raise KeyError
     if answer == "hold":
         held.append(b"x" * (300 << 20))
     try: bytes(1 << 30)
@@ -54,15 +59,14 @@ def test_powers_that_no_memory_holds_stay_below_the_limit():
         await pool.start()
         watching = asyncio.create_task(watch())
         try:
-            found = [await pool.score([bomb]) for bomb in bombs]
+            found = [await score(pool, [bomb]) for bomb in bombs]
             config.timeout_s = 60
-            return found, await pool.score([right])
+            return found, await score(pool, [right]), pool.refused, pool.failures
         finally:
             watching.cancel()
             await pool.close()
 
-    found, after = asyncio.run(scores())
-    assert (found, after) == ([[0.0], [0.0]], [1.0])
+    assert asyncio.run(scores()) == ([[0.0], [0.0]], [1.0], 2, 0)
     assert 20 < max(peaks_mb) < MEMORY_MB + 100
 
 
@@ -72,17 +76,36 @@ def test_a_worker_without_memory_fails_one_answer_and_is_replaced(tmp_path, monk
     ((before, wrong, after, again),), failures = run(
         "greedy:spends", [[Answer("", "", a) for a in ("", "raise", "", "")]]
     )
-    assert (wrong, failures) == (0.0, 1)
+    assert (wrong, failures) == (None, 1)
     assert before != after == again
 
 
-def test_math_runs_with_a_limit_and_is_replaced_when_worn_out(tmp_path, monkeypatch):
-    """Math's own function is replaced by a greedy one, in the worker's process."""
+@pytest.fixture
+def greedy_math(tmp_path, monkeypatch):
+    """Replaces math's own function by a greedy one, in the workers' processes."""
     (tmp_path / "greedy.py").write_text(GREEDY)
     (tmp_path / "sitecustomize.py").write_text(
         "import areal_megatron.reward.function as f\nf.BUILT_IN['math'] = 'greedy:score'\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("greedy_math")
+def test_an_answer_that_math_cannot_finish_twice_is_refused():
+    """Unless something else has killed the worker: that says nothing about the answer."""
+
+    async def judged(pool, answers):
+        return await pool.judge(answers), pool.refused
+
+    answers = [Answer("", "", kind) for kind in ("", "crash", "hang", "broken", "killed", "")]
+    (((first, *refused, killed, last), count),), failures = run("math", [answers], timeout_s=3, ask=judged)
+    assert [(one.score, one.refused, one.problem) for one in refused] == [(0.0, True, "")] * 3 and count == 3
+    assert killed.problem == "math ended its worker process with code -9" and failures == 1
+    assert first.score > 0 < last.score
+
+
+@pytest.mark.usefixtures("greedy_math")
+def test_math_runs_with_a_limit_and_is_replaced_when_worn_out():
     kinds = ("limit", "", "hold", "", "")
     ((limit_mb, first, second, third, fourth),), failures = run("math", [[Answer("", "", kind) for kind in kinds]])
     assert failures == 0

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from areal_megatron import lateness
 from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.controller.batches import describe
 from areal_megatron.controller.changed import Changed
@@ -26,6 +27,11 @@ from areal_megatron.workflows.workflow import check_workflow, load_workflow
 from tests.support.chat_world import END, IDS, World, make_tokenizer, spelled
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(lateness, "_FIRST_PAUSE_S", 0.05)
 
 
 def in_turn(*answers):
@@ -215,10 +221,11 @@ async def multiplies(episode):
         (nothing, "it ended without an answer of the model"),
     ],
 )
-def test_a_workflow_that_fails_scores_zero_and_is_counted(tmp_path, caplog, workflow, problem):
+def test_an_episode_whose_workflow_fails_twice_is_not_trained_and_counted(tmp_path, caplog, workflow, problem):
     world = World(tmp_path, workflow, lambda *_: "right", timeout_s=0.2 if workflow is hangs else 60.0)
     ended = run(world, n=2)
-    assert [one.score.reward for one in ended] == [-5, -5] and not any(one.score.correct for one in ended)
+    assert not any(one.score.correct or one.score.trained for one in ended)
+    assert all(one.score.failed for one in ended)
     assert world.episodes.failures == 2 and caplog.records[0].getMessage().startswith("workflow failure 1, prompt 7: ")
     assert re.search(problem, caplog.text), caplog.text
     sampled = [one.context.loss_mask.sum() for one in ended]
@@ -228,11 +235,43 @@ def test_a_workflow_that_fails_scores_zero_and_is_counted(tmp_path, caplog, work
         assert sampled == [6, 6]
 
 
+def test_an_episode_whose_workflow_fails_begins_again(tmp_path):
+    async def fails_once(episode):
+        await episode.sample()
+        if len(world.client.calls) == 1:
+            raise ConnectionError("the search is down")
+        return 1.0
+
+    world = World(tmp_path, fails_once, in_turn("first", "second"))
+    (ended,) = run(world)
+    assert world.tokenizer.decode(ended.tokens.tolist()) == "second" and ended.context.answers == 1
+    assert ended.score.trained and ended.score.correct and not ended.score.failed and world.episodes.failures == 0
+    first, second = world.client.calls
+    assert first.request_id != second.request_id and first.prompt == second.prompt and first.seed == second.seed
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_an_episode_without_a_reward_is_not_trained(tmp_path, catches):
+    """It is not told that it is wrong either, and not sampled again: its reward has been tried often enough."""
+
+    async def careful(episode):
+        with contextlib.suppress(Exception):
+            await multi_turn.run(episode)
+
+    def away(prompt, response, answer):
+        raise ConnectionError("status 500")
+
+    world = World(tmp_path, careful if catches else multi_turn.run, in_turn("wrong"), reward=away)
+    (ended,) = run(world)
+    assert ended.score.failure == "status 500" and not ended.score.trained and not ended.score.correct
+    assert ended.context.answers == len(world.client.calls) == 1 and world.episodes.failures == 0
+
+
 def test_workflows_that_never_get_an_answer_end_the_run_with_the_reason(tmp_path):
-    world = World(tmp_path, says_first, lambda *_: "right", batch_size=4)
-    assert run(world, n=3)
+    world = World(tmp_path, says_first, lambda *_: "right", batch_size=8)
+    assert run(world, n=3)  # six tries
     with pytest.raises(
-        ConfigError, match=r"rollout.workflow: none of the first 4 episodes got an answer .* no answer yet"
+        ConfigError, match=r"rollout.workflow: none of the first 8 episodes got an answer .* no answer yet"
     ):
         run(world, n=3)
 
@@ -359,7 +398,7 @@ def generation_of(world, tmp_path, client):
         engines=[Engine(0, client, timeline)],
         is_lost=None,
         stop_tokens=world.tokenizer.stop_tokens,
-        scorer=None,
+        scorer=world.scorer,
         timeline=timeline,
         evaluation=sampling.Decoding(1.0),
         episodes=world.episodes,

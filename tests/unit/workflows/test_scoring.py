@@ -34,7 +34,7 @@ def completion(text, finish_reason="stop"):
 
 
 def scores(model, rule, completions, answer="7", response_tokens=None):
-    config = RewardConfig(truncated=rule, wrong=-0.3, right=0.7)
+    config = RewardConfig(function="tests.support.rewards:ends", truncated=rule, wrong=-0.3, right=0.7)
     prompt = Prompt(id=0, text="3+4=", answer=answer, tokens=[1], response_tokens=response_tokens)
 
     async def score():
@@ -48,7 +48,7 @@ def scores(model, rule, completions, answer="7", response_tokens=None):
     return asyncio.run(score())
 
 
-RIGHT = Score(reward=0.7, correct=True, truncated=False, trained=True)
+RIGHT = Score(reward=0.7, correct=True, truncated=False, trained=True, score=1.0)
 WRONG = Score(reward=-0.3, correct=False, truncated=False, trained=True)
 
 
@@ -57,7 +57,7 @@ WRONG = Score(reward=-0.3, correct=False, truncated=False, trained=True)
     [
         ("incorrect", Score(reward=-0.3, correct=False, truncated=True, trained=True)),
         ("masked", Score(reward=-0.3, correct=False, truncated=True, trained=False)),
-        ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True)),
+        ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True, score=1.0)),
     ],
 )
 def test_the_rule_for_truncated_answers(model, rule, cut):

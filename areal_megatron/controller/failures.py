@@ -1,0 +1,35 @@
+"""Ends a run in which too many rewards fail: what is left of its batches would not be what the policy answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from areal_megatron.config import Config
+from areal_megatron.errors import printable
+from areal_megatron.run import RunError
+
+_FEWEST_GROUPS = 10
+"""One group alone, as of a row that cannot be scored, is no more than the default share of so many."""
+
+
+class FailedAnswers:
+    """The share of answers without a reward, among those of a batch's size that were sampled last.
+
+    Answers of groups that are dropped count too: if all fail, there is no batch.
+    """
+
+    def __init__(self, config: Config):
+        self._share = config.reward.failed_share
+        self._window = max(config.batch_size, _FEWEST_GROUPS * config.rollout.group_size)
+        self._last: deque[bool] = deque(maxlen=self._window)
+
+    def add(self, failures: Iterable[str]) -> None:
+        """Records answers, by why their rewards failed; empty: they did not. Raises RunError if too many have."""
+        for failure in failures:
+            self._last.append(bool(failure))
+            if failure and sum(self._last) > self._share * self._window:
+                raise RunError(
+                    f"reward.failed_share: the rewards of {sum(self._last)} of the last {self._window} answers failed, "
+                    f"more than {self._share:g}; the last one: {printable(failure, 500)}"
+                )
