@@ -51,7 +51,7 @@ _KINDS = words(
 
 def same_expression(found: str, answer: str) -> bool:
     """Whether two expressions are equal. Raises AnswerRefused if `found` leaves more to be worked out than `answer`."""
-    found, answer = bare(found[: LONGEST_BARE + 1]), bare(answer)
+    found, answer = (bare(text).replace("\\varnothing", "\\emptyset") for text in (found[: LONGEST_BARE + 1], answer))
     if _compact(found) == _compact(answer):
         return True
     if len(found) > LONGEST_BARE:
@@ -145,7 +145,7 @@ def _is_solved(found: str, answer: str) -> bool:
     of several equal expressions alone is more than a symbol."""
     relations, known = (
         [[side.strip(" ()") for side in _RELATION.split(piece)] for piece in _SEPARATOR.split(text)]
-        for text in (found, answer)
+        for text in (_WRAPPER.sub(r" \1 ", found), _WRAPPER.sub(r" \1 ", answer))
     )
     solved = all(any(map(is_name, sides)) for sides in known if len(sides) > 1)
     for sides in relations:

@@ -12,15 +12,20 @@ import re
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.numeral import LONGEST, bare, numeral
 
-_BRACES = re.compile(r"\\boxed\{|\\.|\{++|\}++", re.DOTALL)
-_SAYS = re.compile(r"####|(?i:answers?+\s*+(?:is|are|:|=))")
-_SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n))")
-_LAST_FORMULA = re.compile(r"\$([^$\n]++)\$[.\s*]*$")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|\{++|\}++", re.DOTALL)
+_SAYS = re.compile(r"####|<answer>|(?i:answers?+\s*+(?:is|are|:|=))")
+_SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n|</answer>))")
+_LAST_FORMULA = re.compile(r"(?:\$([^$]++)\$|\\\(((?:(?!\\\().)*)\\\)|\\\[((?:(?!\\\[).)*)\\\])[.$\s*]*$", re.DOTALL)
+_FORMATTING = " \n*`"
 _NUMBER = re.compile(r"[-+]?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 _OTHER_NUMBER = re.compile(
-    r"[0-9]\S*\s+(?:or|to|and|through|until)\s+(?:maybe\s+|perhaps\s+)?$|[0-9)}]\s*[*/^!–—]+\s*$"
+    r"[0-9]\S*\s+(?:or|to|and|through|until)\s+(?:maybe\s+|perhaps\s+)?$|[0-9]\S*\s+or\s+(?:\S+\s+){1,4}$|[0-9],\s+$"
+    r"|[0-9)}]\s*[-+*/^!–—x×·÷%]+\s*$|[0-9]:$|[_^][{(]?$|(?<![-=])[<>≤≥≠]=?\s*$"
+    r"|(?<![A-Za-z])(?:sqrt|root|log|ln|exp|sin|cos|tan|mod|choose)\s*\(?$"
+    r"|(?:\b(?i:not|never|neither|nor)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?$"
 )
-"""Before a number: it is one of several, or the end of an expression."""
+"""Before a number: it is one of several, the end of an expression, or denied."""
 _TAIL = 2 * LONGEST
 """How many of the last characters of a response are searched for an answer without a box."""
 
@@ -53,14 +58,14 @@ def final_answer(response: str) -> str | None:
     """Returns what the last complete \\boxed{…} holds; in a response without any box what follows the last "answer is"
     or ####, or the formula or number that it ends with. None if there is no such answer."""
     boxed = last_boxed(response)
-    if boxed is not None or "\\boxed{" in response:  # one that is not complete: the response was cut
+    if boxed is not None or _BOX.search(response):  # one that is not complete: the response was cut
         return boxed
     *_, said = [None, *_SAYS.finditer(response)]
     if said and (found := _SAID.match(response[said.end() : said.end() + _TAIL])):
-        return next(group for group in found.groups() if group is not None)
-    tail = response.rstrip()[-_TAIL:]
+        return next(group for group in found.groups() if group is not None).strip(_FORMATTING)
+    tail = response.rstrip(_FORMATTING)[-_TAIL:]
     if found := _LAST_FORMULA.search(tail):
-        return found[1]
+        return next(group for group in found.groups() if group is not None)
     *_, last = [None, *_NUMBER.finditer(tail)]
     if not last or _OTHER_NUMBER.search(tail[: last.start()]) or len(tail[last.end() :].split()) > 2:
         return None
@@ -68,10 +73,10 @@ def final_answer(response: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Returns the content of the last complete \\boxed{…}, with balanced braces; None if there is none."""
+    """Returns the content of the last complete \\boxed{…} or \\fbox{…}, with balanced braces; None if there is none."""
     depth, opened, last = 0, [], (-1, -1)
-    first = text.find("\\boxed{")
-    for found in _BRACES.finditer(text, first) if first >= 0 else ():
+    first = _BOX.search(text)
+    for found in _BRACES.finditer(text, first.start()) if first else ():
         piece = found[0]
         if piece[0] == "{":
             depth += len(piece)

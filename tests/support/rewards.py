@@ -23,3 +23,12 @@ def ends(prompt: str, response: str, answer: str) -> float:
 
 def broken(prompt: str, response: str, answer: str) -> float:
     raise RuntimeError("this reward always fails")
+
+
+def beside_the_group(prompt: str, answer: str, answers) -> dict[str, list[float]]:
+    """Two terms: by how much an answer is shorter than the mean, and whether it says what the first one says."""
+    mean = sum(one.tokens for one in answers) / len(answers)
+    return {
+        "length": [mean - one.tokens for one in answers],
+        "first": [float(one.response == answers[0].response) for one in answers],
+    }

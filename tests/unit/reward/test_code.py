@@ -10,6 +10,7 @@ from areal_megatron.config import RewardConfig
 from areal_megatron.reward.code import last_program, parse_tests, same_output, score
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
+from tests.support.judging import scores_of
 
 pytestmark = pytest.mark.usefixtures("isolation")
 SQUARE = json.dumps({"inputs": ["3\n", "-4\n"], "outputs": ["9\n", "16\n"]})
@@ -24,11 +25,11 @@ def scored(answers: list[tuple[str, str]], timeout_s: float = 60) -> tuple[list[
     """Returns scores, counted failures and seconds."""
 
     async def scores():
-        pool = RewardWorkers(RewardConfig(function="code", timeout_s=timeout_s))
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=timeout_s, retry_s=0))
         await pool.start()
         began = time.monotonic()
         try:
-            found = await pool.score([Answer("", response, answer) for response, answer in answers])
+            found = await scores_of(pool, [Answer("", response, answer) for response, answer in answers])
             return found, pool.failures, time.monotonic() - began
         finally:
             await pool.close()
@@ -170,7 +171,7 @@ def test_malformed_tests_are_named(answer, problem):
 
 def test_malformed_tests_are_counted_as_failures():
     answers = [(fenced("print(1)"), "42"), (fenced("print(int(input()) ** 2)"), SQUARE), ("no program", "{}")]
-    assert scored(answers)[:2] == ([0.0, 1.0, 0.0], 2)
+    assert scored(answers)[:2] == ([None, 1.0, None], 2)
 
 
 def test_a_problem_ends_before_the_worker_would_be_killed():

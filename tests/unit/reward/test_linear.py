@@ -122,6 +122,8 @@ ELSEWHERE = {
     "check_isolation": "a key of the config",
     "serve": "hands texts to what is measured here",
     "is_score": "no text is one",
+    "load_group_function": "a name from the config",
+    "checked_terms": "numbers that a function of the user's returns",
     "sample": "the id of a request",
 }
 """Public functions with a text that no policy writes, or that they only pass on."""

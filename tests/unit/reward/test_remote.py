@@ -14,7 +14,9 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run import RunError
-from tests.unit.reward.test_reward import score, short_pauses  # noqa: F401
+from tests.support.judging import scores_of, short_pauses  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 class Service(BaseHTTPRequestHandler):
@@ -82,7 +84,7 @@ def url():
     server.server_close()
 
 
-def scored(url, answers, timeout_s=20.0, retry_s=0.0, ask=score):
+def scored(url, answers, timeout_s=20.0, retry_s=0.0, ask=scores_of):
     async def scores():
         pool = RewardWorkers(RewardConfig(function=url, timeout_s=timeout_s, retry_s=retry_s))
         await pool.start()
@@ -159,7 +161,7 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
         pool = RewardWorkers(RewardConfig(function=f"http://127.0.0.1:{port}/", timeout_s=20.0), count=2)
         await pool.start()
         try:
-            asked = [asyncio.ensure_future(score(pool, [Answer("ab", "", "score")] * 2)) for _ in range(3)]
+            asked = [asyncio.ensure_future(scores_of(pool, [Answer("ab", "", "score")] * 2)) for _ in range(3)]
             finished, _ = await asyncio.wait(asked, timeout=3)
             assert not finished
             back.set()

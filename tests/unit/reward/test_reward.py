@@ -13,7 +13,10 @@ from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
+from tests.support.judging import scores_of, short_pauses  # noqa: F401
 from tests.support.living import is_alive
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 USER_CODE = """
 import os, time
@@ -51,17 +54,7 @@ def user_function(tmp_path, monkeypatch):
     return "my_rewards:by_answer"
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(lateness, "_FIRST_PAUSE_S", 0.05)
-
-
-async def score(pool, answers):
-    """The scores of answers, None for those that have none."""
-    return [None if scored.problem else scored.score for scored in await pool.judge(answers)]
-
-
-def run(function, answers, workers=1, timeout_s=30.0, retry_s=0.0, ask=score):
+def run(function, answers, workers=1, timeout_s=30.0, retry_s=0.0, ask=scores_of):
     async def scores():
         pool = RewardWorkers(RewardConfig(function=function, timeout_s=timeout_s, retry_s=retry_s), count=workers)
         await pool.start()

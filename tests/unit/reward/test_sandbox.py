@@ -25,6 +25,7 @@ from areal_megatron.reward.system_calls import ALLOWED
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from tests.support.hostile import HARMLESS, PRELUDE, PROGRAMS, WITHOUT_NAMESPACES
+from tests.support.judging import scores_of
 
 pytestmark = pytest.mark.usefixtures("isolation")
 TOKEN = f"sandbox-test-{os.getpid()}"
@@ -265,9 +266,9 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
         await pool.start()
         try:
             before = {worker._process.pid for worker in pool._workers}
-            hostile = await asyncio.gather(*(pool.score([answer]) for answer in bad))
+            hostile = await asyncio.gather(*(scores_of(pool, [answer]) for answer in bad))
             pool._config.timeout_s = 60
-            after = await pool.score([good, good])
+            after = await scores_of(pool, [good, good])
             return hostile, after, pool.failures, before ^ {worker._process.pid for worker in pool._workers}
         finally:
             await pool.close()

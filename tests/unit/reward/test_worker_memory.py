@@ -10,9 +10,11 @@ import pytest
 from areal_megatron.config import RewardConfig
 from areal_megatron.reward.worker import MEMORY_MB, Answer
 from areal_megatron.reward.workers import RewardWorkers
+from tests.support.judging import scores_of, short_pauses  # noqa: F401
 from tests.support.living import command_of
-from tests.unit.reward.test_reward import run, score, short_pauses  # noqa: F401
+from tests.unit.reward.test_reward import run
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 GREEDY = """
 import os, resource, time
 held = []
@@ -59,9 +61,9 @@ def test_powers_that_no_memory_holds_stay_below_the_limit():
         await pool.start()
         watching = asyncio.create_task(watch())
         try:
-            found = [await score(pool, [bomb]) for bomb in bombs]
+            found = [await scores_of(pool, [bomb]) for bomb in bombs]
             config.timeout_s = 60
-            return found, await score(pool, [right]), pool.refused, pool.failures
+            return found, await scores_of(pool, [right]), pool.refused, pool.failures
         finally:
             watching.cancel()
             await pool.close()
