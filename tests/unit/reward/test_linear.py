@@ -87,6 +87,7 @@ READERS = {
     numeral.words: [numeral.words],
     expression.same_expression: [lambda text: quietly(expression.same_expression, text, "x^2")],
     choice.score: [lambda text: choice.score("", text, "C")],
+    choice.chosen: [choice.chosen],
     code.last_program: [code.last_program],
     code.parse_tests: [lambda text: code.parse_tests(json.dumps({"inputs": [text], "outputs": [text]}))],
     code.same_output: [
