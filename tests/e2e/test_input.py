@@ -46,6 +46,8 @@ def launch(world, tmp_path, *overrides):
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["reward.function=no.such:thing"], ["reward.function", "no.such"]),
         (["reward.function=http://"], ["reward.function", "is no address"]),
+        (["reward.group_function=tests.support.rewards:short_of"], ["reward.group_function", "no function short_of"]),
+        (["reward.group_function=builtins:len"], ["reward.group_function", "cannot be called with (prompt, answer, a"]),
         (["rollout.workflow=multi_trun", "rollout.turns=2"], ["rollout.workflow", "did you mean 'multi_turn'"]),
         (["reward.function=choice"], ["train.jsonl:1", "reward.function=choice cannot use the answer"]),
         (["rollout.workflow=no.such:thing"], ["rollout.workflow", "no.such"]),

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from areal_megatron.data import dumps
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.reward import math
 from areal_megatron.run import Run
 from tests.conftest import ROOT
 from tests.e2e.test_run import small
+from tests.support.reward_service import score
 
 
 class Service:
@@ -169,7 +169,7 @@ def test_terms_of_a_group_are_trained_and_logged(local_run, world):
 @pytest.mark.timeout(3600)
 def test_the_demo_learns_while_its_service_is_ill_for_half_a_minute(tmp_path, service):
     """For 15 s it answers with errors, for 15 s nothing listens. Accuracy is that of the last five evaluations."""
-    rewards, out = service(math.score), tmp_path / "demo"
+    rewards, out = service(score), tmp_path / "demo"
     changes = [f"reward.function={rewards.url}", "eval_every=5"]
     demo = subprocess.Popen([sys.executable, "tools/demo.py", f"--out={out}", *changes], cwd=ROOT)
     ill, undisturbed = Run(out / "rl"), Run(out / "undisturbed")
