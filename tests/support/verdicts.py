@@ -125,6 +125,8 @@ MATH_RIGHT = [
     ("\\boxed{1200\\%}", "12"),
     ("\\boxed{1.2e1}", "12"),
     ("\\boxed{12.000}", "12"),
+    ("\\boxed{x = 2 \\text{ or } x = 3}", "x=2, x=3"),
+    ("\\boxed{x=2\\text{ or }x=3}", "2,3"),
 ]
 
 MATH_WRONG = [
