@@ -10,7 +10,7 @@ for wrong input. The life of a group, and who waits for what:
     RUNNING ── the engine is lost: admitted again · the run is to stop: INTERRUPTED, saved, resumed by the next launch
       │   Generation._run_group waits for the engine's answers (Sampler.sample), then for the reward workers
       ▼
-    scored ── useless: filtered
+    scored ── useless: filtered · fewer than two rewards known: skipped
       │
       ▼
     FINISHED
