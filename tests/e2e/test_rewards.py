@@ -168,9 +168,9 @@ def test_terms_of_a_group_are_trained_and_logged(local_run, world):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_the_demo_learns_while_its_service_is_ill_for_half_a_minute(tmp_path, service):
-    """For 15 s it answers with errors, for 15 s nothing listens. Accuracy is that of the last five evaluations."""
+    """For 15 s it answers with errors, for 15 s nothing listens. Accuracy is that of the last three evaluations."""
     rewards, out = service(score), tmp_path / "demo"
-    changes = [f"reward.function={rewards.url}", "eval_every=5"]
+    changes = [f"reward.function={rewards.url}", "eval_every=20"]
     demo = subprocess.Popen([sys.executable, "tools/demo.py", f"--out={out}", *changes], cwd=ROOT)
     ill, undisturbed = Run(out / "rl"), Run(out / "undisturbed")
     while len(updates_of(ill)) < 20:
@@ -189,7 +189,7 @@ def test_the_demo_learns_while_its_service_is_ill_for_half_a_minute(tmp_path, se
 
     def accuracy(run):
         lines = sorted((line for line in read_metrics(run) if line["kind"] == "eval"), key=lambda line: line["version"])
-        return np.mean([line["accuracy"] for line in lines[-5:]])
+        return np.mean([line["accuracy"] for line in lines[-3:]])
 
     failures, retries = (updates_of(ill)[-1][name] for name in ("reward_failures", "reward_retries"))
     print(f"ill: {accuracy(ill):.4f}, {retries} retries; undisturbed: {accuracy(undisturbed):.4f}")
