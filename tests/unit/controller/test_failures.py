@@ -19,6 +19,7 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import RunError
+from areal_megatron.workflows.sampling import Decoding
 from tests.support.chat_world import World
 
 
@@ -93,6 +94,7 @@ def generate(tmp_path, monkeypatch):
             stop_tokens=world.tokenizer.stop_tokens,
             scorer=world.scorer,
             timeline=timeline,
+            evaluation=Decoding(1.0),
             episodes=world.episodes,
         )
         generation = Generation(world.config, schedule, sampler, rows, Changed())
