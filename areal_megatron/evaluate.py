@@ -147,7 +147,10 @@ class OfflineEvaluation:
         if refused := sum(pool.refused for pool in workers.values()):
             _say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
         if failed := sum(pool.failures for pool in workers.values()):
-            _say(f"warning: {failed} answers could not be scored and count as wrong; the first ones are named above")
+            _say(
+                f"warning: the rewards of {failed} answers failed, the first ones are named above: they are left out; "
+                "the same command with the same --out asks for them again"
+            )
 
     async def _ask(self, engine: Engine, scorers: dict[str, Scorer], folder: Folder) -> None:
         queue, most = iter(self.missing(folder)), self.config.rollout.max_running
@@ -155,7 +158,9 @@ class OfflineEvaluation:
 
         async def ask_in_turn() -> None:
             for prompt, sample in queue:
-                folder.add(await self._answer(engine, scorers[self.rewards[prompt.id]], running, prompt, sample))
+                answer = await self._answer(engine, scorers[self.rewards[prompt.id]], running, prompt, sample)
+                if answer is not None:
+                    folder.add(answer)
 
         async with asyncio.TaskGroup() as group:  # twice as many, so that no engine waits for scoring
             for _ in range(2 * most):
@@ -163,7 +168,8 @@ class OfflineEvaluation:
 
     async def _answer(
         self, engine: Engine, scorer: Scorer, running: asyncio.Semaphore, prompt: Prompt, sample: int
-    ) -> Sampled:
+    ) -> Sampled | None:
+        """Returns the answer with its score; None if its reward failed."""
         seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
         async with running:
             engine.occupy(1)
@@ -174,6 +180,8 @@ class OfflineEvaluation:
             finally:
                 engine.release(1)
         (score,) = await scorer.score(prompt, [completion])
+        if score.failed:
+            return None
         return Sampled(
             item=prompt.id,
             sample=sample,
@@ -203,11 +211,12 @@ def config_of(options: argparse.Namespace) -> Config:
     )
 
 
-def result_of(answers: Sequence[Sampled], ks: Sequence[int], files: Mapping[int, str]) -> dict[str, object]:
-    """Returns the figures of a complete set of answers, n for each item, in any order; if they are from several
-    `files`, by item, also those of each file."""
-    n = max(answer.sample for answer in answers) + 1
-    result = {"n": n} | figures(answers, n, ks)
+def result_of(answers: Sequence[Sampled], n: int, ks: Sequence[int], files: Mapping[int, str]) -> dict[str, Any]:
+    """Returns the figures of answers in any order, n for each item but for those whose rewards failed.
+
+    `files` holds the name of the file of each item; if they are several, there are also figures of each.
+    """
+    result = {"n": n, "failed": n * len(files) - len(answers)} | figures(answers, n, ks)
     of_file: dict[str, list[Sampled]] = {}
     for answer in sorted(answers, key=lambda answer: answer.item):
         of_file.setdefault(files[answer.item], []).append(answer)
@@ -217,11 +226,15 @@ def result_of(answers: Sequence[Sampled], ks: Sequence[int], files: Mapping[int,
 
 
 def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
-    """Writes the rows of `data` as JSONL, each with its share of correct answers as `pass_rate`. Raises ConfigError."""
+    """Writes the rows of `data` as JSONL, each with its share of correct answers as `pass_rate`, if it has any answer.
+
+    Raises ConfigError.
+    """
     given: dict[int, list[bool]] = {}
     for answer in answers:
         given.setdefault(answer.item, []).append(answer.correct)
-    rows = (record.row | {"pass_rate": sum(own) / len(own)} for record in records(data) for own in [given[record.id]])
+    rates = {item: {"pass_rate": sum(own) / len(own)} for item, own in given.items()}
+    rows = (record.row | rates.get(record.id, {}) for record in records(data))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
@@ -233,7 +246,10 @@ def table(result: dict[str, Any]) -> str:
     n, rows = result["n"], []
     for name, file in result.get("files", {}).items():
         rows += [name, *(f"  {row}" for row in _rows(file, n)), ""]
-    return "\n".join([*rows, *(["all files"] if rows else []), *_rows(result, n)])
+    rows += ["all files"] if rows else []
+    rows += _rows(result, n)
+    rows += [f"{result['failed']} answers left out, since their rewards failed"] if result["failed"] else []
+    return "\n".join(rows)
 
 
 def _rows(result: dict[str, Any], n: int) -> list[str]:
@@ -379,7 +395,9 @@ def main(arguments: list[str] | None = None) -> int:
                 _say(f"continuing after {len(folder.answers)} answers in {out}")
             if evaluation.missing(folder):
                 fill(evaluation, folder)
-            result = result_of(list(folder.answers.values()), options.k, evaluation.files)
+            if not folder.answers:
+                raise RunError("the rewards of all answers failed, see above; the same command asks for them again")
+            result = result_of(list(folder.answers.values()), options.n, options.k, evaluation.files)
             write_json(out / "result.json", {"settings": evaluation.settings} | result)
             if options.pass_rates:
                 write_pass_rates(options.data, list(folder.answers.values()), options.pass_rates)

@@ -77,7 +77,8 @@ class Evaluation:
     async def run(self, version: int) -> dict[str, Any] | None:
         """Returns the figures (docs/evaluation.md) of `version`, or of later ones that engines get meanwhile.
 
-        Returns None without prompts, and where the engines that had the version were lost. Raises EngineError if a
+        Answers whose rewards failed are neither right nor wrong: they are left out, and counted. Returns None without
+        prompts, if all rewards failed, and where the engines that had the version were lost. Raises EngineError if a
         request fails or no engine has the version.
         """
         if not self._asked:
@@ -93,6 +94,9 @@ class Evaluation:
             return None
         end = time.time_ns()
         self._sampler.timeline.event("eval", start, end, version=version, items=len(self._asked))
+        if not answers:
+            log.error("version %d is not evaluated: the rewards of all answers failed, see the log above", version)
+            return None
         figures = await asyncio.to_thread(self._figures, answers)  # resampling would hold up requests
         return figures | {"seconds": (end - start) / 1e9}
 
@@ -131,7 +135,7 @@ class Evaluation:
             queue.appendleft(request)
         elif self._sampler.episodes is None:
             sampled = await self._sampler.scored(prompt, sampled)
-        answers += (_answer(prompt, ended) for ended in sampled or ())
+        answers += (_answer(prompt, ended) for ended in sampled or () if not ended.score.failed)
         self._held[engine.index] -= request.n
         self._changed.notify()
 
@@ -172,6 +176,7 @@ class Evaluation:
             "n": n,
             **overall,
             "too_long": len(self._too_long),
+            "failed": n * len(self._asked) - len(answers),
             "version_min": int(versions.min()),
             "version_mean": float(versions.mean()),
             "version_max": int(versions.max()),

@@ -1,5 +1,6 @@
 """The figures of an evaluation, and the folder in which a killed one continues."""
 
+import asyncio
 import itertools
 import json
 import math
@@ -7,14 +8,18 @@ import subprocess
 import sys
 from fractions import Fraction
 from statistics import NormalDist, mean, stdev
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from areal_megatron import evaluate
 from areal_megatron.config import ConfigError
+from areal_megatron.controller.engine import Engine
+from areal_megatron.engine.client import Completion
 from areal_megatron.observe.estimates import estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
+from areal_megatron.workflows.scoring import Score
 from tests.support.reshard_oracle import CONFIG
 
 
@@ -99,19 +104,23 @@ def test_figures_follow_from_the_answers_in_whatever_order():
         sampled(item, k, bool(own[k]), tokens=k, truncated=k == 0) for item, own in correct.items() for k in range(4)
     ]
     files = {0: "a", 3: "b", 5: "a"}
-    result = evaluate.result_of(answers, [1, 2], files)
+    result = evaluate.result_of(answers, 4, [1, 2], files)
     assert (result["items"], result["n"]) == (3, 4)
     assert result["avg@4"]["value"] == result["pass@1"]["value"] == pytest.approx(5 / 12)
     assert result["pass@2"]["value"] == pytest.approx((0.5 + 1 + 0) / 3)
     assert (result["truncated_share"], result["response_tokens_mean"]) == (0.25, 1.5)
-    assert evaluate.result_of(answers[::-1], [1, 2], files) == result
-    assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), [1, 2], files) == result
+    assert evaluate.result_of(answers[::-1], 4, [1, 2], files) == result
+    assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), 4, [1, 2], files) == result
     table = evaluate.table(result)
     assert "pass@2" in table and "3 items × 4 answers" in table and "2 items × 4 answers" in table
     assert list(result["files"]) == ["a", "b"]
     for name, items in (("a", [0, 5]), ("b", [3])):
-        own = evaluate.result_of([answer for answer in answers if answer.item in items], [1, 2], files)
-        assert "files" not in own and {"n": 4} | result["files"][name] == own
+        own = [answer for answer in answers if answer.item in items]
+        alone = evaluate.result_of(own, 4, [1, 2], {item: files[item] for item in items})
+        assert "files" not in alone and {"n": 4, "failed": 0} | result["files"][name] == alone
+    failed = evaluate.result_of(answers[1:], 4, [1, 2], files)
+    assert (result["failed"], failed["failed"], failed["items"]) == (0, 1, 3)
+    assert "left out" not in table and "1 answers left out, since their rewards failed" in evaluate.table(failed)
 
 
 def test_items_that_lack_an_answer_count_with_those_they_have():
@@ -123,6 +132,42 @@ def test_items_that_lack_an_answer_count_with_those_they_have():
     assert found["pass@2"]["value"] == pytest.approx((2 / 3 + 1) / 2)
     assert found["pass@3"]["value"] == 1  # of the first item alone
     assert figures([], 3, [3]) == {"items": 0}
+
+
+class Answering:
+    """An engine's client whose answers are two tokens."""
+
+    async def generate(self, prompt, *, n, **_):
+        return [Completion(np.ones(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")] * n
+
+
+class Away:
+    """Scores answers; the rewards of the first ones fail."""
+
+    def __init__(self, failures):
+        self.failures = failures
+
+    async def score(self, prompt, completions):
+        self.failures -= 1
+        score = Score(reward=1.0, correct=True, truncated=False, trained=True)
+        return [score.failed_by("the service is away") if self.failures >= 0 else score for _ in completions]
+
+
+def test_answers_whose_rewards_failed_are_asked_for_again(world, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2=", "answer": 3}\n')
+    options = [str(world / "model"), str(data), "--n", "3", "--max-new-tokens", "8"]
+    evaluation = evaluate.OfflineEvaluation(evaluate._options(options))
+    for failures, left in ((2, 2), (1, 1), (0, 0)):
+        engine = Engine(0, SimpleNamespace(name="engine-0", generate=Answering().generate), None)
+        with Folder(tmp_path / "out", evaluation.settings) as folder:
+            asyncio.run(evaluation._ask(engine, {"math": Away(failures)}, folder))
+            assert len(evaluation.missing(folder)) == left and len(folder.answers) == 6 - left
+            result = evaluate.result_of(list(folder.answers.values()), 3, [1], evaluation.files)
+            assert result["failed"] == left and result["avg@3"]["value"] == 1
+        rated = tmp_path / "rated.jsonl"
+        evaluate.write_pass_rates(str(data), [a for a in folder.answers.values() if a.item == 0], rated)
+        assert [json.loads(line).get("pass_rate") for line in rated.read_text().splitlines()] == [1, None]
 
 
 SETTINGS = {"model": "m", "n": 2, "temperature": 0.7}

@@ -55,14 +55,18 @@ class Client:
 
 
 class Even:
-    """Answers with an even token are right, answers of one token are truncated."""
+    """Answers with an even token are right, answers of one token are truncated; the rewards of tokens in `fails` do."""
+
+    def __init__(self, fails=()):
+        self.fails = fails
 
     async def score(self, prompt, completions):
-        right = [bool(c.tokens[0] % 2 == 0) for c in completions]
-        return [
-            Score(reward=5.0 * ok, correct=ok, truncated=len(c.tokens) == 1, trained=True)
-            for ok, c in zip(right, completions, strict=True)
-        ]
+        return [self._score(completion) for completion in completions]
+
+    def _score(self, completion):
+        right = bool(completion.tokens[0] % 2 == 0)
+        score = Score(reward=5.0 * right, correct=right, truncated=len(completion.tokens) == 1, trained=True)
+        return score.failed_by("the service is away") if completion.tokens[0] in self.fails else score
 
 
 def is_right(prompt, k):
@@ -73,7 +77,7 @@ def is_right(prompt, k):
 def setting(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "_RETRY_S", 0.0)
 
-    def make(*clients, max_running=8, **evaluation):
+    def make(*clients, max_running=8, fails=(), **evaluation):
         config = Config(
             name="x",
             updates=3,
@@ -98,7 +102,7 @@ def setting(tmp_path, monkeypatch):
             engines=engines,
             is_lost=is_lost,
             stop_tokens=[0],
-            scorer=Even(),
+            scorer=Even(fails),
             timeline=timeline,
             evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
         )
@@ -126,7 +130,7 @@ def test_figures_are_those_of_the_answers_by_file(evaluate):
     own = [[is_right(prompt, k) for k in range(5)] for prompt in range(6)]
     assert values["accuracy"] == pytest.approx(np.mean(own)) and 0 < values["accuracy"] < 1
     assert values["accuracy_low"] < values["accuracy"] < values["accuracy_high"]
-    assert (values["items"], values["n"], values["too_long"]) == (6, 5, 1)
+    assert (values["items"], values["n"], values["too_long"], values["failed"]) == (6, 5, 1, 0)
     assert list(values["files"]) == ["even", "odd"]
     for name, first in (("even", 0), ("odd", 1)):
         file, correct = values["files"][name], own[first::2]
@@ -147,6 +151,18 @@ def test_figures_are_those_of_the_answers_by_file(evaluate):
     for *_, asked in client.asked:
         assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["routes_from"]) == (0.6, 0.9, 7, None)
     assert engine.running == 0
+
+
+def test_answers_whose_rewards_failed_are_counted_and_left_out(evaluate, caplog):
+    """Every right answer's, and one item's all."""
+    tokens = [[(sampling_seed(3, "eval", prompt) + k) % 97 for k in range(2)] for prompt in range(6)]
+    fails = {token for own in tokens for token in own if token % 2 == 0} | set(tokens[5])
+    values, _ = evaluate(Client("engine-0"), n=2, fails=fails)
+    known = [[token for token in own if token not in fails] for own in tokens]
+    assert values["accuracy"] == 0 and values["failed"] == 12 - sum(map(len, known)) >= 2
+    assert values["items"] == sum(map(bool, known)) <= 5
+    values, _ = evaluate(Client("engine-0"), n=2, fails=range(97))
+    assert values is None and "version 0 is not evaluated: the rewards of all answers failed" in caplog.text
 
 
 def test_what_a_lost_engine_did_not_answer_another_does(evaluate):
