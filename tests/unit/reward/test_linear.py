@@ -124,6 +124,7 @@ ELSEWHERE = {
     "serve": "hands texts to what is measured here",
     "is_score": "no text is one",
     "load_group_function": "a name from the config",
+    "problem_with_answers": "a name from the config",
     "checked_terms": "numbers that a function of the user's returns",
     "sample": "the id of a request",
 }
