@@ -126,7 +126,7 @@ def test_no_answer_is_trained_as_wrong_because_its_reward_failed(local_run, worl
             if not t.failed:
                 assert t.reward == -5 + 10 * rewards.scored[prompt, response]
                 trained += 1
-    assert trained > 200 and 0 < failed <= last["reward_failures"]
+    assert trained > 100 and 0 < failed <= last["reward_failures"]
     lines = [line for path in (run.folder / "ledger").iterdir() for line in path.read_text().splitlines()]
     assert len(lines) == 8
 
