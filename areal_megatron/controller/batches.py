@@ -24,8 +24,6 @@ from areal_megatron.packing.partition import split
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained, encode_batch
 
 log = logging.getLogger(__name__)
-_ROUNDING = 1e-6
-"""More than what is lost of a reward to which terms are added and taken away again."""
 
 
 class Stopwatch:
@@ -182,9 +180,8 @@ class Batches:
             multiple=config.trainer.microbatch_multiple,
             share_prompts=config.trainer.share_prompts,
         )
-        return [encode_batch(part) for part in parts], describe(
-            trajectories, version, config.reward.right
-        ) | means_of_terms(trajectories)
+        described = describe(trajectories, version) | means_of_terms(trajectories)
+        return [encode_batch(part) for part in parts], described
 
     def trained(self, message: Trained) -> dict[str, Any]:
         """Moves the schedule on and returns the figures of the update, the trainer's own among them.
@@ -248,17 +245,24 @@ class Batches:
         self._trainer_waits = Stopwatch()
 
 
-def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -> dict[str, Any]:
-    """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions."""
+def describe(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
+    """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions.
+
+    Means over answers of which there are none are left out.
+    """
     lengths = np.array([len(t.response) for t in trajectories])
-    known = [t for t in trajectories if not t.failed]
-    rewards = np.array([t.reward for t in known])
-    scored = rewards - [sum(t.terms.values()) for t in known] + _ROUNDING
+    known = np.array([not t.failed for t in trajectories])
+    right = np.array([t.correct for t in trajectories])
     staleness = Counter(version - t.admission_version for t in trajectories)
     trained = np.concatenate([t.versions[t.loss_mask == 1] for t in trajectories])
     return {
-        "reward_mean": float(rewards.mean()),
-        "accuracy": float(np.mean(scored >= correct)),
+        "reward_mean": float(np.mean([t.reward for t in trajectories if not t.failed])),
+        "accuracy": float(right[known].mean()),
+        **{
+            f"response_tokens_{name}": float(lengths[chosen].mean())
+            for name, chosen in (("right", known & right), ("wrong", known & ~right))
+            if chosen.any()
+        },
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "truncated_share": float(np.mean([t.truncated for t in trajectories])),

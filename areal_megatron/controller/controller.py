@@ -230,6 +230,7 @@ class Controller:
         account = self.batches.trained(message)
         now = time.monotonic()
         elapsed, self._last_update_at = now - self._last_update_at, now
+        account |= self.generation.account()
         account |= self.fleet.account(elapsed) | {
             "groups_filtered": self.schedule.counts["filtered"],
             "groups_skipped": self.schedule.counts["skipped"],

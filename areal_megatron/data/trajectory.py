@@ -37,6 +37,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reward: float
     truncated: bool
     """Whether the answer was cut at rollout.max_new_tokens."""
+    correct: bool = False
+    """Whether the answer is right: its score is 1 or more, whatever its length or its turns take off the reward."""
     failed: bool = False
     """Whether its reward is unknown; `reward` says nothing then, and no token is trained."""
     terms: dict[str, float] = {}

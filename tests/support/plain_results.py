@@ -47,6 +47,7 @@ def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -
                 truncated=False,
             )
         )
+        trajectories[-1].correct = trajectories[-1].reward > 0
     return trajectories
 
 
