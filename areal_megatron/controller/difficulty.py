@@ -51,7 +51,7 @@ class Difficulty:
 
 
 @dataclass
-class Sampled:
+class SampledGroups:
     """Counts what was sampled for training since the last update, whether it is trained or not."""
 
     groups: int = 0

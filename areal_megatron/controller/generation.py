@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
-from areal_megatron.controller.difficulty import Difficulty, Measured, Sampled
+from areal_megatron.controller.difficulty import Difficulty, Measured, SampledGroups
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.sampler import Sampler
@@ -48,7 +48,7 @@ class Generation:
         self._cursor = cursor(config, prompts)
         self._difficulty = Difficulty(config.rollout)
         self._failed_answers = FailedAnswers(config)
-        self._sampled = Sampled()
+        self._sampled = SampledGroups()
         self._trajectories: dict[int, list[Trajectory]] = {}
         """Trajectories of finished groups, by number of the group."""
         self._again: deque[tuple[int, int]] = deque()
@@ -146,7 +146,7 @@ class Generation:
 
     def account(self) -> dict[str, float]:
         """Returns what was sampled since the last call, as metrics."""
-        sampled, self._sampled = self._sampled, Sampled()
+        sampled, self._sampled = self._sampled, SampledGroups()
         return sampled.metrics()
 
     def take(self, group: Group) -> list[Trajectory]:

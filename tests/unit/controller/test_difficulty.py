@@ -9,7 +9,7 @@ import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from areal_megatron.controller.changed import Changed
-from areal_megatron.controller.difficulty import Difficulty, Sampled
+from areal_megatron.controller.difficulty import Difficulty, SampledGroups
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.check import _check_pass_rates
@@ -116,7 +116,7 @@ def test_what_is_drawn_does_not_depend_on_what_is_filtered_and_is_forgotten():
 
 def test_what_was_sampled_is_counted_whether_it_is_trained_or_not():
     """The shares are of groups, the accuracy of answers; no answer that is left out makes a group mixed."""
-    subject = Sampled()
+    subject = SampledGroups()
     for answers, filtered in (
         ([(1, 50), (1, 60)], True),
         ([(1, 50), (0, 100)], True),  # the second is masked
@@ -132,7 +132,7 @@ def test_what_was_sampled_is_counted_whether_it_is_trained_or_not():
         "solved_all": 2 / 5,
         "solved_none": 1 / 5,
     }
-    assert Sampled().metrics() == {"sampled_groups": 0, "filtered_tokens": 0}
+    assert SampledGroups().metrics() == {"sampled_groups": 0, "filtered_tokens": 0}
 
 
 def config(pass_rate, easiest_first=False):
