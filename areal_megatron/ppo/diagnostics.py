@@ -49,7 +49,7 @@ def sums(
         "weight_squared": weight.square(),
         "log_weight": lag,
         "advantage": advantages,
-        "advantage_squared": advantages.square(),
+        "advantage_squared": advantages.double().square(),
         "clipped": (high | low).to(weight.dtype),
     }
     grouped = torch.stack([_over_groups(members, found[statistic]) for statistic in STATISTICS])
@@ -113,5 +113,8 @@ def _by_staleness(staleness: Tensor) -> list[Tensor]:
 
 
 def _over_groups(members: Tensor, values: Tensor) -> Tensor:
-    """Returns the sums over each group: [groups]. A value that is not finite spoils its own groups only."""
-    return values.expand_as(members).masked_fill(~members, 0).sum(1)
+    """Returns the sums over each group, float64 [groups]: deviations are small differences of them.
+
+    A value that is not finite spoils its own groups only.
+    """
+    return values.double().expand_as(members).masked_fill(~members, 0).sum(1)

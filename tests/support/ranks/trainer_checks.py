@@ -57,6 +57,7 @@ from tests.support.plain_results import (
     plain_logits,
     plain_results,
     plain_update,
+    probed,
     rows_and_batch,
     sft_examples,
     training_data,
@@ -304,17 +305,19 @@ def check_training(subject: Trainer, expected: dict) -> None:
     """PPO updates and supervised steps change the parameters as plain code with torch's AdamW does."""
     config = subject.config
     calls = []
-    for version, (largest, mean, p99) in enumerate(expected["differences"]):
+    for version, (metrics, probe) in enumerate(zip(expected["metrics"], expected["probes"], strict=True)):
         trajectories, halves = training_data(version)
         plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
         part = split(trajectories, version=version, **plan)[subject.parallel.replica]
+        part.probe, part.probe_tokens = probed(trajectories)[subject.parallel.replica :: config.trainer.dp], len(probe)
         result = subject.train_batch(part, before_step=lambda: calls.append(version))  # noqa: B023
         assert result.applied and result.version == version and calls == list(range(version + 1))
         whole = partition([t.length for t in trajectories], *plan.values())
         assert halves == [{i for share in whole for microbatch in share[m] for i in microbatch} for m in range(2)]
-        assert abs(result.metrics["logprob_diff_max"] - largest) < 1e-4
-        assert abs(result.metrics["logprob_diff_mean"] - mean) < 1e-4
-        assert abs(result.metrics["logprob_diff_p99"] - p99) < 1e-4
+        for name, value in metrics.items():
+            assert result.metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-4), name
+        assert len(probe) > 20
+        np.testing.assert_allclose(result.probe, probe, atol=1e-4)
         assert_advantages(result.metrics, trajectories, config.ppo.algorithm)
         assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     for step, loss in enumerate(expected["sft_losses"]):
