@@ -28,26 +28,25 @@ EXCERPTS = 8
 
 
 class Probe:
-    """The comparison of the batch that is in training, and what the last one found."""
+    """The comparison for each batch, one after the other, and what the last one found."""
 
     def __init__(self, config: Config, engines: Sequence[Engine], changed: Changed):
         """`engines` is shared with the fleet, which adds to it; `changed` is notified when an engine commits."""
         self._rollout, self._engines, self._changed = config.rollout, engines, changed
         self._longest = min(SCORED_TOKENS, config.longest_sequence - 1)  # vLLM has to have room for another token
-        self._version = -1
+        self._number, self._version = 0, -1
         self._excerpts: list[Excerpt] = []
-        """Those of the batch in training, until an engine is asked about them."""
+        """Those of the newest batch, until an engine is asked about them."""
         self._trainers: dict[int, np.ndarray] = {}
         self._engine: dict[int, np.ndarray] = {}
-        """Log-probabilities of compared tokens by version, of which the other side has yet to tell its own."""
+        """Log-probabilities of compared tokens, by number of the batch, of which the other side has yet to tell."""
         self._found: dict[str, float] = {}
 
     def begin(self, version: int, trajectories: Sequence[Trajectory]) -> list[Excerpt]:
         """Returns the excerpts of the batch that `version` trains, for the trainers; an engine is asked about them as
         soon as one has that version."""
-        self._version, self._excerpts = version, excerpts(trajectories, self._longest)
-        self._trainers.pop(version, None)  # of a batch that was not applied
-        self._engine.pop(version, None)
+        self._number, self._version = self._number + 1, version
+        self._excerpts = excerpts(trajectories, self._longest)
         self._changed.notify()
         return self._excerpts
 
@@ -55,17 +54,17 @@ class Probe:
         """Asks engines for ever, about one batch at a time."""
         while True:
             if self._excerpts and (engine := self._at_version()):
-                version, asked, self._excerpts = self._version, self._excerpts, []
-                if (scored := await self._ask(engine, version, asked)) is not None and version == self._version:
-                    self._engine = {version: scored}
-                    self._compare(version)
+                number, version, asked, self._excerpts = self._number, self._version, self._excerpts, []
+                if (scored := await self._ask(engine, version, asked)) is not None:
+                    self._engine = {number: scored}
+                    self._compare(number, version)
             else:
                 await self._changed.wait()
 
     def trained(self, version: int, logprobs: np.ndarray) -> None:
-        """Takes what the trainers found for the excerpts of `version`."""
-        self._trainers = {version: logprobs}
-        self._compare(version)
+        """Takes what the trainers found for the excerpts of the newest batch, which they have trained."""
+        self._trainers = {self._number: logprobs}
+        self._compare(self._number, version)
 
     def account(self) -> dict[str, float]:
         """Returns the newest comparison; {} before the first."""
@@ -93,10 +92,10 @@ class Probe:
         pairs = zip(answered, asked, strict=True)
         return np.concatenate([logprobs[excerpt.compared[1:] == 1] for (logprobs, _), excerpt in pairs])
 
-    def _compare(self, version: int) -> None:
-        if version not in self._trainers or version not in self._engine:
+    def _compare(self, number: int, version: int) -> None:
+        if number not in self._trainers or number not in self._engine:
             return
-        differences = np.abs(self._trainers[version] - self._engine[version])
+        differences = np.abs(self._trainers[number] - self._engine[number])
         self._found = {
             "mismatch_mean": float(differences.mean()),
             "mismatch_p99": float(np.quantile(differences, 0.99, method="inverted_cdf")),
