@@ -70,6 +70,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     if eta == 16:
         changes |= {
             "rollout.dump": True,
+            "rollout.exact_staleness": True,
             "trainer.dp": 2,
             "machine.slots": 3,
             "rollout.max_new_tokens": 64,
@@ -88,10 +89,13 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert max(u["staleness_max"] for u in updates) == max(staleness)
     assert updates[-1]["groups_filtered"] > 0
-    assert sum(u["filtered_tokens"] for u in updates) > 0 and all(u["solved_none"] <= 1 for u in updates)
+    assert sum(u["filtered_tokens"] for u in updates) > 0 and all(u.get("solved_none", 0) <= 1 for u in updates)
     # However stale what is trained is, trainers and engines are compared at equal versions in every update.
     assert max(u["mismatch_max"] for u in updates) < 1e-3 and min(u["mismatch_tokens"] for u in updates) > 8
     assert max(u["version"] - 1 - u["mismatch_version"] for u in updates) <= 1
+    if eta == 16:
+        assert [u["version"] for u in updates if "logprob_diff_max" in u] == [1], "the rest is of version 0, too"
+        assert [*updates[-1]["token_staleness_histogram"]] == ["5"] and updates[-1]["token_share/staleness_5-8"] == 1
     several = [u["turns_mean"] for u in updates]
     assert (max(several) > 1) == (eta == 16) and min(several) >= 1 and not updates[-1].get("workflow_failures")
     if eta == 16:
