@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 import stat
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +20,8 @@ from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from tests.support.living import left_over
 from tests.support.reshard_oracle import expected_checksums, held_checksums
+
+ROOT = Path(__file__).parents[2]
 
 
 def small(world, held_out=32, **changes):
@@ -93,6 +97,9 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     # However stale what is trained is, trainers and engines are compared at equal versions in every update.
     assert max(u["mismatch_max"] for u in updates) < 1e-3 and min(u["mismatch_tokens"] for u in updates) > 8
     assert max(u["version"] - 1 - u["mismatch_version"] for u in updates) <= 1
+    named = {re.sub("/.*", "", name) for u in updates for name in u} - {"time", "kind", "version"}
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [name for name in sorted(named) if f"`{name}`" not in page and f"`{name}/" not in page] == []
     if eta == 16:
         assert [u["version"] for u in updates if "logprob_diff_max" in u] == [1], "the rest is of version 0, too"
         assert [*updates[-1]["token_staleness_histogram"]] == ["5"] and updates[-1]["token_share/staleness_5-8"] == 1
