@@ -62,9 +62,11 @@ class Probe:
                 await self._changed.wait()
 
     def trained(self, version: int, logprobs: np.ndarray) -> None:
-        """Takes what the trainers found for the excerpts of the newest batch, which they have trained."""
-        self._trainers = {self._number: logprobs}
-        self._compare(self._number, version)
+        """Takes what the trainers found for the excerpts of the newest batch, which they have trained; nothing if they
+        scored none."""
+        if len(logprobs):
+            self._trainers = {self._number: logprobs}
+            self._compare(self._number, version)
 
     def account(self) -> dict[str, float]:
         """Returns the newest comparison; {} before the first."""
