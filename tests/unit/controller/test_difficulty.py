@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig
@@ -195,6 +196,16 @@ def test_every_prompt_of_an_epoch_has_one_disposition_also_after_a_resume(easies
     assert len(whole) > 2 and whole[0] == whole[1] == 40
     kinds = Counter(kind.split(" ")[1] if " " in kind else kind for kind in schedule.dispositions.values())
     assert min(kinds["filtered"], kinds["pass"], kinds["longer"]) > 5
+
+
+def test_a_resumed_run_knows_how_old_a_pass_rate_is():
+    _, subject = generation(config([0.2, 0.8]), [prompt(0), prompt(1)])
+    subject._difficulty.filters(prompt(1), scores(0, 1), version=30)
+    saved = subject.save()
+    for state, version in ((saved, 30), (msgspec.structs.replace(saved, measured_at={}), 0)):
+        _, resumed = generation(config([0.2, 0.8]), [prompt(0), prompt(1)])
+        resumed.restore(state)
+        assert resumed._difficulty.measured == {1: (0.5, version)}
 
 
 def test_when_no_prompt_is_left_the_run_ends_with_a_reason():
