@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import cycle
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
