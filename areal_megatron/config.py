@@ -316,10 +316,16 @@ class RolloutConfig:
     """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
     kept."""
     filter_groups: bool = False
-    """Leave groups out of training whose answers all have the same reward, or whose share of correct answers is outside
-    of min_pass_rate to max_pass_rate; do not draw prompts that are known to be outside (DAPO's dynamic sampling)."""
+    """Leave groups out of training whose trained answers all have the same score, or whose share of correct answers is
+    outside of min_pass_rate to max_pass_rate (DAPO's dynamic sampling, docs/data.md)."""
     min_pass_rate: float = key(0.0, at_least=0, at_most=1)
     max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    draw_min_pass_rate: float = key(0.0, at_least=0, at_most=1)
+    """Prompts whose known pass rate is below this are not drawn …"""
+    draw_max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    """… and neither are those above this."""
+    remeasure_after: int = key(100, at_least=1)
+    """A pass rate is forgotten after so many versions, and its prompt drawn again."""
     easiest_first: bool = False
     """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
     dump: bool = False
@@ -739,11 +745,9 @@ def _check_batch(config: Config, require: Require) -> None:
         f"2 or more, or take {' or '.join(CRITIC_ALGORITHMS)}",
     )
     require(rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
-    require(
-        rollout.min_pass_rate <= rollout.max_pass_rate,
-        "rollout.min_pass_rate",
-        f"must be at most rollout.max_pass_rate={rollout.max_pass_rate:g}, is {rollout.min_pass_rate:g}",
-    )
+    for least, most in (("min_pass_rate", "max_pass_rate"), ("draw_min_pass_rate", "draw_max_pass_rate")):
+        low, high = getattr(rollout, least), getattr(rollout, most)
+        require(low <= high, f"rollout.{least}", f"must be at most rollout.{most}={high:g}, is {low:g}")
     for name, unbounded in (("min_pass_rate", 0), ("max_pass_rate", 1)):
         require(
             rollout.filter_groups or getattr(rollout, name) == unbounded,

@@ -186,6 +186,7 @@ def _pass_rate(value: list[float]) -> dict[str, Any]:
         return {"rollout.filter_groups": False}
     low, high = sorted(value)
     found = {"rollout.filter_groups": True, "rollout.min_pass_rate": low, "rollout.max_pass_rate": high}
+    found |= {"rollout.draw_min_pass_rate": low, "rollout.draw_max_pass_rate": high}
     return found | ({"rollout.easiest_first": True} if value[0] > value[1] else {})
 
 

@@ -355,7 +355,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--pass-rates",
         type=Path,
         metavar="FILE.jsonl",
-        help="write the rows of DATA here, each with its pass_rate, for rollout.filter_groups",
+        help="write the rows of DATA here, each with its pass_rate, for rollout.draw_min_pass_rate",
     )
     options = parser.parse_args(arguments)
     options.k = options.k or sorted({1, options.n})

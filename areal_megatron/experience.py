@@ -39,7 +39,7 @@ class Experience:
     def trained(self, number: int, result: BatchResult) -> None:
         """Tells the controller that batch `number` is done."""
         if self._parallel.is_first:
-            self._controller.request(Trained(number, result.version, result.applied, result.metrics))
+            self._controller.request(Trained(number, result.version, result.applied, result.metrics, result.probe))
 
     def finish(self) -> None:
         """Tells the controller that there is nothing more to train, deliver or save."""

@@ -14,13 +14,14 @@ import time
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 import zmq
 from zmq.utils import z85
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.run import SecretKeys
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class LinkRef(msgspec.Struct):
@@ -61,6 +62,8 @@ class Trained(msgspec.Struct, tag=True):
     applied: bool
     """False if every step was skipped (non-finite gradients); the policy version stays as it is."""
     metrics: dict[str, float]
+    probe: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32 [BatchPart.probe_tokens]: their log-probabilities under `version`, at temperature 1."""
 
 
 class Publish(msgspec.Struct, tag=True):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import re
 import sys
 import time
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import cycle
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -24,6 +24,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from areal_megatron import config_file
@@ -105,102 +106,214 @@ def _sft_sections(data: RunData) -> list[str]:
 
 
 def _rl_sections(data: RunData) -> list[str]:
-    return [
-        _section(
-            "Learning",
-            "Training figures are of the answers trained at each update, sampled up to "
-            f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained, with "
-            "95% intervals, at the mean version that sampled them.",
-            [
-                _accuracy(data),
-                _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
-                _lines(
-                    data,
-                    "Answer length",
-                    "tokens",
-                    {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
-                    labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"},
-                    zero=True,
-                ),
-            ],
-        ),
-        _section(
-            "Asynchrony",
-            "Staleness: versions between an answer's admission, or the sampling of a token, and its "
-            "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
-            [
-                _staleness(data, "Staleness of trained answers", "staleness_histogram"),
-                _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
-                _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
-                _lines(
-                    data,
-                    "Waiting per update",
-                    "seconds",
-                    {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT},
-                    zero=True,
-                    labels={"trainer_wait_s": "trainer for a batch", "straggler_wait_s": "batch for a straggler"},
-                ),
-                _utilisation(data),
-            ],
-        ),
-        _section(
-            "Weight updates",
-            "Publish: weights travel while engines generate and trainers train. "
-            "Commit: the short pause in which an engine takes them.",
-            [
-                _lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
-                _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
-                _lines(
-                    data,
-                    "Trainer − engine log-probability",
-                    "nats, difference",
-                    {"logprob_diff_max": HELD_OUT, "logprob_diff_p99": THIRD, "logprob_diff_mean": TRAIN},
-                    log=True,
-                    labels={"logprob_diff_max": "largest", "logprob_diff_p99": "99%", "logprob_diff_mean": "mean"},
-                ),
-            ],
-            _table(
-                ["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"],
-                _publish_rows(data),
+    sections = [_learning(data), _groups(data), _asynchrony(data), _weight_updates(data), _off_policy(data)]
+    return [*sections, _optimisation(data), *([_critic(data)] if data.config.ppo.has_critic else [])]
+
+
+def _learning(data: RunData) -> str:
+    return _section(
+        "Learning",
+        "Training figures are of the answers trained at each update, sampled up to "
+        f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained, with "
+        "95% intervals, at the mean version that sampled them. What each figure should look like: docs/metrics.md.",
+        [
+            _accuracy(data),
+            _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
+            _lines(
+                data,
+                "Answer length",
+                "tokens",
+                {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
+                labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"},
+                zero=True,
             ),
+            _lines(
+                data,
+                "Length of right and wrong answers",
+                "tokens, mean",
+                {"response_tokens_right": THIRD, "response_tokens_wrong": HELD_OUT},
+                labels={"response_tokens_right": "right", "response_tokens_wrong": "wrong"},
+                zero=True,
+            ),
+            _lines(
+                data,
+                "Entropy",
+                "nats per token",
+                {"entropy": TRAIN, "entropy_right": THIRD, "entropy_wrong": HELD_OUT},
+                labels={"entropy": "all", "entropy_right": "right answers", "entropy_wrong": "wrong answers"},
+                zero=True,
+            ),
+        ],
+    )
+
+
+def _groups(data: RunData) -> str:
+    return _section(
+        "Groups",
+        "All groups that were sampled since the update before, whether they were trained or not.",
+        [
+            _lines(
+                data,
+                "Solved groups",
+                "share",
+                {"solved_all": THIRD, "solved_none": HELD_OUT},
+                labels={"solved_all": "all answers right", "solved_none": "all wrong"},
+                zero=True,
+            ),
+            _lines(
+                data, "Thrown away", "tokens of groups that were filtered", {"filtered_tokens": HELD_OUT}, zero=True
+            ),
+        ],
+    )
+
+
+def _asynchrony(data: RunData) -> str:
+    return _section(
+        "Asynchrony",
+        "Staleness: versions between an answer's admission, or the sampling of a token, and its "
+        "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
+        [
+            _staleness(data, "Staleness of trained answers", "staleness_histogram"),
+            _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
+            _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
+            _lines(
+                data,
+                "Waiting per update",
+                "seconds",
+                {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT},
+                zero=True,
+                labels={"trainer_wait_s": "trainer for a batch", "straggler_wait_s": "batch for a straggler"},
+            ),
+            _utilisation(data),
+        ],
+    )
+
+
+def _weight_updates(data: RunData) -> str:
+    return _section(
+        "Weight updates",
+        "Publish: weights travel while engines generate and trainers train. "
+        "Commit: the short pause in which an engine takes them. "
+        "Probe: excerpts that both score with the same version, however stale the trained answers are.",
+        [
+            _lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
+            _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
+            *(
+                _lines(
+                    data,
+                    title,
+                    "nats, difference of log-probabilities",
+                    {f"{name}_max": HELD_OUT, f"{name}_p99": THIRD, f"{name}_mean": TRAIN},
+                    log=True,
+                    labels={f"{name}_max": "largest", f"{name}_p99": "99%", f"{name}_mean": "mean"},
+                )
+                for title, name in (
+                    ("Trainer − engine, probe", "mismatch"),
+                    ("Trainer − engine, tokens of the trained version", "logprob_diff"),
+                )
+            ),
+        ],
+        _table(
+            ["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"],
+            _publish_rows(data),
         ),
-        _section(
-            "Optimisation",
-            "",
-            [
-                _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
-                _lines(data, "Entropy", "nats per token", {"entropy": TRAIN}, zero=True),
-                _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
+    )
+
+
+def _off_policy(data: RunData) -> str:
+    return _section(
+        "Off-policy weights",
+        "w = proximal / behaviour policy of each trained token, before corrections, by the token's staleness.",
+        [
+            _lines(
+                data,
+                "Effective share",
+                "effective sample size / tokens",
+                {"effective_share": TRAIN, **_by_staleness(data, "effective_share")},
+                labels={"effective_share": "all", **_named_by_staleness(data, "effective_share")},
+                zero=True,
+            ),
+            *(
                 _lines(
                     data,
-                    "Clipped, capped and masked tokens",
-                    "share",
-                    {"clip_share": TRAIN, "capped_share": HELD_OUT, "masked_share": THIRD},
-                    zero=True,
-                    labels={
-                        "clip_share": "clipped by ε",
-                        "capped_share": "weight at its cap",
-                        "masked_share": "weight 0",
-                    },
-                ),
-                _lines(
-                    data,
-                    "Advantage",
+                    title,
                     "of trained tokens",
-                    {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
-                    labels={
-                        "advantage_max": "largest",
-                        "advantage_mean": "mean",
-                        "advantage_std": "deviation",
-                        "advantage_min": "least",
-                    },
-                ),
-                _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
-                _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
-            ],
-        ),
-        *([_critic(data)] if data.config.ppo.has_critic else []),
-    ]
+                    _by_staleness(data, key),
+                    labels=_named_by_staleness(data, key),
+                )
+                for title, key in (("Mean of w", "weight_mean"), ("Mean of log w", "log_weight_mean"))
+            ),
+            _lines(
+                data,
+                "Largest w",
+                "of trained tokens",
+                {"weight_max": HELD_OUT, "weight_p99": THIRD},
+                log=True,
+                labels={"weight_max": "largest", "weight_p99": "99%"},
+            ),
+            _lines(
+                data,
+                "Mean of w by sign of the advantage",
+                "of trained tokens",
+                {"weight_mean/advantage_above_0": THIRD, "weight_mean/advantage_below_0": HELD_OUT},
+                labels={"weight_mean/advantage_above_0": "above 0", "weight_mean/advantage_below_0": "below 0"},
+            ),
+        ],
+    )
+
+
+def _by_staleness(data: RunData, name: str) -> dict[str, str]:
+    """Returns the metrics of that name by staleness that the run has, the freshest first, each with a colour."""
+    keys = {key for step in data.steps for key in step if key.startswith(f"{name}/staleness_")}
+    ordered = sorted(keys, key=lambda key: int(re.search(r"\d+", key.rpartition("_")[2])[0]))
+    colours = plt.get_cmap("viridis")
+    return {key: to_hex(colours(place / max(len(ordered), 2))) for place, key in enumerate(ordered)}
+
+
+def _named_by_staleness(data: RunData, name: str) -> dict[str, str]:
+    return {key: key.rpartition("_")[2] for key in _by_staleness(data, name)}
+
+
+def _optimisation(data: RunData) -> str:
+    return _section(
+        "Optimisation",
+        "",
+        [
+            _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
+            _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
+            _lines(data, "Size of updates", "‖Δθ‖ / ‖θ‖", {"update_size": TRAIN}, log=True),
+            _lines(
+                data,
+                "Clipped, capped and masked tokens",
+                "share",
+                {"clip_share_high": TRAIN, "clip_share_low": GREY, "capped_share": HELD_OUT, "masked_share": THIRD},
+                zero=True,
+                labels={
+                    "clip_share_high": "clipped above",
+                    "clip_share_low": "clipped below",
+                    "capped_share": "weight at its cap",
+                    "masked_share": "weight 0",
+                },
+            ),
+            _lines(
+                data,
+                "Advantage",
+                "of trained tokens",
+                {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
+                labels={
+                    "advantage_max": "largest",
+                    "advantage_mean": "mean",
+                    "advantage_std": "deviation",
+                    "advantage_min": "least",
+                },
+            ),
+            _lines(
+                data, "Tokens that teach nothing", "share with advantage 0", {"zero_advantage_share": GREY}, zero=True
+            ),
+            _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
+            _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
+        ],
+    )
 
 
 def _critic(data: RunData) -> str:
@@ -291,6 +404,8 @@ def _final_rows(data: RunData) -> list[tuple[str, str]]:
         ("commit, median s", _median(data, "commit_s", 3)),
         ("weights sent per update, MB", _median(data, "weights_bytes", 1, 1e-6)),
         ("log-probability difference, largest", f"{max(data.values('logprob_diff_max'), default=0):.1e}"),
+        ("the same of the probe", f"{max(data.values('mismatch_max'), default=0):.1e}"),
+        ("effective share, least", f"{min(data.values('effective_share'), default=1):.3f}"),
         *((name, f"{sum(data.values(key)):,.0f}") for name, key in totals.items()),
     ]
 
@@ -362,12 +477,16 @@ def _lines(
 def _accuracy(data: RunData) -> str:
     figure, axes = _axes("Accuracy", "share of right answers")
     axes.plot(*data.series("accuracy"), color=TRAIN, linewidth=1.8, label="training batch")
-    for (name, points), color in zip(_held_out(data).items(), cycle(FILES), strict=False):
-        versions, values, lows, highs = zip(*points, strict=True)
-        below = [value - low for value, low in zip(values, lows, strict=True)]
-        above = [high - value for value, high in zip(values, highs, strict=True)]
-        bars = {"linewidth": 1.8, "markersize": 5, "elinewidth": 1, "capsize": 2}
-        axes.errorbar(versions, values, (below, above), fmt="o-", color=color, label=name, **bars)
+    axes.plot(*data.series("sampled_accuracy"), color=THIRD, linewidth=1.2, label="all that was sampled")
+    axes.plot(
+        [e["version"] for e in data.evaluations],
+        [e["accuracy"] for e in data.evaluations],
+        "o-",
+        color=HELD_OUT,
+        linewidth=1.8,
+        markersize=5,
+        label="held-out",
+    )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _over_versions(data, axes)

@@ -183,9 +183,8 @@ def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
 def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:
     """Returns a trajectory as an object for JSON."""
     t = trained.trajectory
-    found = {
-        name: getattr(t, name) for name in ("uid", "epoch", "prompt_id", "admission_version", "reward", "truncated")
-    }
+    names = ("uid", "epoch", "prompt_id", "admission_version", "reward", "correct", "truncated")
+    found = {name: getattr(t, name) for name in names}
     found |= {"batch": trained.batch, "version": trained.version, "staleness": trained.staleness}
     found |= {"prompt": tokenizer.decode(t.prompt.tolist()), "response": tokenizer.decode(t.response.tolist())}
     arrays = {

@@ -16,16 +16,15 @@ import numpy as np
 
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.probe import Probe
 from areal_megatron.controller.service import Refusal
 from areal_megatron.data.dumps import Dump, write
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import Excerpt, Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained, encode_batch
 
 log = logging.getLogger(__name__)
-_ROUNDING = 1e-6
-"""More than what is lost of a reward to which terms are added and taken away again."""
 
 
 class Stopwatch:
@@ -75,10 +74,13 @@ class Batches:
         flops: SequenceFlops,
         first: int = 0,
         dumps: Path | None = None,
+        probe: Probe | None = None,
     ):
         """`take` hands out the trajectories of a group of the schedule, `flops` is what one costs the trainers, `first`
-        the number of batches that the run has trained before, and `dumps` the folder to keep every batch in."""
+        the number of batches that the run has trained before, `dumps` the folder to keep every batch in, and
+        `probe` what compares its version with the engines'."""
         self._config, self._schedule, self._take, self._flops = config, schedule, take, flops
+        self._probe = probe
         self.number = first
         self._batch: asyncio.Future[tuple[list[EncodedBatch], dict[str, Any]]] | None = None
         """The parts and the figures of the batch that is in training, or soon will be."""
@@ -151,10 +153,10 @@ class Batches:
         self._trainer_waits.stop()
         self._straggler.stop()
         trajectories = [trajectory for group in groups for trajectory in self._take(group)]
+        version = self._schedule.version
+        probed = self._probe.begin(version, trajectories) if self._probe else []
         # A thread: thousands of answers take longer than requests should wait for the event loop.
-        self._batch = asyncio.ensure_future(
-            asyncio.to_thread(self._pack, trajectories, self.number, self._schedule.version)
-        )
+        self._batch = asyncio.ensure_future(asyncio.to_thread(self._pack, trajectories, self.number, version, probed))
         self._batch.add_done_callback(lambda _: self._changed.notify())
         if self._dumps:
             self._begin_dump(trajectories)
@@ -168,7 +170,7 @@ class Batches:
         self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps, most))
 
     def _pack(
-        self, trajectories: list[Trajectory], number: int, version: int
+        self, trajectories: list[Trajectory], number: int, version: int, probed: list[Excerpt]
     ) -> tuple[list[EncodedBatch], dict[str, Any]]:
         config = self._config
         parts = split(
@@ -182,9 +184,11 @@ class Batches:
             multiple=config.trainer.microbatch_multiple,
             share_prompts=config.trainer.share_prompts,
         )
-        return [encode_batch(part) for part in parts], describe(
-            trajectories, version, config.reward.right
-        ) | means_of_terms(trajectories)
+        for replica, part in enumerate(parts):
+            part.probe = probed[replica :: len(parts)]
+            part.probe_tokens = sum(int(excerpt.compared.sum()) for excerpt in probed)
+        described = describe(trajectories, version) | means_of_terms(trajectories)
+        return [encode_batch(part) for part in parts], described
 
     def trained(self, message: Trained) -> dict[str, Any]:
         """Moves the schedule on and returns the figures of the update, the trainer's own among them.
@@ -197,6 +201,8 @@ class Batches:
                 f"batch {message.number} of version {message.version} is not in training: "
                 f"that is batch {self.number} of version {self._schedule.version}"
             )
+        if self._probe:
+            self._probe.trained(message.version, message.probe)
         if message.applied:
             self._schedule.applied()
         else:
@@ -215,7 +221,7 @@ class Batches:
         self.number += 1
         self._batch, self._asked = None, False
         self._changed.notify()
-        return account | message.metrics
+        return account | message.metrics | (self._probe.account() if self._probe else {})
 
     async def dumped(self) -> None:
         """Returns when the batch formed last is on disk, or cannot be written, or takes long: the run survives that."""
@@ -248,17 +254,24 @@ class Batches:
         self._trainer_waits = Stopwatch()
 
 
-def describe(trajectories: Sequence[Trajectory], version: int, correct: float) -> dict[str, Any]:
-    """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions."""
+def describe(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
+    """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions.
+
+    Means over answers of which there are none are left out.
+    """
     lengths = np.array([len(t.response) for t in trajectories])
-    known = [t for t in trajectories if not t.failed]
-    rewards = np.array([t.reward for t in known])
-    scored = rewards - [sum(t.terms.values()) for t in known] + _ROUNDING
+    known = np.array([not t.failed for t in trajectories])
+    right = np.array([t.correct for t in trajectories])
     staleness = Counter(version - t.admission_version for t in trajectories)
     trained = np.concatenate([t.versions[t.loss_mask == 1] for t in trajectories])
     return {
-        "reward_mean": float(rewards.mean()),
-        "accuracy": float(np.mean(scored >= correct)),
+        "reward_mean": float(np.mean([t.reward for t in trajectories if not t.failed])),
+        "accuracy": float(right[known].mean()),
+        **{
+            f"response_tokens_{name}": float(lengths[chosen].mean())
+            for name, chosen in (("right", known & right), ("wrong", known & ~right))
+            if chosen.any()
+        },
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "truncated_share": float(np.mean([t.truncated for t in trajectories])),

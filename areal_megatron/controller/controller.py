@@ -52,6 +52,7 @@ from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.probe import Probe
 from areal_megatron.controller.replay import Replay
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
@@ -131,6 +132,7 @@ class Controller:
         self.evaluations = EvaluationQueue(
             Evaluation(config, self.sampler, held_out, self.changed), self.metrics.write_evaluation
         )
+        self.probe = Probe(config, self.fleet.engines, self.changed)
         self.batches = Batches(
             config,
             self.schedule,
@@ -138,6 +140,7 @@ class Controller:
             SequenceFlops.of(self.hf_config),
             first=self.start.batches,
             dumps=run.trajectories if config.rollout.dump else None,
+            probe=self.probe,
         )
         self.service = Service(address(config.machine.host), run.keys, self._handle)
         self.phase = "starting engines"
@@ -176,6 +179,7 @@ class Controller:
             self.phase = "training"
             self.batches.begin()
             background += [self._tasks.create_task(self.batches.run(self.changed))]
+            background += [self._tasks.create_task(self.probe.run())]
             generating = self._tasks.create_task(self.generation.run())
             await bye
             generating.cancel()
@@ -230,6 +234,7 @@ class Controller:
         account = self.batches.trained(message)
         now = time.monotonic()
         elapsed, self._last_update_at = now - self._last_update_at, now
+        account |= self.generation.account()
         account |= self.fleet.account(elapsed) | {
             "groups_filtered": self.schedule.counts["filtered"],
             "groups_skipped": self.schedule.counts["skipped"],

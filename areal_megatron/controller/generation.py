@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
-from areal_megatron.controller.difficulty import Difficulty
+from areal_megatron.controller.difficulty import Difficulty, Measured, SampledGroups
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.sampler import Sampler
@@ -28,6 +28,7 @@ from areal_megatron.run import RunError
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import INTERRUPTED, sampling_seed
+from areal_megatron.workflows.scoring import Score
 
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
@@ -47,6 +48,7 @@ class Generation:
         self._cursor = cursor(config, prompts)
         self._difficulty = Difficulty(config.rollout)
         self._failed_answers = FailedAnswers(config)
+        self._sampled = SampledGroups()
         self._trajectories: dict[int, list[Trajectory]] = {}
         """Trajectories of finished groups, by number of the group."""
         self._again: deque[tuple[int, int]] = deque()
@@ -76,7 +78,8 @@ class Generation:
             prompts_too_long=self.prompts_too_long,
             mixture=self._cursor.shares,
             order=self._cursor.order,
-            pass_rates=dict(self._difficulty.measured),
+            pass_rates={prompt: measured.rate for prompt, measured in self._difficulty.measured.items()},
+            measured_at={prompt: measured.version for prompt, measured in self._difficulty.measured.items()},
         )
 
     def restore(self, state: ControllerState) -> None:
@@ -97,7 +100,10 @@ class Generation:
         if self._interrupted:
             log.info("resuming %s", _described(self._interrupted))
         self._cursor = cursor(self._config, self._prompts, state.cursor)
-        self._difficulty.measured = dict(state.pass_rates)
+        self._difficulty = Difficulty(
+            self._config.rollout,
+            {prompt: Measured(rate, state.measured_at.get(prompt, 0)) for prompt, rate in state.pass_rates.items()},
+        )
         self.prompts_too_long = state.prompts_too_long
 
     async def run(self) -> None:
@@ -137,6 +143,11 @@ class Generation:
         for task in self._tasks[engine.index] - {asyncio.current_task()}:
             task.cancel()
         self._changed.notify()
+
+    def account(self) -> dict[str, float]:
+        """Returns what was sampled since the last call, as metrics."""
+        sampled, self._sampled = self._sampled, SampledGroups()
+        return sampled.metrics()
 
     def take(self, group: Group) -> list[Trajectory]:
         """Hands out the trajectories of a group that trains now."""
@@ -181,11 +192,14 @@ class Generation:
             self.prompts_too_long += reason == _TOO_LONG
             skipped += 1
             if skipped % len(self._prompts) == 0 and all(map(self._reason_to_skip, self._prompts)):
-                raise RunError("rollout.filter_groups: no prompt is left that is not too easy, too hard or too long")
+                raise RunError(
+                    "rollout.draw_min_pass_rate: no prompt is left that is not too hard, too easy "
+                    "(rollout.draw_max_pass_rate) or too long"
+                )
 
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = len(prompt.tokens) <= self._config.data.max_prompt_tokens
-        return self._difficulty.reason_to_skip(prompt) if fits else _TOO_LONG
+        return self._difficulty.reason_to_skip(prompt, self._schedule.version) if fits else _TOO_LONG
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
         n, prompt = self._config.rollout.group_size, self._by_id[group.prompt_id]
@@ -208,19 +222,22 @@ class Generation:
                 sampled = await self._sampler.scored(prompt, sampled)
         sampled = await self._sampler.with_terms(prompt, sampled)
         self._failed_answers.add(ended.score.failure for ended in sampled)
-        if sum(not ended.score.failed for ended in sampled) < min(_FEWEST_SCORED, n):
+        known = [ended.score for ended in sampled if not ended.score.failed]
+        if len(known) < min(_FEWEST_SCORED, n):
             self._schedule.fail(group, "rewards failed")
-        elif self._is_useless(prompt, sampled):
+        elif self._count(prompt, sampled, known):
             self._schedule.filter(group)
         else:
             self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
             self._schedule.finish(group)
         self._changed.notify()
 
-    def _is_useless(self, prompt: Prompt, sampled: list[ScoredTranscript]) -> bool:
+    def _count(self, prompt: Prompt, sampled: list[ScoredTranscript], known: list[Score]) -> bool:
+        """Counts a group, with the scores that are known. Returns whether to filter it."""
         trained = any(ended.score.trained and ended.context.answers for ended in sampled)
-        known = [ended.score for ended in sampled if not ended.score.failed]
-        return self._difficulty.filters(prompt, known) or not trained
+        useless = self._difficulty.filters(prompt, known, self._schedule.version) or not trained
+        self._sampled.add(known, sum(len(ended.tokens) for ended in sampled), useless)
+        return useless
 
 
 def _described(interrupted: dict[int, list[Completion]]) -> str:
@@ -245,5 +262,6 @@ def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajec
         truncated=score.truncated,
         failed=score.failed,
         terms=score.terms,
+        correct=score.correct,
         routes=context.routes,
     )

@@ -40,6 +40,8 @@ class ControllerState(msgspec.Struct, kw_only=True):
     """`Cursor.order` of data/prompts.py."""
     pass_rates: dict[int, float] = {}
     """Share of right answers in the group that finished last, by prompt."""
+    measured_at: dict[int, int] = {}
+    """The version at which each of these was measured; 0 if it is not here."""
 
 
 _decode = decoder(ControllerState).decode

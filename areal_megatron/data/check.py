@@ -71,8 +71,8 @@ def _number(some: Sequence, prompts: Sequence[Prompt], several: str = "are", one
 
 
 def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError if rollout.filter_groups excludes every prompt, or rollout.easiest_first has nothing to order
-    by."""
+    """Raises ConfigError if rollout.draw_min_pass_rate and draw_max_pass_rate exclude every prompt, or
+    rollout.easiest_first has nothing to order by."""
     rollout = config.rollout
     if is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
         raise ConfigError(
@@ -80,11 +80,11 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
             "python -m areal_megatron.evaluate --pass-rates writes them"
         )
     fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
-    low, high = rollout.min_pass_rate, rollout.max_pass_rate
-    if rollout.filter_groups and not any(rate is None or low <= rate <= high for rate in fitting):
+    low, high = rollout.draw_min_pass_rate, rollout.draw_max_pass_rate
+    if not any(rate is None or low <= rate <= high for rate in fitting):
         raise ConfigError(
-            f"rollout.filter_groups: every prompt of {config.data.train} has a pass_rate outside of "
-            f"min_pass_rate={low:g} to max_pass_rate={high:g}"
+            f"rollout.draw_min_pass_rate: every prompt of {config.data.train} has a pass_rate outside of {low:g} to "
+            f"rollout.draw_max_pass_rate={high:g}"
         )
 
 

@@ -37,6 +37,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reward: float
     truncated: bool
     """Whether the answer was cut at rollout.max_new_tokens."""
+    correct: bool = False
+    """Whether the answer is right: its score is 1 or more, whatever its length or its turns take off the reward."""
     failed: bool = False
     """Whether its reward is unknown; `reward` says nothing then, and no token is trained."""
     terms: dict[str, float] = {}
@@ -48,6 +50,17 @@ class Trajectory(msgspec.Struct, kw_only=True):
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.response)
+
+
+class Excerpt(msgspec.Struct, kw_only=True):
+    """A part of a trajectory whose tokens trainers and an engine score under the same version of the weights."""
+
+    tokens: np.ndarray
+    """int32 [n]"""
+    compared: np.ndarray
+    """uint8 [n], 1 where the token's log-probability is compared; never the first."""
+    at: int
+    """The place of its first compared token among those of all excerpts of the batch."""
 
 
 class BatchPart(msgspec.Struct, kw_only=True):
@@ -66,6 +79,10 @@ class BatchPart(msgspec.Struct, kw_only=True):
     """The number of groups in the whole batch."""
     group_of: list[int]
     """The group of each trajectory, numbered from 0 in the whole batch; its other answers may be in other parts."""
+    probe: list[Excerpt] = []
+    """What this replica scores under the version before it is trained."""
+    probe_tokens: int = 0
+    """The compared tokens of all parts' probes."""
 
     @property
     def members(self) -> list[list[list[int]]]:

@@ -26,6 +26,8 @@ class RawAnswer(msgspec.Struct, gc=False):
     finish_reason: str
     routes: RawArray | None = None
     """The experts of its tokens, if they were asked for."""
+    prompt_logprobs: bytes = b""
+    """float32 [tokens of the prompt − 1], of all but its first, if they were asked for."""
 
 
 class RawArray(msgspec.Struct, gc=False):

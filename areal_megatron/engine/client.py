@@ -184,6 +184,26 @@ class EngineClient:
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
+    async def score(
+        self, tokens: list[int], *, request_id: str, cache_salt: str | None = None
+    ) -> tuple[np.ndarray, int]:
+        """Returns the log-probability of each token but the first, float32 [n − 1], given those before it, and the
+        version by which they were computed or, if it changed meanwhile, the last one. The temperature is 1."""
+        sampling = {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        body = {"request_id": request_id, "token_ids": tokens, "sampling_params": sampling}
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        raw = await self._call("POST", answers.PATH, body)
+        try:
+            (answer,) = answers.decode(raw)
+            (version,) = versions_of_tokens(answer.versions, 1)
+            logprobs = np.frombuffer(answer.prompt_logprobs, np.float32)
+            if len(logprobs) != len(tokens) - 1:
+                raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
+        except (msgspec.MsgspecError, ValueError) as e:
+            raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
+        return logprobs, int(version)
+
     async def abort(self, prefix: str) -> None:
         """Ends the requests of `generate` whose ids begin with `prefix`; each returns what it has sampled."""
         ids = [request_id for request_id in self._generating if request_id.startswith(prefix)]

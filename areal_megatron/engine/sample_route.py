@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -52,7 +53,7 @@ async def _sample(request: Request) -> Response:
         return JSONResponse({"error": str(e)}, status_code=400)
     if answered is None:
         return Response(status_code=499)  # nobody reads it
-    raw = [_raw(output) for output in answered.outputs]
+    raw = [_raw(output, answered.prompt_logprobs) for output in answered.outputs]
     return Response(answers.encode(raw), media_type=answers.CONTENT_TYPE)
 
 
@@ -72,11 +73,12 @@ async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
     return [output async for output in outputs][-1]
 
 
-def _raw(output: CompletionOutput) -> RawAnswer:
+def _raw(output: CompletionOutput, prompt: FlatLogprobs | None) -> RawAnswer:
     return RawAnswer(
         tokens=np.array(output.token_ids, np.int32).tobytes(),
         logprobs=np.array(output.logprobs.logprobs, np.float32).tobytes(),
         versions=[(span.version, span.start, span.end) for span in output.weight_versions or ()],
         finish_reason=output.finish_reason,
         routes=None if output.routed_experts is None else RawArray.of(output.routed_experts),
+        prompt_logprobs=b"" if prompt is None else np.array(prompt.logprobs, np.float32).tobytes(),
     )

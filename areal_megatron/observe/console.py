@@ -27,6 +27,10 @@ from areal_megatron.run import Run
 EVENTS_SHOWN = 6
 TREND_WIDTH = 32
 REDRAW_S = 0.5
+LEAST_EFFECTIVE_SHARE = 0.9
+"""Below it answers are too stale to learn from them as well as from fresh ones (docs/staleness.md)."""
+WARNED_EVERY = 20
+"""Updates from one warning of the same kind to the next, at least."""
 
 
 class Console:
@@ -55,6 +59,8 @@ class Console:
         self._phase = ""
         self._steps: list[dict[str, Any]] = []
         self._resumed_after = 0
+        self._warned_at: int | None = None
+        """The update of the last warning."""
         self._evaluations: list[dict[str, Any]] = []
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         for record in self._reader.new():
@@ -106,7 +112,7 @@ class Console:
         elif record["kind"] == "resume":
             self._steps = surviving(self._steps, record["version"])
             self._evaluations = surviving(self._evaluations, record["version"])
-            self._resumed_after = len(self._steps)
+            self._resumed_after, self._warned_at = len(self._steps), None
 
     def _tell(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
@@ -125,8 +131,24 @@ class Console:
             self._note(record["time"], said)
         elif record["kind"] == "resume":
             self._note(record["time"], f"resumed at version {record['version']}")
-        elif not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):
+        if record["kind"] == "update":
+            self._warn(record)
+        if not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
+
+    def _warn(self, record: dict[str, Any]) -> None:
+        """Tells of an update whose answers were too stale, once in WARNED_EVERY updates."""
+        share, last = record.get("effective_share"), self._warned_at
+        if share is None or share >= LEAST_EFFECTIVE_SHARE:
+            return
+        if last is None or record["version"] >= last + WARNED_EVERY:
+            self._warned_at = record["version"]
+            self._note(
+                record["time"],
+                f"warning: effective_share {share:.2f} is below {LEAST_EFFECTIVE_SHARE:g}, answers are too stale; "
+                f"lower rollout.max_staleness={self._config.rollout.max_staleness} or mask by ppo.correction, see "
+                "docs/staleness.md",
+            )
 
     def _is_twentieth(self) -> bool:
         """Whether this step completes another twentieth: supervised steps are too many to log each."""

@@ -55,7 +55,7 @@ def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
     Where A is negative it is −w · max(min(u·A, clip(u)·A), c·A) with `bounds.dual` for c, which alone bounds it there
     (dual clip: arXiv 1912.09729).
     """
-    drift, lag = _log_ratios(tokens, bounds)
+    drift, lag = log_ratios(tokens, bounds)
     ratio, advantages = drift.exp(), tokens.advantages
     gain = torch.minimum(ratio * advantages, _clip(ratio, bounds) * advantages)
     if bounds.dual < math.inf:
@@ -68,7 +68,7 @@ def gated(tokens: Tokens, bounds: Bounds) -> Tensor:
 
     The gate takes the place of clipping: its slope is 1 at u = 1 and falls smoothly on both sides.
     """
-    drift, lag = _log_ratios(tokens, bounds)
+    drift, lag = log_ratios(tokens, bounds)
     positive, others = bounds.gates
     temperature = torch.full_like(tokens.advantages, others).masked_fill(tokens.advantages > 0, positive)
     gate = (temperature * (drift.exp() - 1)).sigmoid() * 4 / temperature
@@ -80,7 +80,7 @@ def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
 
     No gradient goes through u, so that every token has a gradient, clipped or not.
     """
-    drift, lag = _log_ratios(tokens, bounds)
+    drift, lag = log_ratios(tokens, bounds)
     ratio = _clip(drift.detach().exp(), bounds)
     return -_weights(lag, tokens, bounds) * ratio * tokens.advantages * tokens.current
 
@@ -99,7 +99,7 @@ def log_linear(current: Tensor, behaviour: Tensor, staleness: Tensor, ahead: flo
 
 def metric_sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Tensor]:
     """Returns the sums over the tokens of the metrics that are reported as means; sums of micro-batches add up."""
-    drift, lag = _log_ratios(tokens, bounds)
+    drift, lag = log_ratios(tokens, bounds)
     ratio, weight, up = drift.exp(), lag.exp(), tokens.advantages > 0
     outside = torch.where(up, ratio > 1 + bounds.high, ratio < 1 - bounds.low) & (tokens.advantages != 0)
     return {
@@ -122,7 +122,7 @@ def effective_share(weight: float, weight_squared: float, tokens: float) -> floa
     return weight**2 / (tokens * weight_squared) if weight_squared else 1.0
 
 
-def _log_ratios(tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def log_ratios(tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
     """Returns log u and log w."""
     drift, lag = tokens.current - tokens.proximal, tokens.proximal - tokens.behaviour
     if not bounds.whole:

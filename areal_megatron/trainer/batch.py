@@ -111,6 +111,8 @@ class PPOMicroBatch:
     """int64 [N]: the number, from 0, of the token's sequence."""
     weights: Tensor
     """The weight of the token's loss in the mean over tokens."""
+    right: Tensor
+    """bool [N]: whether the token's answer is right."""
     kept: Tensor
     """bool [N]: False where a correction of the whole mini-batch masks the token."""
     covariant: Tensor | None = None
@@ -224,6 +226,7 @@ def pack_trajectories(
         "sequences": sequences,
         "staleness": staleness.astype(np.float32),
         "by_this_version": fresh,
+        "right": np.array([t.correct for t in trajectories], dtype=np.bool_)[sequences],
         "kept": np.ones_like(fresh),
     }
     return PPOMicroBatch(microbatch, **{name: to_device(values, part.device) for name, values in columns.items()})

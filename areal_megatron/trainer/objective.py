@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import PPOConfig
+from areal_megatron.ppo import diagnostics
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, metric_sums
 from areal_megatron.ppo.penalty import PenaltyTokens, capped_ratio, k3, penalised, penalty
@@ -44,10 +45,10 @@ class Objective:
         )
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
-    def logprobs(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
+    def logprobs(self, hidden: Tensor, microbatch: MicroBatch, *, written: bool = False) -> Tensor:
         """Returns the log-probability of each trained token, float32 [N], by the distribution that answers are sampled
-        from."""
-        return trained_logprobs(self._policy, self._sampled, hidden, microbatch)[0]
+        from; by that of temperature 1 if they are `written`."""
+        return trained_logprobs(self._policy, self._written if written else self._sampled, hidden, microbatch)[0]
 
     def sft(self, hidden: Tensor, microbatch: MicroBatch, sums: TokenSums) -> Tensor:
         """Returns the sum of the negative log-probabilities, and adds it to `sums`."""
@@ -73,17 +74,22 @@ class Objective:
         loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs().masked_fill(~comparable, 0)
+        detached = replace(tokens, current=now)
+        diagnosed, largest, single = diagnostics.sums(
+            detached, entropy.detach(), sampled.right, sampled.staleness, self._bounds
+        )
         sums.add(
             {
                 "tokens": _count(now),
                 "loss": loss,
+                **diagnosed,
                 "compared": comparable.sum(),
                 "difference": difference.sum(),
-                **metric_sums(replace(tokens, current=now), entropy.detach(), self._bounds),
+                **metric_sums(detached, entropy.detach(), self._bounds),
                 **({} if sampled.reference is None else {"kl_reference": k3(sampled.reference - now).sum()}),
             },
-            {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference)},
-            {"difference": difference.masked_fill(~comparable, LEFT_OUT)},
+            {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference), **largest},
+            {"difference": difference.masked_fill(~comparable, LEFT_OUT), **single},
         )
         return loss
 

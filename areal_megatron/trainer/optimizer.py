@@ -12,6 +12,8 @@ from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
@@ -167,6 +169,14 @@ class ModelOptimizer:
                     states = {name: values.detach() for name, values in states.items() if name != "step"}
                     result[parameter] = Own(places["param"].start, places["param"].end, states)
         return result
+
+    def main_weights(self) -> Iterator[Tensor]:
+        """Yields the float32 weights that this rank changes; over all ranks, each weight of the model once."""
+        for optimizer in self._distributed():
+            on_host = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", {})
+            for weight in (weight for group in optimizer.optimizer.param_groups for weight in group["params"]):
+                if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight):
+                    yield on_host.get(weight, weight)
 
     def common_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Returns the settings and the step of each group, the same on all ranks, as a checkpoint has them."""

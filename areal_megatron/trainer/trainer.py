@@ -22,6 +22,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import partition
+from areal_megatron.ppo import diagnostics
 from areal_megatron.ppo.advantage import Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.correction import within_second_moment
@@ -42,9 +43,10 @@ from areal_megatron.trainer.recompute import decided
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.routing import Routing
 from areal_megatron.trainer.token_sums import TokenSums
+from areal_megatron.trainer.update_size import UpdateSize
 
 COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
-MAXIMA = ("ratio_max", "logprob_diff_max")
+MAXIMA = ("ratio_max", "logprob_diff_max", *diagnostics.MAXIMA)
 MEANS = (
     "loss",
     "clip_share",
@@ -74,6 +76,9 @@ class BatchResult:
     """Means over trained tokens, the mean gradient norm and the last learning rate of the steps taken, and counts.
     `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean` compare trainer and engine, and are present only if
     the batch has tokens that were sampled by the trained version."""
+    probe: np.ndarray
+    """float32 [part.probe_tokens]: the log-probabilities of the probe's compared tokens under the version that was
+    trained, at temperature 1."""
 
 
 class Trainer:
@@ -166,6 +171,7 @@ class Trainer:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
+        probe, moved = self._probe(part), UpdateSize(self.policy.optimizer)
         minibatches, teaching, metrics = self._assess(part)
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
@@ -186,7 +192,8 @@ class Trainer:
             learned, critic_metrics = self.critic.train(minibatches, teaching, before)
             applied, metrics = learned if warming_up else applied, metrics | critic_metrics
         self._record(part, applied)
-        return BatchResult(part.version, applied, metrics | self._ppo_metrics(sums, steps, start))
+        metrics |= self._ppo_metrics(sums, steps, start) | {"update_size": moved.relative(self.parallel)}
+        return BatchResult(part.version, applied, metrics, probe)
 
     def logprobs(self, part: BatchPart) -> Tensor:
         """Returns the log-probability of every trained token of the part under the present weights, float32 [N].
@@ -231,9 +238,12 @@ class Trainer:
 
     def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
         means = (*MEANS, "kl_reference") if self._reference else MEANS
-        totals = sums.totals(self.parallel, (*COUNTS, *means), MAXIMA)
+        names = (*COUNTS, *means, *diagnostics.SUMS, *diagnostics.GROUP_SUMS)
+        totals = sums.totals(self.parallel, names, MAXIMA)
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
-        metrics = {"ratio_max": totals["ratio_max"], "effective_share": share}
+        metrics = {"ratio_max": totals["ratio_max"], "effective_share": share, **diagnostics.metrics(totals)}
+        if totals["tokens"]:
+            metrics["weight_p99"] = sums.quantile(self.parallel, "weight", 0.99, totals["tokens"])
         if totals["compared"]:
             metrics["logprob_diff_p99"] = sums.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
@@ -337,6 +347,23 @@ class Trainer:
                 self._mask(minibatch, threshold)
             if covariant:
                 self._mark(minibatch, settings.penalty.kl_cov_share)
+
+    def _probe(self, part: BatchPart) -> np.ndarray:
+        """Returns BatchResult.probe, the same on all ranks. Each replica scores its own excerpts."""
+        if not part.probe_tokens:
+            return np.zeros(0, np.float32)
+        places = [np.flatnonzero(excerpt.compared) for excerpt in part.probe]
+        row = pack([excerpt.tokens for excerpt in part.probe], places, self._part)
+        rows = [row] + [pack([], [], self._part) for _ in range(self.config.trainer.microbatch_multiple - 1)]
+        work = [(row, partial(self._objective.logprobs, microbatch=row, written=True)) for row in rows]
+        with self.timeline.span("probe", tokens=pipeline.token_count(work)):
+            found = pipeline.forward(self.policy.chunks, work)
+        scored = torch.zeros(part.probe_tokens, dtype=torch.float64)
+        if self.parallel.is_last_stage:
+            own = found[0].cpu().double().split([len(place) for place in places])
+            for excerpt, logprobs in zip(part.probe, own, strict=True):
+                scored[excerpt.at : excerpt.at + len(logprobs)] = logprobs
+        return self.parallel.sum_of_last_stages(scored).float().numpy()
 
     def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
         if not self._reference:

@@ -11,6 +11,7 @@ from areal_megatron.engine import kv_cache
 from areal_megatron.engine.kv_cache import BATCHED_TOKENS
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.logits import BYTES, SCORED_TOKENS
 from areal_megatron.models.table import LAYER_PREFIX
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import Layout
@@ -91,8 +92,10 @@ def _elements(layout: Layout) -> int:
 
 def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
     """Bytes of the residual stream, of a module's input and output, of the widest inner activations, and of three rows
-    of float32 for each running request: vLLM's sampler keeps logits, log-probabilities and probabilities."""
+    of float32 for each running request, or each scored token of a prompt: vLLM's sampler keeps logits,
+    log-probabilities and probabilities."""
     d, tp, element = architecture(hf_config).dimensions, config.rollout.tp, ITEMSIZE[config.model.dtype]
     chosen = hf_config["num_experts_per_tok"] if d.experts else 0
     inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, chosen * (d.hidden + 3 * d.expert_ffn / tp))
-    return round(BATCHED_TOKENS * element * (3 * d.hidden + inner) + 12 * config.rollout.max_running * d.vocabulary)
+    rows = max(config.rollout.max_running, SCORED_TOKENS)
+    return round(BATCHED_TOKENS * element * (3 * d.hidden + inner) + BYTES * rows * d.vocabulary)

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 import stat
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +20,8 @@ from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from tests.support.living import left_over
 from tests.support.reshard_oracle import expected_checksums, held_checksums
+
+ROOT = Path(__file__).parents[2]
 
 
 def small(world, held_out=32, **changes):
@@ -54,7 +58,7 @@ def ledger(run: Run):
     return [json.loads(line) for file in (run.folder / "ledger").iterdir() for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("eta", [0, 1, 4])
+@pytest.mark.parametrize("eta", [0, 1, 16])
 def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta):
     """The longest one has a workflow of several turns, and keeps its trajectories, which are read and replayed
     afterwards."""
@@ -67,9 +71,10 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     }
     if eta == 1:
         changes |= {"trainer.cp": 2, "machine.slots": 3}
-    if eta == 4:
+    if eta == 16:
         changes |= {
             "rollout.dump": True,
+            "rollout.exact_staleness": True,
             "trainer.dp": 2,
             "machine.slots": 3,
             "rollout.max_new_tokens": 64,
@@ -80,7 +85,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     assert started.wait() == 0, started.output
     run = Run(started.folder)
     lines = ledger(run)
-    replicas = 2 if eta == 4 else 1
+    replicas = 2 if eta == 16 else 1
     assert sorted(line["version"] for line in lines) == sorted([*range(6)] * replicas)
     staleness = [line["version"] - admitted for line in lines for admitted in line["admission_versions"]]
     assert min(staleness) >= 0 and max(staleness) <= eta
@@ -88,9 +93,19 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert max(u["staleness_max"] for u in updates) == max(staleness)
     assert updates[-1]["groups_filtered"] > 0
+    assert sum(u["filtered_tokens"] for u in updates) > 0 and all(u.get("solved_none", 0) <= 1 for u in updates)
+    # However stale what is trained is, trainers and engines are compared at equal versions in every update.
+    assert max(u["mismatch_max"] for u in updates) < 1e-3 and min(u["mismatch_tokens"] for u in updates) > 8
+    assert max(u["version"] - 1 - u["mismatch_version"] for u in updates) <= 1
+    named = {re.sub("/.*", "", name) for u in updates for name in u} - {"time", "kind", "version"}
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [name for name in sorted(named) if f"`{name}`" not in page and f"`{name}/" not in page] == []
+    if eta == 16:
+        assert [u["version"] for u in updates if "logprob_diff_max" in u] == [1], "the rest is of version 0, too"
+        assert [*updates[-1]["token_staleness_histogram"]] == ["5"] and updates[-1]["token_share/staleness_5-8"] == 1
     several = [u["turns_mean"] for u in updates]
-    assert (max(several) > 1) == (eta == 4) and min(several) >= 1 and not updates[-1].get("workflow_failures")
-    if eta == 4:
+    assert (max(several) > 1) == (eta == 16) and min(several) >= 1 and not updates[-1].get("workflow_failures")
+    if eta == 16:
         check_ratios(run, world / "model", capsys)
         recorded = changes | {"mode": "replay", "data.train": run.trajectories}
         check_replay(run, local_run("replay", *small(world, **recorded)))

@@ -74,6 +74,28 @@ def test_log_probabilities_are_those_of_the_sampled_distribution(run, reference,
         assert_sampled_from(reference, completion)
 
 
+def test_a_text_is_scored_at_temperature_1_beside_sampling_whatever_is_cached(run, reference):
+    """Also where its beginning is in the prefix cache, from which log-probabilities cannot be read."""
+
+    async def scored(client):
+        await client.set_version(3)
+        beside = asyncio.create_task(generate(client, max_tokens=300, stop_tokens=[], request_id="beside"))
+        [answer] = await generate(client, n=1, max_tokens=300, stop_tokens=[], request_id="text")
+        text = [*PROMPT, *answer.tokens.tolist()]
+        found = [await client.score(text, request_id=f"scored-{k}") for k in range(2)]
+        await beside
+        await client.set_version(0)
+        return text, found
+
+    text, found = ask(run, scored)
+    with torch.no_grad():
+        logits = reference(torch.tensor([text])).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+    for logprobs, version in found:
+        assert version == 3
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
+
+
 def test_answers_say_what_vllms_own_route_says(run):
     sampling = {"n": 3, "max_tokens": 9, "seed": 7, "temperature": 0.7, "logprobs": 0, "ignore_eos": True}
     request = {"token_ids": PROMPT, "sampling_params": sampling | {"detokenize": False}}

@@ -234,6 +234,12 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_model(folder, on_ranks, mode
     on_ranks("check_head", tp, model=model, tp=tp, dtype=dtype)
 
 
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2}], ids=["tp1", "tp2-dp2"])
+def test_the_size_of_an_update_is_known_from_a_sample_of_the_weights(folder, on_ranks, layout):
+    cases = numbered(folder, [({}, layout), ({"on_host": True}, layout)])
+    on_ranks("check_update_size", math.prod(layout.values()), cases=cases)
+
+
 def test_a_trainer_that_was_replaced_writes_no_ledger(folder, on_ranks):
     run = Run(folder / "begun")
     run.create()

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from areal_megatron.config import Config
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.controller.probe import excerpts
+from areal_megatron.data.trajectory import Excerpt, Trajectory
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.tiny_models import load_oracle
@@ -47,6 +48,7 @@ def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -
                 truncated=False,
             )
         )
+        trajectories[-1].correct = trajectories[-1].reward > 0
     return trajectories
 
 
@@ -181,22 +183,22 @@ def sft_examples(step: int) -> list[tuple[np.ndarray, int]]:
 def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:
     """Makes UPDATES updates, then SFT_STEPS supervised steps.
 
-    Returns the final parameters, the supervised losses, and for each update the largest, the mean and the 99th
-    percentile difference from the engine's log-probabilities, over tokens that the trained version sampled.
+    Returns the final parameters, the supervised losses, and for each update the metrics and the log-probabilities of
+    the probe.
     """
-    learner, differences = oracle.Learner(model, config), []
+    learner, metrics, probes = oracle.Learner(model, config), [], []
     for version in range(UPDATES):
         trajectories, halves = training_data(version)
-        with torch.no_grad():
-            found = [
-                (
-                    oracle.response_logprobs(model, t, config.rollout.temperature) - torch.from_numpy(t.logprobs.copy())
-                ).abs()[(t.loss_mask == 1) & (t.versions == version)]
-                for t in trajectories
-            ]
-        found = torch.cat(found)
-        p99 = np.quantile(found.numpy(), 0.99, method="inverted_cdf")
-        differences.append([float(found.max()), float(found.mean()), float(p99)])
+        metrics.append(oracle.metrics(model, trajectories, config, version))
+        probes.append(oracle.scored(model, probed(trajectories)))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         learner.ppo_update(trajectories, [sorted(half) for half in halves])
+        moved = sum(((now - own) ** 2).sum() for now, own in zip(model.parameters(), before, strict=True)).detach()
+        metrics[-1]["update_size"] = float((moved / sum((own**2).sum() for own in before)).sqrt())
     losses = [learner.sft_step(sft_examples(step)) for step in range(SFT_STEPS)]
-    return {"differences": differences, "sft_losses": losses, "parameters": model.state_dict()}
+    return {"metrics": metrics, "probes": probes, "sft_losses": losses, "parameters": model.state_dict()}
+
+
+def probed(trajectories: list[Trajectory]) -> list[Excerpt]:
+    """Returns the excerpts of a batch that are scored, some of which are cut."""
+    return excerpts(trajectories, longest=40)

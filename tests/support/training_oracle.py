@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import Config
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import Excerpt, Trajectory
 from tests.support.tiny_models import load_oracle
 
 
@@ -56,6 +56,55 @@ def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
                 algorithm, above / (rewards[own].std() + 1e-5)
             )
     return (over_batch(found, trained) if algorithm in ("reinforce++", "boba_grpo") else found).tolist()
+
+
+@torch.no_grad()
+def metrics(model: torch.nn.Module, trajectories: list[Trajectory], config: Config, version: int) -> dict[str, float]:
+    """Returns those metrics of an update that depend only on the policy before it."""
+    columns = []
+    for t, advantage in zip(trajectories, advantages(trajectories, config.ppo.algorithm), strict=True):
+        proximal = response_logprobs(model, t, config.rollout.temperature).double().numpy()
+        same = [np.full(len(t.response), value) for value in (advantage, version - t.versions[0])]
+        columns.append(np.stack([proximal - t.logprobs, *same])[:, t.loss_mask == 1])
+    lag, advantage, staleness = np.concatenate(columns, 1)
+    weight, fresh = np.exp(lag), np.abs(lag[staleness == 0])
+    found = {
+        "logprob_diff_max": fresh.max(),
+        "logprob_diff_mean": fresh.mean(),
+        "logprob_diff_p99": np.quantile(fresh, 0.99, method="inverted_cdf"),
+        "weight_max": weight.max(),
+        "weight_p99": np.quantile(weight, 0.99, method="inverted_cdf"),
+        "weight_mean": weight.mean(),
+        "log_weight_mean": lag.mean(),
+        "zero_advantage_share": np.mean(advantage == 0),
+    }
+    for name, own in {
+        "staleness_0": staleness == 0,
+        "staleness_1": staleness == 1,
+        "advantage_above_0": advantage > 0,
+        "advantage_below_0": advantage < 0,
+    }.items():
+        found |= {
+            f"token_share/{name}": own.mean(),
+            f"weight_mean/{name}": weight[own].mean(),
+            f"weight_max/{name}": weight[own].max(),
+            f"log_weight_mean/{name}": lag[own].mean(),
+            f"effective_share/{name}": weight[own].mean() ** 2 / (weight[own] ** 2).mean(),
+            f"advantage_mean/{name}": advantage[own].mean(),
+            f"advantage_std/{name}": advantage[own].std(),
+        }
+    return {name: float(value) for name, value in found.items()}
+
+
+@torch.no_grad()
+def scored(model: torch.nn.Module, found: list[Excerpt]) -> Tensor:
+    """Returns the log-probabilities of the compared tokens, at temperature 1."""
+    parts = [torch.zeros(0)]
+    for excerpt in found:
+        labels = torch.from_numpy(excerpt.tokens[1:].astype(np.int64))
+        logprobs = distributions(model, excerpt.tokens, 1.0).gather(1, labels[:, None])[:, 0]
+        parts.append(logprobs[excerpt.compared[1:] == 1])
+    return torch.cat(parts)
 
 
 class Valued(torch.nn.Module):

@@ -83,6 +83,11 @@ def write_updates(run, count):
                 "commit_s": 0.03,
                 "weights_bytes": 3_200_000,
                 "logprob_diff_max": 1e-5 * n,
+                "mismatch_max": 2e-5 * n,
+                "effective_share": 1 - n / 10,
+                "weight_mean/staleness_0": 1.0,
+                "weight_mean/staleness_9-16": 1.1,
+                "weight_mean/staleness_17+": 1.2,
                 "loss": None,
                 "reward_failures": 2,
                 "groups_filtered": n,
@@ -145,10 +150,18 @@ def test_final_figures_are_those_of_the_metrics(finished):
     assert rows["trained tokens"] == "4,010" and rows["groups filtered"] == "10" and rows["reward failures"] == "8"
     assert rows["staleness, mean and largest"] == "1.00, 2"
     assert rows["log-probability difference, largest"] == "4.0e-05"
+    assert rows["the same of the probe"] == "8.0e-05" and rows["effective share, least"] == "0.600"
     assert rows["weights sent per update, MB"] == "3.2"
     assert page.wide_rows["train"] == ["950", "1,000", "95%"] and page.wide_rows["proximal"] == ["–", "–", "–"]
     assert rows["data.train"] == "<train>.jsonl", "a value of the config must be escaped in the page"
     assert "incomplete" not in text
+
+
+def test_figures_by_staleness_have_a_line_for_each_that_was_trained(finished):
+    data = report.load(finished[0])
+    names = report._named_by_staleness(data, "weight_mean")
+    assert [*names.values()] == ["0", "9-16", "17+"] and len({*report._by_staleness(data, "weight_mean").values()}) == 3
+    assert report._by_staleness(data, "log_weight_mean") == {}
 
 
 def test_page_needs_no_network_and_the_trace_lies_beside_it(finished):

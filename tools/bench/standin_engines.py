@@ -32,7 +32,9 @@ class StandIn:
         self._random = random.Random(0)
 
     async def generate(self, request: web.Request) -> web.Response:
-        await request.read()
+        body = await request.json()
+        if "prompt_logprobs" in body["sampling_params"]:
+            return web.Response(body=scores(self._version, len(body["token_ids"])), content_type=CONTENT_TYPE)
         self._running += self._group
         await asyncio.sleep(self._seconds * self._random.uniform(0.5, 1.5))
         self._running -= self._group
@@ -68,6 +70,13 @@ def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
             for _ in range(group)
         ]
     )
+
+
+@cache
+def scores(version: str, tokens: int) -> bytes:
+    """Returns the body of an answer to POST /sample that asks for the log-probabilities of a prompt."""
+    sampled = {"tokens": bytes(4), "logprobs": bytes(4), "versions": [(version, 0, 1)], "finish_reason": "length"}
+    return encode([RawAnswer(**sampled, prompt_logprobs=np.full(tokens - 1, -1.0, np.float32).tobytes())])
 
 
 async def nothing(_: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_megatron.config import CorrectionConfig, CriticConfig, PenaltyConfig, PPOConfig
 from areal_megatron.packing.partition import split
 from areal_megatron.trainer.trainer import Trainer
-from tests.support.plain_results import make_trajectories
+from tests.support.plain_results import make_trajectories, probed
 from tests.support.ranks.trainer_checks import make_config, open_trainer
 from tools.bench.synchronisations import Site, kept_on_host, reason, synchronisations
 
@@ -41,7 +41,10 @@ def check_waits(folder: Path, rank: int, model: str, ppo: str) -> None:
 
 
 def waits(subject: Trainer, cap: int) -> Counter[Site]:
-    [part] = split(make_trajectories(24, 0), version=0, replicas=1, minibatches=2, cap=cap, seed=0)
+    trajectories = make_trajectories(24, 0)
+    [part] = split(trajectories, version=0, replicas=1, minibatches=2, cap=cap, seed=0)
+    part.probe = probed(trajectories)
+    part.probe_tokens = sum(int(excerpt.compared.sum()) for excerpt in part.probe)
     assert max(map(len, part.minibatches)) == (1 if cap == 400 else 2), part.minibatches
     with synchronisations(kept_on_host(subject)) as seen:
         assert subject.train_batch(part).applied

@@ -34,7 +34,7 @@ from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
 from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.trainer import model as trainer_model
-from areal_megatron.trainer import pipeline
+from areal_megatron.trainer import pipeline, update_size
 from areal_megatron.trainer.batch import pack, pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.objective import trained_logprobs
@@ -57,6 +57,7 @@ from tests.support.plain_results import (
     plain_logits,
     plain_results,
     plain_update,
+    probed,
     rows_and_batch,
     sft_examples,
     training_data,
@@ -304,17 +305,19 @@ def check_training(subject: Trainer, expected: dict) -> None:
     """PPO updates and supervised steps change the parameters as plain code with torch's AdamW does."""
     config = subject.config
     calls = []
-    for version, (largest, mean, p99) in enumerate(expected["differences"]):
+    for version, (metrics, probe) in enumerate(zip(expected["metrics"], expected["probes"], strict=True)):
         trajectories, halves = training_data(version)
         plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
         part = split(trajectories, version=version, **plan)[subject.parallel.replica]
+        part.probe, part.probe_tokens = probed(trajectories)[subject.parallel.replica :: config.trainer.dp], len(probe)
         result = subject.train_batch(part, before_step=lambda: calls.append(version))  # noqa: B023
         assert result.applied and result.version == version and calls == list(range(version + 1))
         whole = partition([t.length for t in trajectories], *plan.values())
         assert halves == [{i for share in whole for microbatch in share[m] for i in microbatch} for m in range(2)]
-        assert abs(result.metrics["logprob_diff_max"] - largest) < 1e-4
-        assert abs(result.metrics["logprob_diff_mean"] - mean) < 1e-4
-        assert abs(result.metrics["logprob_diff_p99"] - p99) < 1e-4
+        for name, value in metrics.items():
+            assert result.metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-4), name
+        assert len(probe) > 20
+        np.testing.assert_allclose(result.probe, probe, atol=1e-4)
         assert_advantages(result.metrics, trajectories, config.ppo.algorithm)
         assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     for step, loss in enumerate(expected["sft_losses"]):
@@ -529,6 +532,31 @@ def check_decay(folder: Path, rank: int) -> None:
         for name, value in subject.parameters().items():
             factor = 1.0 if name.endswith("bias") or "norm" in name else (1 - 0.1 * 0.5) ** 2
             torch.testing.assert_close(value, before[name] * factor, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check_update_size(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """The size of an update is that of all weights, on the device or on the host; that of a sample is about as large.
+
+    cases: run folder → settings of the optimizer, layout.
+    """
+    for run, (settings, layout) in cases.items():
+        optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=0, **settings)
+        with open_trainer(folder, rank, make_config(folder, "qwen3", layout, optimizer=optimizer), run) as subject:
+            found = []
+            for update_size.WHOLE, update_size.STRIDE in ((2**16, 61), (100, 7)):
+                before = [w.clone() for w in subject.policy.optimizer.main_weights()]
+                trajectories = make_trajectories(12, 0)
+                parts = split(trajectories, version=0, replicas=layout.get("dp", 1), minibatches=2, cap=128, seed=0)
+                metrics = subject.train_batch(parts[subject.parallel.replica]).metrics
+                after = [*subject.policy.optimizer.main_weights()]
+                sums = [
+                    sum((now - own).double().square().sum() for now, own in zip(after, before, strict=True)),
+                    sum(own.double().square().sum() for own in before),
+                ]
+                change, size = subject.parallel.sum_over_ranks(torch.stack(sums)).tolist()
+                found.append(metrics["update_size"] / (change / size) ** 0.5)
+            assert found[0] == pytest.approx(1, abs=1e-5)
+            assert 1e-4 < abs(found[1] - 1) < 0.15, found
 
 
 def check_replaced(folder: Path, rank: int) -> None:

@@ -68,7 +68,7 @@ def test_all_publish_before_any_stops(batches):
     asyncio.run(play())
 
 
-def trajectory(admission_version, versions, mask, reward):
+def trajectory(admission_version, versions, mask, reward, correct=False):
     n = len(versions)
     return Trajectory(
         uid=0,
@@ -82,6 +82,7 @@ def trajectory(admission_version, versions, mask, reward):
         loss_mask=np.array(mask, np.uint8),
         reward=reward,
         truncated=False,
+        correct=correct,
     )
 
 
@@ -151,13 +152,14 @@ def test_requests_for_another_batch_are_refused(batches):
 def test_staleness_of_answers_and_of_their_trained_tokens():
     found = describe(
         [
-            trajectory(3, [3, 3, 4, 5], [1, 1, 1, 1], 5.0),
+            trajectory(3, [3, 3, 4, 5], [1, 1, 1, 1], 4.5, correct=True),
             trajectory(5, [5, 5], [0, 1], -5.0),
             trajectory(4, [4], [0], -5.0),
         ],
         version=5,
-        correct=5.0,
     )
+    assert (found["response_tokens_right"], found["response_tokens_wrong"]) == (4, 1.5)
+    assert "response_tokens_right" not in describe([trajectory(5, [5], [1], -5.0)], version=5)
     assert found["staleness_histogram"] == {"0": 1, "1": 1, "2": 1}
     assert found["token_staleness_histogram"] == {"0": 2, "1": 1, "2": 2}
     assert found["trained_tokens"] == 5 and found["accuracy"] == pytest.approx(1 / 3)

@@ -39,6 +39,24 @@ def shown(screen):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
 
 
+def test_updates_of_answers_that_are_too_stale_are_told_now_and_then(run):
+    out, writer = io.StringIO(), MetricsWriter(run)
+    console = Console(run, Config(name="demo", updates=99), out)
+    for version in range(1, 60):
+        writer.write("update", version, UPDATE | {"effective_share": 0.95 if version in (1, 40) else 0.856})
+    writer.flush()
+    console.close()
+    writer.close()
+    lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    warned = [place for place, line in enumerate(lines) if line.startswith("warning")]
+    assert lines[warned[0]] == (
+        "warning: effective_share 0.86 is below 0.9, answers are too stale; lower rollout.max_staleness=8 or mask by "
+        "ppo.correction, see docs/staleness.md"
+    )
+    after = [re.match(r"update (\d+)/99", lines[place + 1])[1] for place in warned]
+    assert after == ["2", "22", "42"]
+
+
 def test_without_a_terminal_one_line_an_update_and_a_phase(run):
     out = io.StringIO()
     console = Console(run, Config(name="demo", updates=40), out)

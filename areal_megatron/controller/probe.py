@@ -1,0 +1,122 @@
+"""Compares trainers and engines at equal versions: a few excerpts of each batch are scored by both.
+
+The trainers score them right before they train the batch, whose version they hold then. An engine scores them once it
+has committed that version, as a prompt whose log-probabilities it returns. So what is compared has nothing to do with
+staleness, and there is a comparison of every version that an engine gets, however stale the answers are. It costs an
+engine the prefill of LENGTH · EXCERPTS tokens at most, and the trainers a forward pass over them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_megatron.config import Config
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.engine import Engine
+from areal_megatron.data.trajectory import Excerpt, Trajectory
+from areal_megatron.engine.client import EngineError
+from areal_megatron.models.logits import SCORED_TOKENS
+from areal_megatron.observe.status import EngineState
+from areal_megatron.workflows.sampling import cache_salt
+
+log = logging.getLogger(__name__)
+EXCERPTS = 8
+
+
+class Probe:
+    """The comparison for each batch, one after the other, and what the last one found."""
+
+    def __init__(self, config: Config, engines: Sequence[Engine], changed: Changed):
+        """`engines` is shared with the fleet, which adds to it; `changed` is notified when an engine commits."""
+        self._rollout, self._engines, self._changed = config.rollout, engines, changed
+        self._longest = min(SCORED_TOKENS, config.longest_sequence - 1)  # vLLM has to have room for another token
+        self._number, self._version = 0, -1
+        self._excerpts: list[Excerpt] = []
+        """Those of the newest batch, until an engine is asked about them."""
+        self._trainers: dict[int, np.ndarray] = {}
+        self._engine: dict[int, np.ndarray] = {}
+        """Log-probabilities of compared tokens, by number of the batch, of which the other side has yet to tell."""
+        self._found: dict[str, float] = {}
+
+    def begin(self, version: int, trajectories: Sequence[Trajectory]) -> list[Excerpt]:
+        """Returns the excerpts of the batch that `version` trains, for the trainers; an engine is asked about them as
+        soon as one has that version."""
+        self._number, self._version = self._number + 1, version
+        self._excerpts = excerpts(trajectories, self._longest)
+        self._changed.notify()
+        return self._excerpts
+
+    async def run(self) -> None:
+        """Asks engines for ever, about one batch at a time."""
+        while True:
+            if self._excerpts and (engine := self._at_version()):
+                number, version, asked, self._excerpts = self._number, self._version, self._excerpts, []
+                if (scored := await self._ask(engine, version, asked)) is not None:
+                    self._engine = {number: scored}
+                    self._compare(number, version)
+            else:
+                await self._changed.wait()
+
+    def trained(self, version: int, logprobs: np.ndarray) -> None:
+        """Takes what the trainers found for the excerpts of the newest batch, which they have trained; nothing if they
+        scored none."""
+        if len(logprobs):
+            self._trainers = {self._number: logprobs}
+            self._compare(self._number, version)
+
+    def account(self) -> dict[str, float]:
+        """Returns the newest comparison; {} before the first."""
+        return dict(self._found)
+
+    def _at_version(self) -> Engine | None:
+        able = [e for e in self._engines if e.version == self._version and e.state == EngineState.READY]
+        return min(able, key=lambda e: e.running, default=None)
+
+    async def _ask(self, engine: Engine, version: int, asked: Sequence[Excerpt]) -> np.ndarray | None:
+        """Returns the engine's log-probabilities of the compared tokens; None if it fails, or has gone on to another
+        version before the last excerpt was scored."""
+        salt = cache_salt(self._rollout, version)
+        requests = (
+            engine.client.score(excerpt.tokens.tolist(), request_id=f"probe-{version}-{number}", cache_salt=salt)
+            for number, excerpt in enumerate(asked)
+        )
+        try:
+            answered = await asyncio.gather(*requests)
+        except EngineError as e:
+            log.warning("version %d is not compared with the trainers': %s", version, e)
+            return None
+        if any(scored_by != version for _, scored_by in answered):
+            return None
+        pairs = zip(answered, asked, strict=True)
+        return np.concatenate([logprobs[excerpt.compared[1:] == 1] for (logprobs, _), excerpt in pairs])
+
+    def _compare(self, number: int, version: int) -> None:
+        if number not in self._trainers or number not in self._engine:
+            return
+        differences = np.abs(self._trainers[number] - self._engine[number])
+        self._found = {
+            "mismatch_mean": float(differences.mean()),
+            "mismatch_p99": float(np.quantile(differences, 0.99, method="inverted_cdf")),
+            "mismatch_max": float(differences.max()),
+            "mismatch_tokens": len(differences),
+            "mismatch_version": version,
+        }
+
+
+def excerpts(trajectories: Sequence[Trajectory], longest: int) -> list[Excerpt]:
+    """Returns the beginnings of a few answers, evenly chosen, each after the end of its prompt: `longest` tokens at
+    most together."""
+    trained = [t for t in trajectories if t.loss_mask[: longest - longest // 4].any()]
+    chosen = [trained[k * len(trained) // EXCERPTS] for k in range(EXCERPTS)] if len(trained) > EXCERPTS else trained
+    found, at = [], 0
+    for t in chosen:
+        before = t.prompt[-max(longest // 4, 1) :]
+        tokens = np.concatenate((before, t.response))[:longest]
+        compared = np.concatenate((np.zeros(len(before), np.uint8), t.loss_mask))[:longest]
+        found.append(Excerpt(tokens=tokens, compared=compared, at=at))
+        at += int(compared.sum())
+    return found
