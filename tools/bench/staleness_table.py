@@ -165,13 +165,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def plot(results: Results) -> str:
     """Returns an SVG: on the left accuracy over η, as means with intervals over seeds; on the right the difference of
-    each run from the mean at η = 0, over its effective_share."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained")
-    shift = 0.0
-    for arm in ARMS:
-        for objective in arm.objectives:
-            shift += 0.03
-            _draw(left, right, results, arm, objective, shift)
+    each decoupled run from the mean at η = 0, over its effective_share (which is 1 in naive ones)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.6), layout="constrained")
+    drawn = [(arm, objective) for arm in ARMS for objective in arm.objectives if _is_there(results, arm, objective)]
+    for number, (arm, objective) in enumerate(drawn):
+        _draw(left, right, results, arm, objective, 0.04 * (number - (len(drawn) - 1) / 2))
     left.yaxis.set_major_formatter(PercentFormatter(1))
     left.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
     left.set_xlabel("η")
@@ -179,16 +177,21 @@ def plot(results: Results) -> str:
     right.axhline(-2, color="#94a3b8", linewidth=0.8, linestyle=":")
     right.invert_xaxis()
     right.set_xlabel("effective_share, mean over the updates")
-    titles = ("Held-out accuracy at the end", "Points from η = 0, each run")
+    titles = ("Held-out accuracy at the end", "Points from η = 0, each decoupled run")
     for axes, title in zip((left, right), titles, strict=True):
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
-    left.legend(frameon=False, loc="best", fontsize=7)
+    if drawn:
+        figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3, fontsize=8)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close(figure)
     return buffer.getvalue()
+
+
+def _is_there(results: Results, arm: Arm, objective: str) -> bool:
+    return any(of(results, arm, objective, eta) for eta in ETAS if eta)
 
 
 def _draw(left: Axes, right: Axes, results: Results, arm: Arm, objective: str, shift: float) -> None:
@@ -201,5 +204,6 @@ def _draw(left: Axes, right: Axes, results: Results, arm: Arm, objective: str, s
     bars = [(x, e) for x, values, e in there if len(values) > 1]
     left.vlines([x for x, _ in bars], [e.low for _, e in bars], [e.high for _, e in bars], color=style["color"])
     base = accuracies(of(results, arm, objective, 0))
-    for run in [run for eta in ETAS if eta and base for run in of(results, arm, objective, eta)]:
+    stale = [run for eta in ETAS if eta for run in of(results, arm, objective, eta)]
+    for run in stale if base and objective == "decoupled" else ():
         right.plot(run["effective_share"], 100 * (run["accuracy"] - mean(base)), linestyle="", **style)
