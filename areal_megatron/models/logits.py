@@ -8,7 +8,7 @@ BYTES = 12
 """What computing with a logit takes at most: itself and two intermediate results, in float32."""
 UNKNOWN = 80 * 2**30
 """The memory that a GPU is taken to have where nobody says."""
-SCORED_TOKENS = 512
+SCORED_TOKENS = 256
 """Most tokens of a prompt whose log-probabilities an engine is asked for: vLLM keeps BYTES for each of their logits at
 the same time."""
 PER_CORE = 2**17

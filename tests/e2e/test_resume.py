@@ -57,6 +57,7 @@ def test_a_run_that_is_killed_three_times_and_stopped_goes_on(local_run, world):
         "checkpoint.every": 2,
         "checkpoint.hf_every": 10,
         "data.train": rated(world),
+        "data.allow_overlap": True,
         "rollout.draw_min_pass_rate": 0.1,
         "rollout.draw_max_pass_rate": 0.9,
         "rollout.easiest_first": True,

@@ -113,7 +113,7 @@ def of_jobs(cluster: Cluster) -> list[psutil.Process]:
 def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submit, traces, world, tmp_path, capsys):
     """A trainer rank dies: the run restarts. A more important job comes: this one saves, is queued and resumes."""
     run, updates = Run(tmp_path / "run"), 40
-    changes = {"rollout.max_staleness": 2, "reward.function": "tests.support.rewards:brief"}
+    changes = {"rollout.max_staleness": 2, "reward.function": "tests.support.rewards:brief", "eval.share": 1}
     job = submit("--restarts", "1", *tiny(world, tmp_path, updates=updates, **changes))
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
     assert status.main([str(run.folder)]) == 0

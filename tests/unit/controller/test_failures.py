@@ -127,7 +127,7 @@ def test_answers_without_a_reward_are_not_trained_and_groups_of_them_are_skipped
     (failed,) = [t for t in groups[3] if t.failed]
     known = [t for t in groups[3] if t is not failed]
     assert not failed.loss_mask.any() and all(t.loss_mask.all() for t in known)
-    described = describe(groups[3], 100, 5.0)
+    described = describe(groups[3], 100)
     assert described["accuracy"] == np.mean([t.reward == 5 for t in known])
     assert described["reward_mean"] == np.mean([t.reward for t in known])
 
@@ -150,7 +150,7 @@ def test_terms_are_described_and_do_not_make_an_answer_right(generate):
     for k, t in enumerate(trajectories):
         t.terms = {"length": 10.1 if k % 2 else -0.3} | ({"form": 0.7} if k == 0 else {})
         t.reward += sum(t.terms.values())
-    assert 0 < right < 1 and describe(trajectories, 100, 5.0)["accuracy"] == right
+    assert 0 < right < 1 and describe(trajectories, 100)["accuracy"] == right
     trajectories[-1].failed = True
     known = trajectories[:-1]
     assert means_of_terms(trajectories) == {

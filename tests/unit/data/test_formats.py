@@ -106,7 +106,7 @@ def test_the_letter_of_a_shuffled_question_stands_before_the_right_choice(row):
         ("the answer is A. No: the answer is B", "B"),
         ("the answer is both", None),
         ("the answer is Boron", None),
-        ("B", None),
+        ("B", "B"),
         ("", None),
     ],
 )

@@ -39,13 +39,15 @@ def test_spans_that_do_not_cover_the_tokens_in_order_are_refused(spans):
 @pytest.mark.parametrize("seed", [None, 0, 2**62])
 def test_a_request_says_what_it_was_asked_for(seed):
     completions, body = generated(
-        [], [5, 9], n=3, max_tokens=7, temperature=0.5, stop_tokens=[1], cache_salt="v2", seed=seed
+        [], [5, 9], n=3, max_tokens=7, temperature=0.5, top_p=0.9, top_k=20, stop_tokens=[1], cache_salt="v2", seed=seed
     )
     assert completions == []
     sampling = {
         "n": 3,
         "max_tokens": 7,
         "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
         "stop_token_ids": [1],
         "logprobs": 0,
         "ignore_eos": True,

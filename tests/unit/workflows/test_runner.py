@@ -452,7 +452,7 @@ def test_groups_become_trajectories_with_masks(tmp_path):
         assert len(t.response) == len(t.logprobs) == len(t.versions) == len(t.loss_mask)
         assert t.admission_version == 0 and t.prompt.tolist() == world.prompt().tokens
         assert {bool(x) for x in t.logprobs[t.loss_mask == 0]} <= {False} and t.loss_mask[-1] == 1
-    described = describe(trajectories, 100, 5.0)
+    described = describe(trajectories, 100)
     assert described["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     assert described["turns_mean"] == np.mean([1 if t.loss_mask.all() else 2 for t in trajectories])
 
