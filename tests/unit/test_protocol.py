@@ -85,7 +85,7 @@ def service():
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)  # as long as the process in front of it may take to start
     yield box["service"]
     box["loop"].call_soon_threadsafe(box["task"].cancel)
     thread.join(10)
