@@ -607,16 +607,6 @@ def _check_ppo(config: Config, require: Require) -> None:
         f"must be 0 (off) or above 1, a bound of π_θ/π_prox, is {ppo.dual_clip:g}",
     )
     require(
-        bool(ppo.penalty.kl) or not ppo.penalty.kl_model,
-        "ppo.penalty.kl_model",
-        "changes nothing without ppo.penalty.kl, its coefficient; set it, e.g. to 1",
-    )
-    require(
-        ppo.rewards or bool(ppo.penalty.coefficients),
-        "ppo.rewards",
-        "false leaves the penalties to be trained, and there are none; set ppo.penalty.kl",
-    )
-    require(
         ppo.rewards or not config.rollout.filter_groups,
         "rollout.filter_groups",
         "leaves out groups by their rewards, which ppo.rewards=false does not train",
@@ -712,7 +702,12 @@ def _check_penalties(ppo: PPOConfig, require: Require) -> None:
         "would change nothing: it is about ppo.penalty.kl with kl_form=k2 or k3"
         + (", and k1 is a reward" if p.kl else ""),
     )
-    for name, needed in (("kl_form", "kl"), ("kl_cov_share", "kl_cov")):
+    require(
+        ppo.rewards or bool(p.coefficients),
+        "ppo.rewards",
+        "false leaves the penalties to be trained, and there are none; set ppo.penalty.kl",
+    )
+    for name, needed in (("kl_form", "kl"), ("kl_model", "kl"), ("kl_cov_share", "kl_cov")):
         require(
             getattr(p, needed) or _is_default(p, name),
             f"ppo.penalty.{name}",

@@ -36,6 +36,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal, Service
 from areal_megatron.data.dumps import forget
-from areal_megatron.data.prompts import cursor, read_prompts
+from areal_megatron.data.prompts import Prompt, cursor, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.models.architecture import read_config
@@ -152,16 +153,21 @@ class Controller:
         self._tasks: asyncio.TaskGroup | None = None
         self._written_state: tuple[int, asyncio.Future | None] = (-1, None)
         """Version of the checkpoint asked for last, and the writing of the controller's part."""
-        forget(run.trajectories, self.start.batches)
-        if self.start.checkpoint:
-            written = Path(self.start.checkpoint) / "controller.msgpack"
+        self._continue(prompts)
+
+    def _continue(self, prompts: Sequence[Prompt]) -> None:
+        """Goes on where the checkpoint that the run begins with was written, if it begins with one."""
+        config, start = self.config, self.start
+        forget(self.run.trajectories, start.batches)
+        if start.checkpoint:
+            written = Path(start.checkpoint) / "controller.msgpack"
             drawn = cursor(config, prompts)
             saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
             self.generation.restore(saved)
             self.rewards.failures, self.rewards.refused = saved.reward_failures, saved.answers_refused
-        if self.start.incarnation:  # what came before counts up to this version; without a checkpoint, nothing does
-            version = self.start.version if self.start.checkpoint else -1
-            self.metrics.write("resume", version, {"incarnation": self.start.incarnation})
+        if start.incarnation:  # what came before counts up to this version; without a checkpoint, nothing does
+            version = start.version if start.checkpoint else -1
+            self.metrics.write("resume", version, {"incarnation": start.incarnation})
 
     async def live(self) -> None:
         """Runs from the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""

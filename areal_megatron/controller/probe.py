@@ -3,7 +3,7 @@
 The trainers score them right before they train the batch, whose version they hold then. An engine scores them once it
 has committed that version, as a prompt whose log-probabilities it returns. So what is compared has nothing to do with
 staleness, and there is a comparison of every version that an engine gets, however stale the answers are. It costs an
-engine the prefill of LENGTH · EXCERPTS tokens at most, and the trainers a forward pass over them.
+engine the prefill of EXCERPTS · SCORED_TOKENS tokens at most, and the trainers a forward pass over them.
 """
 
 from __future__ import annotations
