@@ -170,7 +170,7 @@ def test_terms_of_a_group_are_trained_and_logged(local_run, world):
 def test_the_demo_learns_while_its_service_is_ill_for_half_a_minute(tmp_path, service):
     """For 15 s it answers with errors, for 15 s nothing listens. Accuracy is that of the last three evaluations."""
     rewards, out = service(score), tmp_path / "demo"
-    changes = [f"reward.function={rewards.url}", "eval_every=20"]
+    changes = [f"reward.function={rewards.url}", "eval.every=20"]
     demo = subprocess.Popen([sys.executable, "tools/demo.py", f"--out={out}", *changes], cwd=ROOT)
     ill, undisturbed = Run(out / "rl"), Run(out / "undisturbed")
     while len(updates_of(ill)) < 20:
