@@ -35,20 +35,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-N")
     options = parser.parse_args()
-    out = (options.out or _unused(ROOT / "runs")).absolute()
+    out = (options.out or unused("demo")).absolute()
     if out.exists():
         print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
         return 2
     try:
-        overrides = [*sharing(options.overrides), *options.overrides]
+        overrides = [*sharing(CONFIG, options.overrides), *options.overrides]
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     world, seed = out / "world", f"seed={options.seed}"
     started = time.monotonic()
     try:
-        _run("making a tiny model, its tokenizer and data", "tools/make_arithmetic.py", world, "--seed", options.seed)
-        _run(
+        run_step("making a tiny model and its data", "tools/make_arithmetic.py", world, "--seed", options.seed)
+        run_step(
             "supervised warm start",
             "-m",
             "launch.local",
@@ -59,7 +59,7 @@ def main() -> int:
             f"model.path={world / 'model'}",
             f"data.train={world / 'sft.jsonl'}",
         )
-        _run(
+        run_step(
             "asynchronous PPO",
             "-m",
             "launch.local",
@@ -72,7 +72,7 @@ def main() -> int:
             f"data.eval={world / 'heldout.jsonl'}",
             *overrides,
         )
-        _run("report", "-m", "areal_megatron.report", out / "rl")
+        run_step("report", "-m", "areal_megatron.report", out / "rl")
     except subprocess.CalledProcessError as failed:
         return failed.returncode
     except KeyboardInterrupt:
@@ -83,10 +83,10 @@ def main() -> int:
     return 0
 
 
-def sharing(overrides: Sequence[str]) -> list[str]:
-    """Returns the override with which both pools of the PPO run share this machine's only slot; none if it has more, or
-    if the overrides decide that. Raises ConfigError for overrides that cannot be."""
-    config = config_file.load(ROOT / CONFIG, list(overrides))
+def sharing(file: str, overrides: Sequence[str]) -> list[str]:
+    """Returns the override with which both pools of a run share this machine's only slot; none if it has more, or if
+    the overrides decide that. Raises ConfigError for overrides that cannot be."""
+    config = config_file.load(ROOT / file, list(overrides))
     config.machine.device = local.device_of(config)
     decided = any(override.startswith("machine.shared=") for override in overrides)
     if decided or len(local.this_node(config).slots) > 1:
@@ -101,15 +101,17 @@ def accuracy(run: Path) -> tuple[float, float]:
     return evaluations[min(evaluations)], evaluations[max(evaluations)]
 
 
-def _run(title: str, *arguments: object) -> None:
+def run_step(title: str, *arguments: object) -> None:
+    """Runs python with these arguments in the repository's folder. Raises CalledProcessError if it fails."""
     print(f"── {title}", flush=True)
     subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=ROOT, check=True, env=dict(os.environ, PYTHONPATH=str(ROOT))
     )
 
 
-def _unused(folder: Path) -> Path:
-    return next(path for n in range(1, 10**6) if not (path := folder / f"demo-{n}").exists())
+def unused(name: str) -> Path:
+    """Returns the first of runs/NAME-1, runs/NAME-2, … that is not there."""
+    return next(path for n in range(1, 10**6) if not (path := ROOT / "runs" / f"{name}-{n}").exists())
 
 
 if __name__ == "__main__":
