@@ -23,7 +23,7 @@ from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
-from areal_megatron.data.files import records, shares
+from areal_megatron.data.files import row_shares, rows
 from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of
 from areal_megatron.run import IncarnationStart, Run, line_of
 
@@ -167,9 +167,9 @@ def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: lis
 
 def drawing(config: Config) -> tuple[list[int], Cursor]:
     """Returns the ids of all prompts, in their order, and the cursor that draws them."""
-    prompts = list(records(config.data.train))
-    mixture = shares(config.data.train, [prompt.source for prompt in prompts])
+    prompts = list(rows(config, "train"))
     ranks = ranks_of(config, map(pass_rate_of, prompts))
+    mixture = row_shares(config, prompts)
     return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture, ranks=ranks)
 
 

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Container, Iterator
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train: str = MISSING
+    train: str = ""
     """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of
     another format (docs/data.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
     `a.jsonl:0.7,b.parquet:0.3`."""
@@ -427,6 +427,33 @@ class EvalConfig:
 
 
 @dataclass
+class EnvironmentConfig:
+    """One of several kinds of prompts that a run trains on, with what it does otherwise than the rest."""
+
+    name: str = MISSING
+    """How metrics name it: letters, digits, `_`, `-` and `.`."""
+    train: str = MISSING
+    """Its `data.train`, without weights."""
+    eval: str = ""
+    """Its `data.eval`."""
+    share: float = key(0.0, at_least=0)
+    """Share of the prompts that are drawn, relative to the shares of the others; 0, then for all: every row once an
+    epoch."""
+    max_prompt_tokens: int = key(0, at_least=0)
+    """Its `data.max_prompt_tokens`, at most that; 0: that."""
+    max_new_tokens: int = key(0, at_least=0)
+    """Its `rollout.max_new_tokens`, at most that; 0: that."""
+    workflow: str = ""
+    """Its `rollout.workflow`; empty: that."""
+    turns: int = key(0, at_least=0)
+    """Its `rollout.turns`; 0: that, or 1 for one that has a workflow of its own."""
+    reward: str = ""
+    """Its `reward.function`; empty: that."""
+    group_reward: str = ""
+    """Its `reward.group_function`; empty: that."""
+
+
+@dataclass
 class Config:
     name: str = MISSING
     """Run folder: runs_dir/name."""
@@ -451,6 +478,33 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    environments: list[EnvironmentConfig] = field(default_factory=list)
+    """Several in one run, in place of data.train and data.eval (docs/data.md)."""
+
+    def by_environment(self) -> list[Config]:
+        """Returns a config for each of `environments`, as a run with that one alone has it; else this one."""
+        return [self._of(environment) for environment in self.environments] or [self]
+
+    def _of(self, own: EnvironmentConfig) -> Config:
+        data, rollout, reward = self.data, self.rollout, self.reward
+        return replace(
+            self,
+            environments=[],
+            data=replace(
+                data, train=own.train, eval=own.eval, max_prompt_tokens=own.max_prompt_tokens or data.max_prompt_tokens
+            ),
+            rollout=replace(
+                rollout,
+                workflow=own.workflow or rollout.workflow,
+                turns=own.turns or (1 if own.workflow else rollout.turns),
+                max_new_tokens=own.max_new_tokens or rollout.max_new_tokens,
+            ),
+            reward=replace(
+                reward,
+                function=own.reward or reward.function,
+                group_function=own.group_reward or reward.group_function,
+            ),
+        )
 
     @property
     def trainer_ranks(self) -> int:
@@ -516,6 +570,8 @@ def config_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any
         yield prefix + f.name, f, value
         if is_dataclass(value):
             yield from config_fields(value, f"{prefix}{f.name}.")
+        for number, entry in enumerate(value if isinstance(value, list) else ()):
+            yield from config_fields(entry, f"{prefix}{f.name}.{number}.")
 
 
 def describe(f: Field) -> str:
@@ -539,6 +595,7 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
             raise ConfigError(f"{where(name)}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
     _check_run(config, require)
     _check_ppo(config, require)
+    _check_environments(config, require)
     if config.mode != "sft":
         _check_batch(config, require)
 
@@ -755,13 +812,45 @@ def _check_batch(config: Config, require: Require) -> None:
             "rollout.workflow_environment",
             f"{name!r} is no name of an environment variable; expected NAME,NAME",
         )
+    for number, own in enumerate(config.by_environment()):
+        _check_turns(own.rollout, f"environments.{number}.turns" if config.environments else "rollout.turns", require)
+
+
+def _check_turns(rollout: RolloutConfig, key: str, require: Require) -> None:
     require(
         rollout.workflow != "single_turn" or rollout.turns == 1,
-        "rollout.turns",
-        f"single_turn has one turn, not {rollout.turns}; rollout.workflow=multi_turn has several",
+        key,
+        f"single_turn has one turn, not {rollout.turns}; workflow=multi_turn has several",
     )
     require(
         rollout.workflow not in ("multi_turn", "tool_use") or rollout.turns > 1,
-        "rollout.turns",
+        key,
         f"{rollout.workflow} needs at least 2",
     )
+
+
+def _check_environments(config: Config, require: Require) -> None:
+    if config.mode == "replay":  # its batches are formed already
+        return
+    environments = config.environments
+    require(not environments or config.mode == "rl", "environments", f"are of mode=rl, not mode={config.mode}")
+    for name in ("train", "eval") if environments else ():
+        require(not getattr(config.data, name), f"data.{name}", f"each of the environments has its own {name}")
+    names = [environment.name for environment in environments]
+    for number, environment in enumerate(environments):
+        place = f"environments.{number}"
+        require(
+            re.fullmatch(r"[\w.-]+", environment.name) is not None,
+            f"{place}.name",
+            f"must have letters, digits, `_`, `-` and `.` alone, is {environment.name!r}",
+        )
+        require(names.index(environment.name) == number, f"{place}.name", f"{environment.name!r} is there already")
+        require(bool(environment.train), f"{place}.train", "must not be empty")
+        require(
+            bool(environment.share) == bool(environments[0].share),
+            f"{place}.share",
+            "give all environments a share, or none",
+        )
+        for name, section in (("max_prompt_tokens", config.data), ("max_new_tokens", config.rollout)):
+            most, own = getattr(section, name), getattr(environment, name)
+            require(own <= most, f"{place}.{name}", f"must be at most that of the run, {most}, is {own}")

@@ -6,20 +6,33 @@ Every wrong line or override is refused with one line that says where it is, wha
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_megatron.config import Config, ConfigError, check, config_fields, decide_defaults, describe
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    EnvironmentConfig,
+    check,
+    config_fields,
+    decide_defaults,
+    describe,
+)
 from areal_megatron.files import write_atomically
 
-_FIELDS = {key: f for key, f, value in config_fields(Config()) if not is_dataclass(value)}
-_SECTIONS = {key for key, _, value in config_fields(Config()) if is_dataclass(value)}
+_EVERY = Config(environments=[EnvironmentConfig()])
+_FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(value, list) and not is_dataclass(value)}
+"""The key of an environment is here once, as `environments.0.KEY`."""
+_LIST = "environments"
+"""The only key with a list, of sections."""
+_SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
@@ -37,13 +50,18 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
         _refuse_old_spelling(key, node, place)
         _check_known(key, place.text)
         places[key] = place.text
+        wanted = describe(_FIELDS[_any_entry(key)])
         if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{place.text}: {key}: must be {describe(_FIELDS[key])}, is {_value(node)}")
+            raise ConfigError(f"{place.text}: {key}: must be {wanted}, is {_value(node)}")
+        _make_room(config, key, place)
         try:
             OmegaConf.update(config, key, node.value)
         except OmegaConfBaseException:
-            raise ConfigError(f"{place.text}: {key}: must be {describe(_FIELDS[key])}, is {node.value!r}") from None
-    if missing := OmegaConf.missing_keys(config):
+            raise ConfigError(f"{place.text}: {key}: must be {wanted}, is {node.value!r}") from None
+    missing = [re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)]
+    if not config.data.train and not config.environments:
+        missing.append("data.train")
+    if missing:
         raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
     config = OmegaConf.to_object(config)
     decide_defaults(config, given=places)
@@ -106,10 +124,31 @@ def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, i
         if key in lines:
             raise ConfigError(f"{place.text}: {key}: was given on line {lines[key]} already")
         lines[key] = line
-        if key in _SECTIONS and isinstance(node, yaml.MappingNode):
+        if key == _LIST and isinstance(node, yaml.SequenceNode):
+            for number, entry in enumerate(node.value):
+                if not isinstance(entry, yaml.MappingNode):
+                    raise ConfigError(f"{place.text}: {key}: expected `- name: …` with further keys below, for each")
+                yield from _entries(path, entry, f"{key}.{number}.", lines)
+        elif key in _SECTIONS and key != _LIST and isinstance(node, yaml.MappingNode):
             yield from _entries(path, node, f"{key}.", lines)
         elif key not in _SECTIONS or _value(node) is not None:  # a section may be empty
             yield key, node, place
+
+
+def _any_entry(key: str) -> str:
+    """The key, or for one of an environment that of the first."""
+    return re.sub(rf"^{_LIST}\.\d+\.", f"{_LIST}.0.", key)
+
+
+def _make_room(config: DictConfig, key: str, place: _Place) -> None:
+    """Adds an entry to the list that the key is of, if it is about the first that is not there yet."""
+    if not (found := re.match(rf"{_LIST}\.(\d+)\.", key)):
+        return
+    number, there = int(found[1]), len(config[_LIST])
+    if number > there:
+        raise ConfigError(f"{place.text}: {key}: there is no {_LIST}.{there} before it")
+    if number == there:
+        config[_LIST].append(EnvironmentConfig())
 
 
 def _read_override(text: str) -> Entry:
@@ -126,10 +165,11 @@ def _read_override(text: str) -> Entry:
 
 def _value(node: yaml.Node) -> Any:
     """The value of a YAML node as Python has it."""
-    return yaml.safe_load(yaml.serialize(node))
+    return yaml.constructor.SafeConstructor().construct_document(node)
 
 
 def _check_known(key: str, where: str) -> None:
+    key = _any_entry(key)
     if key in _FIELDS:
         return
     if key in _SECTIONS:

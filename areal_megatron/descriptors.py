@@ -31,11 +31,13 @@ def needed(config: Config) -> int:
     A group of `single_turn` is one request. Other workflows have one request a trajectory, and those of the user may
     run agents, each with a connection of its own to the controller.
     """
-    rollout = config.rollout
-    each = -(-rollout.max_running // rollout.group_size) if rollout.workflow == "single_turn" else rollout.max_running
-    agents = rollout.max_running if ":" in rollout.workflow else 0
+    rollout, configs = config.rollout, config.by_environment()
+    workflows = {own.rollout.workflow for own in configs}
+    only_groups = workflows == {"single_turn"}
+    each = -(-rollout.max_running // rollout.group_size) if only_groups else rollout.max_running
+    agents = rollout.max_running if any(":" in workflow for workflow in workflows) else 0
     per_engine = each + agents + 2  # its timeline, and the connection that polls it
-    workers = min(32, os.cpu_count() or 1)
+    workers = min(32, os.cpu_count() or 1) * len(configs)
     return rollout.engines * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
 
 

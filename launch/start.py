@@ -194,12 +194,12 @@ def check_input(config: Config) -> None:
     """Checks what can be checked without nodes. Raises ConfigError."""
     check_model(config)
     if config.mode != "replay":
-        check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers(config.reward.function))
-    if config.mode == "rl":
-        load_function(config.reward.function, config.reward.timeout_s)
-        if config.reward.group_function:
-            load_group_function(config.reward.group_function)
-        check_workflow(config)
+        check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
+    for own in config.by_environment() if config.mode == "rl" else ():
+        load_function(own.reward.function, own.reward.timeout_s)
+        if own.reward.group_function:
+            load_group_function(own.reward.group_function)
+        check_workflow(own)
 
 
 def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) -> None:

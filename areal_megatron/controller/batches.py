@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,12 +75,14 @@ class Batches:
         first: int = 0,
         dumps: Path | None = None,
         probe: Probe | None = None,
+        environment_of: Mapping[int, str] | None = None,
     ):
         """`take` hands out the trajectories of a group of the schedule, `flops` is what one costs the trainers, `first`
-        the number of batches that the run has trained before, `dumps` the folder to keep every batch in, and
-        `probe` what compares its version with the engines'."""
+        the number of batches that the run has trained before, `dumps` the folder to keep every batch in, `probe` what
+        compares its version with the engines', and `environment_of` the name of each prompt's environment, by id, in a
+        run that has several."""
         self._config, self._schedule, self._take, self._flops = config, schedule, take, flops
-        self._probe = probe
+        self._probe, self._environment_of = probe, environment_of or {}
         self.number = first
         self._batch: asyncio.Future[tuple[list[EncodedBatch], dict[str, Any]]] | None = None
         """The parts and the figures of the batch that is in training, or soon will be."""
@@ -188,6 +190,7 @@ class Batches:
             part.probe = probed[replica :: len(parts)]
             part.probe_tokens = sum(int(excerpt.compared.sum()) for excerpt in probed)
         described = describe(trajectories, version) | means_of_terms(trajectories)
+        described |= by_environment(trajectories, self._environment_of)
         return [encode_batch(part) for part in parts], described
 
     def trained(self, message: Trained) -> dict[str, Any]:
@@ -290,6 +293,25 @@ def means_of_terms(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     known = [t.terms for t in trajectories if not t.failed]
     names = sorted({name for terms in known for name in terms})
     return {f"reward_{name}_mean": sum(terms.get(name, 0.0) for terms in known) / len(known) for name in names}
+
+
+def by_environment(trajectories: Sequence[Trajectory], environment_of: Mapping[int, str]) -> dict[str, float]:
+    """Returns figures of each environment that is in the batch, as NAME/ENVIRONMENT; none without environments.
+
+    Means over answers of which there are none are left out.
+    """
+    found = {}
+    for name in sorted(set(environment_of.values())):
+        own = [t for t in trajectories if environment_of[t.prompt_id] == name]
+        known = [t for t in own if not t.failed]
+        found[f"answer_share/{name}"] = len(own) / len(trajectories)
+        if own:
+            found[f"response_tokens_mean/{name}"] = float(np.mean([len(t.response) for t in own]))
+            found[f"truncated_share/{name}"] = float(np.mean([t.truncated for t in own]))
+        if known:
+            found[f"accuracy/{name}"] = float(np.mean([t.correct for t in known]))
+            found[f"reward_mean/{name}"] = float(np.mean([t.reward for t in known]))
+    return found
 
 
 def _answers(loss_mask: np.ndarray) -> int:

@@ -50,6 +50,7 @@ from areal_megatron.controller import state
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environments
 from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.generation import Generation
@@ -84,11 +85,8 @@ from areal_megatron.protocol import (
     Sending,
     Trained,
 )
-from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run import CONTROLLER, Run, RunError, from_command_line
-from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding
-from areal_megatron.workflows.scoring import Scorer
 
 log = logging.getLogger(__name__)
 _STATUS_S = 0.5
@@ -103,7 +101,7 @@ class Controller:
         self.config, self.run = config, run
         tokenizer = Tokenizer(config.model.path)
         prompts = read_prompts(config, "train", tokenizer)
-        held_out = read_prompts(config, "eval", tokenizer) if config.data.eval else []
+        held_out = read_prompts(config, "eval", tokenizer)
         self.hf_config = read_config(config.model.path)
         self.start = run.start
         self.schedule = Schedule(
@@ -115,19 +113,16 @@ class Controller:
         )
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
         self.metrics, self.status = MetricsWriter(run), StatusWriter(run)
-        self.rewards = RewardWorkers(config.reward, config.model.path)
-        scorer = Scorer(config.reward, self.rewards, config.rollout.max_new_tokens)
+        self.environments = Environments(config, tokenizer)
         self.changed = Changed()
         self.fleet = Fleet(config, run, self.hf_config, self.schedule, self.changed, events=self)
         self.sampler = Sampler(
-            rollout=config.rollout,
             engines=self.fleet.engines,
             is_lost=self.fleet.is_lost,
             stop_tokens=tokenizer.stop_tokens,
-            scorer=scorer,
+            environments=self.environments.all,
             timeline=self.timeline,
             evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
-            episodes=runner_of(config, tokenizer, scorer),
         )
         self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed)
         self.evaluations = EvaluationQueue(
@@ -142,6 +137,7 @@ class Controller:
             first=self.start.batches,
             dumps=run.trajectories if config.rollout.dump else None,
             probe=self.probe,
+            environment_of={p.id: config.environments[p.environment].name for p in prompts if config.environments},
         )
         self.service = Service(address(config.machine.host), run.keys, self._handle)
         self.phase = "starting engines"
@@ -164,7 +160,7 @@ class Controller:
             drawn = cursor(config, prompts)
             saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
             self.generation.restore(saved)
-            self.rewards.failures, self.rewards.refused = saved.reward_failures, saved.answers_refused
+            self.environments.restore(saved.reward_failures, saved.answers_refused)
         if start.incarnation:  # what came before counts up to this version; without a checkpoint, nothing does
             version = start.version if start.checkpoint else -1
             self.metrics.write("resume", version, {"incarnation": start.incarnation})
@@ -172,7 +168,7 @@ class Controller:
     async def live(self) -> None:
         """Runs from the first engine to the last evaluation. Raises EngineError, RunError or ConfigError."""
         gc.set_threshold(*gc.get_threshold()[:2], _YOUNGER_COLLECTIONS)
-        await self.rewards.start()
+        await self.environments.start()
         self.run.announce(CONTROLLER, self.service.endpoint)
         async with asyncio.TaskGroup() as self._tasks:
             background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
@@ -201,9 +197,7 @@ class Controller:
 
     async def close(self) -> None:
         self.service.close()
-        if self.sampler.episodes:
-            await self.sampler.episodes.close()
-        await self.rewards.close()
+        await self.environments.close()
         await self.fleet.close()
         timelines = [engine.timeline for engine in self.fleet.engines]
         await asyncio.to_thread(close_all, [self.status, self.metrics, self.timeline, *timelines])
@@ -245,14 +239,10 @@ class Controller:
             "groups_filtered": self.schedule.counts["filtered"],
             "groups_skipped": self.schedule.counts["skipped"],
             "prompts_too_long": self.generation.prompts_too_long,
-            "reward_failures": self.rewards.failures,
-            "reward_retries": self.rewards.retries,
-            "answers_refused": self.rewards.refused,
             "status_failures": self.status.failures,
             "evaluations_left_out": self.evaluations.left_out,
         }
-        if self.sampler.episodes:
-            account |= self.sampler.episodes.account()
+        account |= self.environments.account()
         late, self._late_s = self._late_s, lateness.attended_time().late_s
         account["controller_late_s"] = self._late_s - late
         self._last_update = account
@@ -271,7 +261,9 @@ class Controller:
         if self.batches.stopping:
             await self.generation.interrupt()
         saved = msgspec.structs.replace(
-            self.generation.save(), reward_failures=self.rewards.failures, answers_refused=self.rewards.refused
+            self.generation.save(),
+            reward_failures=self.environments.failures,
+            answers_refused=self.environments.refused,
         )
         path = checkpoint_folder.partial(self.run, message.version) / "controller.msgpack"
         writing = asyncio.to_thread(state.write, saved, path)  # its groups no longer change, while generation continues

@@ -21,7 +21,7 @@ from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.sampler import Sampler
-from areal_megatron.data.files import source_names
+from areal_megatron.data.files import file_names
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import EngineError
 from areal_megatron.observe.estimates import figures
@@ -67,7 +67,7 @@ class Evaluation:
     def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Prompt], changed: Changed):
         """`changed` is notified when an engine may have room, or may be lost."""
         self._config, self._sampler, self._changed = config, sampler, changed
-        fits = [len(prompt.tokens) <= config.data.max_prompt_tokens for prompt in prompts]
+        fits = [sampler.of(prompt).fits(len(prompt.tokens)) for prompt in prompts]
         self._asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
         self._too_long = [prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit]
         self._share = config.eval.share
@@ -133,7 +133,7 @@ class Evaluation:
         sampled = await self._sampler.sample(engine, spec, request.n)
         if sampled is None:
             queue.appendleft(request)
-        elif self._sampler.episodes is None:
+        elif self._sampler.of(prompt).episodes is None:
             sampled = await self._sampler.scored(prompt, sampled)
         answers += (_answer(prompt, ended) for ended in sampled or () if not ended.score.failed)
         self._held[engine.index] -= request.n
@@ -164,7 +164,7 @@ class Evaluation:
         files = {
             name: {"too_long": sum(prompt.source == number for prompt in self._too_long)}
             | figures([answer for answer in answers if answer.source == number], n, ks)
-            for number, name in enumerate(source_names(self._config.data.eval))
+            for number, name in enumerate(file_names(self._config, "eval"))
         }
         overall = figures(answers, n, [])
         accuracy = overall.pop(f"avg@{n}")

@@ -89,8 +89,7 @@ class Generation:
         finished, interrupted = (
             [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.interrupted)
         )
-        if self._sampler.episodes:  # only answers of a single turn are resumed
-            interrupted = []
+        interrupted = [group for group in interrupted if not self._runs_episodes(self._by_id[group.prompt_id])]
         kept = {group.number for group in (*finished, *interrupted)}
         lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
         lost += self._schedule.restore(replace(saved, finished=finished, interrupted=interrupted))
@@ -197,8 +196,12 @@ class Generation:
                     "(rollout.draw_max_pass_rate) or too long"
                 )
 
+    def _runs_episodes(self, prompt: Prompt) -> bool:
+        """Whether its answers come from episodes; only those of a single turn can be resumed."""
+        return self._sampler.of(prompt).episodes is not None
+
     def _reason_to_skip(self, prompt: Prompt) -> str:
-        fits = len(prompt.tokens) <= self._config.data.max_prompt_tokens
+        fits = self._sampler.of(prompt).fits(len(prompt.tokens))
         return self._difficulty.reason_to_skip(prompt, self._schedule.version) if fits else _TOO_LONG
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
@@ -214,7 +217,7 @@ class Generation:
             return
         tokens = sum(len(one.tokens) for one in sampled)
         engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
-        if self._sampler.episodes is None:
+        if not self._runs_episodes(prompt):
             if any(answer.finish_reason == INTERRUPTED for answer in sampled):
                 self._interrupted[group.number] = sampled
                 return

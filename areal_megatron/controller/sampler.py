@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from areal_megatron.config import RolloutConfig
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.runner import EpisodeRunner, ScoredTranscript
+from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import Decoding, Sampling, cache_salt
-from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.transcript import Transcript
 
 
@@ -22,18 +21,19 @@ from areal_megatron.workflows.transcript import Transcript
 class Sampler:
     """The engines and everything else that generation and evaluation share to sample."""
 
-    rollout: RolloutConfig
     engines: list[Engine]
     """Shared with the fleet, which adds to it."""
     is_lost: Callable[[Engine, EngineClient, EngineError], Awaitable[bool]]
     """Returns whether a request to this client of the engine failed because its process is gone: `Fleet.is_lost`."""
     stop_tokens: list[int]
-    scorer: Scorer
+    environments: list[Environment]
     timeline: Timeline
     evaluation: Decoding
     """How answers are sampled for evaluation."""
-    episodes: EpisodeRunner | None = None
-    """Runs the config's workflow; None for single_turn."""
+
+    def of(self, prompt: Prompt) -> Environment:
+        """Returns the environment of a prompt."""
+        return self.environments[prompt.environment]
 
     async def sample(
         self,
@@ -43,21 +43,22 @@ class Sampler:
         interrupted: Sequence[Completion] = (),
         may_interrupt: Callable[[], bool] = lambda: False,
     ) -> list[Completion] | list[ScoredTranscript] | None:
-        """Returns n answers, which are still to be scored, or n scored episodes of the config's workflow; None if the
+        """Returns n answers, which are still to be scored, or n scored episodes of its workflow; None if the
         engine was lost meanwhile, or if the episodes were interrupted.
 
         Releases the n trajectories for which the caller has occupied the engine. Answers that are `interrupted` are
         resumed. Raises EngineError if a request fails for the last time.
         """
         client = engine.client
-        salt = cache_salt(self.rollout, engine.version)
-        rollout, decoding = self.rollout, None
+        environment = self.of(spec.prompt)
+        rollout, decoding = environment.config.rollout, None
+        salt = cache_salt(rollout, engine.version)
         if spec.purpose == "eval":
             rollout, decoding = replace(rollout, replay_routes=False), self.evaluation
         sampling = Sampling(client, rollout, self.stop_tokens, salt, may_interrupt, decoding)
         try:
-            if self.episodes is not None:
-                return await self.episodes.sample(sampling, spec, n)
+            if environment.episodes is not None:
+                return await environment.episodes.sample(sampling, spec, n)
             return await single_turn.sample(sampling, spec.prompt, n, spec.request_id, spec.seed, interrupted)
         except EngineError as e:
             if await self.is_lost(engine, client, e):
@@ -68,7 +69,7 @@ class Sampler:
 
     async def scored(self, prompt: Prompt, answers: Sequence[Completion]) -> list[ScoredTranscript]:
         """Scores answers of a single turn."""
-        scores = await self.scorer.score(prompt, answers)
+        scores = await self.of(prompt).scorer.score(prompt, answers)
         transcript = Transcript(prompt.tokens, 0)
         return [
             ScoredTranscript(transcript.with_answer(answer, score.truncated), score)
@@ -77,5 +78,6 @@ class Sampler:
 
     async def with_terms(self, prompt: Prompt, group: Sequence[ScoredTranscript]) -> list[ScoredTranscript]:
         """Returns the trajectories of a group with the terms of reward.group_function in their rewards."""
-        scores = await self.scorer.with_terms(prompt, [one.context for one in group], [one.score for one in group])
+        contexts, scores = [one.context for one in group], [one.score for one in group]
+        scores = await self.of(prompt).scorer.with_terms(prompt, contexts, scores)
         return [replace(one, score=score) for one, score in zip(group, scores, strict=True)]

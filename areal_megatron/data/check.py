@@ -6,20 +6,25 @@ from collections.abc import Callable, Sequence
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
-from areal_megatron.data.files import shares
+from areal_megatron.data.files import sources
 from areal_megatron.data.prompts import Prompt, cursor, is_easiest_first, read_examples, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
+
+ProblemsOf = Callable[[str], Callable[[str], str]]
+"""Takes the name of a reward function; returns what says, of a row's right answer, why the function cannot use it, or
+"" if it can."""
 
 
 def check_data(
     config: Config,
     say: Callable[[str], None] = lambda line: None,
-    problem_of: Callable[[str], str] = lambda answer: "",
+    problems_of: ProblemsOf = lambda function: lambda answer: "",
 ) -> None:
-    """Reads every file of `config.data` once. Raises ConfigError for the first problem that would stop a run.
+    """Reads every file of `config.data`, or of the environments, once. Raises ConfigError for the first problem that
+    would stop a run.
 
-    `say` is told, in a line each, of what does not stop a run, and of the progress. `problem_of` returns what keeps the
-    reward function from using a row's right answer; "" if nothing does.
+    `say` is told, in a line each, of what does not stop a run, and of the progress. `problems_of`: see
+    ProblemsOf.
     """
     tokenizer = Tokenizer(config.model.path)
     if config.mode == "sft":
@@ -27,23 +32,45 @@ def check_data(
         return
     if config.ppo.penalty.kl_model:
         tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
+    _check_weights(config)
     train = read_prompts(config, "train", tokenizer)
-    _check_answers(config, train, "data.train", problem_of)
+    _check_answers(config, train, "train", problems_of)
     cursor(config, train)
     _check_pass_rates(config, train)
-    if not config.data.eval:
-        return
+    _check_environments(config, train)
     held_out = read_prompts(config, "eval", tokenizer)
-    _check_answers(config, held_out, "data.eval", problem_of)
-    if shares(config.data.eval, [prompt.source for prompt in held_out]):
-        raise ConfigError("data.eval: an evaluation asks every prompt; leave the weights out")
-    limit = config.data.max_prompt_tokens
-    if too_long := [prompt for prompt in held_out if len(prompt.tokens) > limit]:
+    _check_answers(config, held_out, "eval", problems_of)
+    limits = [own.data.max_prompt_tokens for own in config.by_environment()]
+    if too_long := [prompt for prompt in held_out if len(prompt.tokens) > limits[prompt.environment]]:
         say(
-            f"warning: data.eval: {_number(too_long, held_out)} longer than data.max_prompt_tokens={limit} and no part "
-            f"of any evaluation, such as {too_long[0].where}"
+            f"warning: data.eval: {_number(too_long, held_out)} longer than "
+            f"data.max_prompt_tokens={limits[too_long[0].environment]} and no part of any evaluation, such as "
+            f"{too_long[0].where}"
         )
-    _check_overlap(config, compare(train, held_out, say), held_out, say)
+    if held_out:
+        _check_overlap(config, compare(train, held_out, say), held_out, say)
+
+
+def _check_weights(config: Config) -> None:
+    for number, own in enumerate(config.by_environment()):
+        if any(source.weight is not None for source in sources(own.data.eval)) if own.data.eval else False:
+            raise ConfigError("data.eval: an evaluation asks every prompt; leave the weights out")
+        if config.environments and any(source.weight is not None for source in sources(own.data.train)):
+            raise ConfigError(
+                f"environments.{number}.train: an environment has one weight, its `share`; leave those of files out"
+            )
+
+
+def _check_environments(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError if a prompt is in two environments, which would be one too many."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts if config.environments else ():
+        there = first.setdefault(prompt.text, prompt)
+        if there.environment != prompt.environment:
+            raise ConfigError(
+                f"environments.{prompt.environment}.train: {prompt.where} is the same prompt as {there.where} of "
+                f"environments.{there.environment}: a prompt has one environment, take it out of the other"
+            )
 
 
 def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Prompt], say: Callable[[str], None]) -> None:
@@ -79,7 +106,8 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
             f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "
             "python -m areal_megatron.evaluate --pass-rates writes them"
         )
-    fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= config.data.max_prompt_tokens]
+    limits = [own.data.max_prompt_tokens for own in config.by_environment()]
+    fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= limits[prompt.environment]]
     low, high = rollout.draw_min_pass_rate, rollout.draw_max_pass_rate
     if not any(rate is None or low <= rate <= high for rate in fitting):
         raise ConfigError(
@@ -88,15 +116,17 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _check_answers(config: Config, prompts: Sequence[Prompt], key: str, problem_of: Callable[[str], str]) -> None:
+def _check_answers(config: Config, prompts: Sequence[Prompt], key: str, problems_of: ProblemsOf) -> None:
     """Raises ConfigError if a row's format is made for a built-in reward other than the configured one, or if that
     cannot use the row's answer."""
-    function = config.reward.function
+    functions = [own.reward.function for own in config.by_environment()]
+    of_function = {function: problems_of(function) for function in functions}
     for prompt in prompts:
+        function = functions[prompt.environment]
         if ":" not in function and prompt.reward not in ("", function):
             raise ConfigError(
-                f"reward.function: {function}, but row {prompt.id + 1} of {key} is of a format that is scored "
+                f"reward.function: {function}, but row {prompt.id + 1} of data.{key} is of a format that is scored "
                 f"by reward.function={prompt.reward}"
             )
-        if problem := problem_of(prompt.answer):
+        if problem := of_function[function](prompt.answer):
             raise ConfigError(f"{prompt.where}: reward.function={function} cannot use the answer: {problem}")

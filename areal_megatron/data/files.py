@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.errors import first_line
 from areal_megatron.json_input import parse_json
 
@@ -30,6 +30,13 @@ class Source:
     epoch."""
 
 
+class RowPlace(Protocol):
+    """What a row's place in a mixture depends on."""
+
+    source: int
+    environment: int
+
+
 @dataclass(frozen=True)
 class Record:
     """One row of a data set, and where it comes from."""
@@ -41,6 +48,45 @@ class Record:
     where: str
     """`path:row`, with rows counted from 1 within the file, for error messages."""
     row: dict[str, Any]
+    environment: int = 0
+    """Number of the environment of the config, from 0."""
+
+
+def rows(config: Config, key: str) -> Iterator[Record]:
+    """Yields the rows of data.train or data.eval (`key`), or those of all environments, one after the other.
+
+    Rows and sources are counted through all of them. Raises ConfigError for the reasons `records` does.
+    """
+    last, files = -1, 0
+    for number, own in enumerate(config.by_environment()):
+        if not (text := getattr(own.data, key)):
+            continue
+        first = last + 1
+        for record in records(text):
+            last = first + record.id
+            yield replace(record, id=last, source=files + record.source, environment=number)
+        files += len(sources(text))
+
+
+def row_shares(config: Config, members: Sequence[RowPlace]) -> list[tuple[int, int]]:
+    """Returns (rows, rows drawn in each epoch) of every part of data.train that has a weight, or of every environment
+    with a share; [] without. `members` has every row. Raises ConfigError for the reasons `shares` does."""
+    if config.environments:
+        parts = [Source(own.train, own.share or None) for own in config.environments]
+        return shares(parts, [member.environment for member in members])
+    return shares(sources(config.data.train), [member.source for member in members])
+
+
+def file_names(config: Config, key: str) -> list[str]:
+    """Returns a name for each file of data.train or data.eval (`key`), as `Record.source` counts them.
+
+    With environments that of a file begins with its environment's, or is that if it has no other file.
+    """
+    names = []
+    for environment, own in zip(config.environments, config.by_environment(), strict=False):
+        files = source_names(getattr(own.data, key)) if getattr(own.data, key) else []
+        names += [environment.name] if len(files) == 1 else [f"{environment.name}/{file}" for file in files]
+    return names if config.environments else source_names(getattr(config.data, key))
 
 
 def sources(text: str | Path) -> list[Source]:
@@ -98,14 +144,13 @@ def records(text: str | Path) -> Iterator[Record]:
         begin += last + 1
 
 
-def shares(text: str, members: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (rows, rows drawn in each epoch) for every source of `text`, or [] if the sources have no weights.
+def shares(found: Sequence[Source], members: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (rows, rows drawn in each epoch) for every source, or [] if the sources have no weights.
 
     `members` holds the source number of every row. An epoch is as long as possible without drawing a row twice: at
     least one source is drawn completely, the others in proportion to their weights. Raises ConfigError if a weight is
     too small for a single row.
     """
-    found = sources(text)
     if found[0].weight is None:
         return []
     sizes = [members.count(number) for number in range(len(found))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.files import Record, records, shares
+from areal_megatron.data.files import Record, records, row_shares, rows
 from areal_megatron.data.formats import field, prompt_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
 
@@ -29,6 +29,8 @@ class Prompt:
     """Forced length of every answer, for benchmarks; None: the model ends its answers."""
     source: int = 0
     """Number of the data set in a mixture, from 0."""
+    environment: int = 0
+    """Number of the environment of the config, from 0."""
     reward: str = ""
     """The built-in reward that the row's format is made for; empty: any."""
     pass_rate: float | None = None
@@ -47,10 +49,12 @@ class Example:
     """The number of prompt tokens."""
     source: int = 0
     """Number of the data set in a mixture, from 0."""
+    environment: int = 0
 
 
 def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
-    """Returns all prompts of data.train or data.eval (`key`), those longer than data.max_prompt_tokens included.
+    """Returns all prompts of data.train or data.eval (`key`), or of all environments, those longer than
+    data.max_prompt_tokens included.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
     length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError, which
@@ -58,13 +62,15 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
     prompt that the chat template refuses or a forced length above rollout.max_new_tokens; also if every prompt is too
     long.
     """
-    text, limit = getattr(config.data, key), config.data.max_prompt_tokens
-    found = list(records(text))
+    found, by_environment = list(rows(config, key)), config.by_environment()
     items = [read_item(record.row, record.where, [config.seed, record.id]) for record in found]
-    lengths = [_forced_length(record, config.rollout.max_new_tokens) for record in found]
+    lengths = [_forced_length(record, by_environment[record.environment].rollout.max_new_tokens) for record in found]
     tokens = tokenizer.prompts([item.prompt for item in items], [record.where for record in found])
-    if (shortest := min(map(len, tokens))) > limit:
-        raise ConfigError(f"{text}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
+    for number, own in enumerate(by_environment):
+        lengths_here = [len(ids) for record, ids in zip(found, tokens, strict=True) if record.environment == number]
+        if lengths_here and (shortest := min(lengths_here)) > (limit := own.data.max_prompt_tokens):
+            text = getattr(own.data, key)
+            raise ConfigError(f"{text}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
     return [
         Prompt(
             id=record.id,
@@ -73,6 +79,7 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
             tokens=ids,
             response_tokens=length,
             source=record.source,
+            environment=record.environment,
             reward=item.reward,
             pass_rate=pass_rate_of(record),
             where=record.where,
@@ -157,9 +164,7 @@ class Cursor:
 def cursor(config: Config, members: Sequence[Prompt] | Sequence[Example], at: tuple[int, int] = (0, 0)) -> Cursor:
     """Returns a cursor over the prompts or examples of data.train. Raises ConfigError for the reasons `shares` does."""
     ranks = ranks_of(config, (member.pass_rate for member in members))
-    return Cursor(
-        len(members), config.seed, at, shares(config.data.train, [member.source for member in members]), ranks
-    )
+    return Cursor(len(members), config.seed, at, row_shares(config, members), ranks)
 
 
 def ranks_of(config: Config, pass_rates: Iterable[float | None]) -> list[float]:

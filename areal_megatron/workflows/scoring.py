@@ -47,7 +47,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, workers: RewardWorkers, max_new_tokens: int):
         """The workers know the model's tokenizer."""
-        self._config, self._workers, self._max_new_tokens = config, workers, max_new_tokens
+        self._config, self.workers, self._max_new_tokens = config, workers, max_new_tokens
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Returns a score for each answer to one prompt, in order. The formula is that of `reward`."""
@@ -59,7 +59,7 @@ class Scorer:
             for c, cut, ask in zip(completions, truncated, asked, strict=True)
             if ask
         ]
-        given = iter(await self._workers.judge(answers) if answers else [])
+        given = iter(await self.workers.judge(answers) if answers else [])
         judged = [next(given) if ask else Scored() for ask in asked]
         return [
             self.reward(scored.score, len(c.tokens), cut, forced, scored.problem)
@@ -85,7 +85,7 @@ class Scorer:
             versions=[transcript.versions.tobytes() for transcript, _ in own],
             where=prompt.where,
         )
-        found = await self._workers.terms(group)
+        found = await self.workers.terms(group)
         changed = list(scores)
         for place, k in enumerate(known):
             terms = {name: values[place] for name, values in found.terms.items()}
@@ -102,7 +102,7 @@ class Scorer:
     async def judge(self, prompt: Prompt, response: str, cut: bool = False) -> Scored:
         """Returns the reward function's score of one answer, with its feedback; `cut`: its tokens were used up."""
         answer = Answer(prompt.text, response, prompt.answer, where=prompt.where, cut=cut)
-        (scored,) = await self._workers.judge([answer])
+        (scored,) = await self.workers.judge([answer])
         return scored
 
     def reward(self, score: float, tokens: int, truncated: bool, forced: bool, failure: str = "") -> Score:

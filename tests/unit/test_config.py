@@ -5,7 +5,16 @@ import yaml
 
 from areal_megatron import config_file
 from areal_megatron.algorithms import PUBLISHED
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, check, config_fields, describe
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    check,
+    config_fields,
+    describe,
+)
 
 PUBLISHED_WITH = {
     "ppo": (0.2, 0.2, -5, 5),
@@ -93,14 +102,15 @@ def test_texts_are_taken_as_they_are_written(tmp_path):
 
 def test_no_key_holds_names_of_its_own():
     """Every setting has a key: none is a list or dict whose entries have to be looked up elsewhere."""
-    kinds = {f.type for _, f, value in config_fields(Config()) if not is_dataclass(value)}
+    every = [(f, value) for _, f, value in config_fields(Config(environments=[EnvironmentConfig()]))]
+    kinds = {f.type for f, value in every if not is_dataclass(value) and not isinstance(value, list)}
     assert kinds == {"str", "int", "float", "bool"}
 
 
 def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
     check(Config(name="x", updates=1, model=ModelConfig("m"), data=DataConfig("d")))
-    for key, f, value in config_fields(Config()):
-        assert is_dataclass(value) or describe(f), key
+    for key, f, value in config_fields(Config(environments=[EnvironmentConfig()])):
+        assert is_dataclass(value) or isinstance(value, list) or describe(f), key
 
 
 OLD = [
@@ -285,3 +295,69 @@ def test_bad_input_is_one_line_that_names_the_key(tmp_path, text, overrides, wor
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read"):
         config_file.load(tmp_path / "nowhere.yaml")
+
+
+ENVIRONMENTS = """
+name: x
+updates: 2
+model: {path: m}
+rollout: {max_new_tokens: 100, workflow: tool_use, turns: 4}
+reward: {function: code}
+environments:
+- name: sums
+  train: a.jsonl,b.jsonl
+  share: 0.75
+  workflow: single_turn
+  reward: math
+  max_new_tokens: 10
+- {name: code, train: c.jsonl, eval: d.jsonl, share: 0.25}
+"""
+
+
+def test_an_environment_has_what_the_run_has_but_for_its_own_keys(tmp_path):
+    config = load(tmp_path, ENVIRONMENTS, overrides=["environments.1.turns=3"])
+    sums, code = config.by_environment()
+    assert [config.data.train, sums.data.train, code.data.train] == ["", "a.jsonl,b.jsonl", "c.jsonl"]
+    assert [sums.data.eval, code.data.eval] == ["", "d.jsonl"]
+    assert [(own.rollout.workflow, own.rollout.turns) for own in (sums, code)] == [("single_turn", 1), ("tool_use", 3)]
+    assert [own.rollout.max_new_tokens for own in (sums, code)] == [10, 100]
+    assert [own.reward.function for own in (sums, code)] == ["math", "code"]
+    config_file.save(config, tmp_path / "saved.yaml")
+    assert config_file.load(tmp_path / "saved.yaml") == config
+    (alone,) = load(tmp_path, "{name: x, updates: 2, model: {path: m}, data: {train: a.jsonl}}").by_environment()
+    assert alone.data.train == "a.jsonl" and alone.environments == []
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("environments.2.name=z", "missing environments.2.train"),
+        ("environments.3.name=z", "environments.3.name: there is no environments.2 before it"),
+        ("environments.0.shar=2", "did you mean 'environments.0.share', which is a number, at least 0"),
+        ("environments=1", "environments is a section: give its keys one by one, such as environments.0.name"),
+        ("environments.0.share=x", "environments.0.share: must be a number, at least 0, is 'x'"),
+        ("environments.1.share=0", "environments.1.share: give all environments a share, or none"),
+        ("environments.1.turns=1", "environments.1.turns: tool_use needs at least 2"),
+        ("environments.1.name=sums", "environments.1.name: 'sums' is there already"),
+        ("environments.1.name=a/b", "environments.1.name: must have letters"),
+        ("environments.1.max_new_tokens=101", "must be at most that of the run, 100, is 101"),
+        ("data.train=a.jsonl", "data.train: each of the environments has its own train"),
+        ("mode=sft", "environments: are of mode=rl, not mode=sft"),
+    ],
+)
+def test_environments_that_cannot_be_are_refused_in_one_line(tmp_path, override, problem):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, ENVIRONMENTS, overrides=[override])
+    assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["environments: [1]", "environments: 3"])
+def test_environments_are_a_list_of_sections(tmp_path, text):
+    with pytest.raises(ConfigError, match="environments"):
+        load(tmp_path, f"{{name: x, updates: 2, model: {{path: m}}, {text}}}")
+
+
+@pytest.mark.parametrize("section", ["rollout", "environments"])
+def test_a_section_may_be_empty(tmp_path, section):
+    config = load(tmp_path, f"name: x\nupdates: 2\nmodel: {{path: m}}\ndata: {{train: a}}\n{section}:\n")
+    assert config.environments == [] and config.rollout.turns == 1

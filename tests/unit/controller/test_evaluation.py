@@ -9,6 +9,7 @@ import pytest
 from areal_megatron.config import Config, DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.prompts import Prompt
@@ -98,11 +99,10 @@ def setting(tmp_path, monkeypatch):
             return True
 
         sampler = Sampler(
-            rollout=config.rollout,
             engines=engines,
             is_lost=is_lost,
             stop_tokens=[0],
-            scorer=Even(fails),
+            environments=[Environment(config, Even(fails))],
             timeline=timeline,
             evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
         )

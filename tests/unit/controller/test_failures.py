@@ -13,6 +13,7 @@ from areal_megatron.config import Config, DataConfig, ModelConfig, RewardConfig,
 from areal_megatron.controller.batches import describe, means_of_terms
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
@@ -88,14 +89,12 @@ def generate(tmp_path, monkeypatch):
         schedule = Schedule(batch_size=n, group_size=n, max_staleness=prompts - 1, updates=prompts)
         timeline = Timeline(tmp_path / "timeline", "controller")
         sampler = Sampler(
-            rollout=world.config.rollout,
             engines=[Engine(0, world.client, timeline)],
             is_lost=None,
             stop_tokens=world.tokenizer.stop_tokens,
-            scorer=world.scorer,
+            environments=[Environment(world.config, world.scorer, world.episodes)],
             timeline=timeline,
             evaluation=Decoding(1.0),
-            episodes=world.episodes,
         )
         generation = Generation(world.config, schedule, sampler, rows, Changed())
 

@@ -28,7 +28,7 @@ def check(world, tmp_path):
             reward=RewardConfig(function=function),
         )
         said = []
-        check_data(config, said.append, problem_with_answers(function))
+        check_data(config, said.append, problem_with_answers)
         return said
 
     return checked

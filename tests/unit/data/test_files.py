@@ -165,16 +165,16 @@ def test_files_of_the_hub_come_from_its_cache(tmp_path):
 def test_an_epoch_draws_by_weight_and_no_row_twice(weights, sizes, drawn):
     text = ",".join(f"{number}.jsonl:{weight}" for number, weight in enumerate(weights))
     members = [number for number, size in enumerate(sizes) for _ in range(size)]
-    assert shares(text, members) == list(zip(sizes, drawn, strict=True))
+    assert shares(sources(text), members) == list(zip(sizes, drawn, strict=True))
 
 
 def test_without_weights_there_are_no_shares():
-    assert shares("a.jsonl,b.jsonl", [0, 1, 1]) == []
+    assert shares(sources("a.jsonl,b.jsonl"), [0, 1, 1]) == []
 
 
 def test_a_weight_that_leaves_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"with a weight of 0.001 not one row of b.jsonl fits into an epoch of 10"):
-        shares("a.jsonl:1,b.jsonl:0.001", [0] * 10 + [1] * 10)
+        shares(sources("a.jsonl:1,b.jsonl:0.001"), [0] * 10 + [1] * 10)
 
 
 HALF = "\ud83d"

@@ -16,6 +16,7 @@ from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.controller.batches import describe
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
@@ -394,14 +395,12 @@ def generation_of(world, tmp_path, client):
     timeline = Timeline(tmp_path / "timeline", "controller")
     world.config.batch_size = 4
     sampler = Sampler(
-        rollout=world.config.rollout,
         engines=[Engine(0, client, timeline)],
         is_lost=None,
         stop_tokens=world.tokenizer.stop_tokens,
-        scorer=world.scorer,
+        environments=[Environment(world.config, world.scorer, world.episodes)],
         timeline=timeline,
         evaluation=sampling.Decoding(1.0),
-        episodes=world.episodes,
     )
     return schedule, Generation(world.config, schedule, sampler, prompts, Changed())
 

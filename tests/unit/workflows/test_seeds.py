@@ -8,6 +8,7 @@ import numpy as np
 from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
@@ -61,11 +62,10 @@ def setting(tmp_path, client):
     )
     timeline = Timeline(tmp_path / "timeline", "controller")
     return config, Sampler(
-        rollout=config.rollout,
         engines=[Engine(0, client, timeline)],
         is_lost=never,
         stop_tokens=[0],
-        scorer=Right(),
+        environments=[Environment(config, Right())],
         timeline=timeline,
         evaluation=Decoding(1.0),
     )
