@@ -72,7 +72,7 @@ def train(rank: int, model: str, run: str, layout: dict[str, int], device: str) 
     synchronised = []
     with Trainer(config, Run(run), rank) as trainer:
         expected = plain_results(trainer)
-        for version in range(len(expected["differences"])):
+        for version in range(len(expected["metrics"])):
             trajectories, _ = training_data(version)
             parts = split(
                 trajectories, version=version, replicas=config.trainer.dp, minibatches=2, cap=128, seed=version
