@@ -20,6 +20,7 @@ from pathlib import Path
 from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
@@ -193,7 +194,7 @@ def _name(prompt: Prompt) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.audit"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder")
     run = Run(parser.parse_args().run)
     try:

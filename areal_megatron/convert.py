@@ -42,6 +42,7 @@ from areal_megatron.checkpoint.hf_folder import (
     write_weights,
 )
 from areal_megatron.checkpoint.torch_dist import DistCheckpoint
+from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.files import whole_folder
 from areal_megatron.models.architecture import architecture, read_config
@@ -261,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.convert"), description=__doc__.split("\n")[0])
     directions = parser.add_subparsers(dest="direction", required=True)
     to = directions.add_parser("to-hf", help="write a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="checkpoint folder of a run, or a torch_dist folder")

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from areal_megatron import config_file, descriptors
+from areal_megatron.command import program
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -331,7 +332,7 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.evaluate"), description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("data", metavar="DATA", help="JSONL or Parquet file, folder, or several with commas")
     parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")

@@ -28,6 +28,7 @@ from matplotlib.colors import to_hex
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from areal_megatron import config_file
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
 from areal_megatron.observe.metrics import read_metrics, read_status
@@ -647,7 +648,7 @@ def _duration(seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.report"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     parser.add_argument("--out", type=Path, help="default: report.html in the run folder")
     options = parser.parse_args()

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_megatron import config_file
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
@@ -254,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.trajectories"), description=__doc__.split("\n")[0])
     parser.add_argument("place", metavar="RUN", type=Path, help="run folder, or one batch-*.msgpack in it")
     for name, (_, what) in FILTERS.items():
         parser.add_argument(f"--{name}", type=span, metavar="RANGE", help=what)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_megatron import config_file
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState, engines_of
@@ -34,7 +35,7 @@ _POLL_S = 0.5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.engines", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("launch.engines"), description=__doc__.split("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="start engines on this machine for the run")
     adding.add_argument("--count", type=int, default=0, help="engines; default: as many as this machine's GPUs hold")

@@ -13,7 +13,7 @@ import sys
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Replaced
-from launch import gpus, start
+from launch import dry_run, gpus, start
 from launch.hosts import Here
 from launch.pools import Node
 from launch.supervise import Outcome, supervise
@@ -21,16 +21,14 @@ from launch.supervise import Outcome, supervise
 
 def main(arguments: list[str] | None = None) -> int:
     parser = start.parser("launch.local", __doc__.split("\n")[0])
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print who gets which slots and how much memory; start nothing"
-    )
+    dry_run.add_flag(parser)
     options = parser.parse_intermixed_args(arguments)
     try:
         config = config_file.load(options.config, options.overrides)
         config.machine.device = device_of(config)
         gpu_gib = gpus.smallest_gib(gpus.visible()) if config.machine.device == "cuda" else 0
         if options.dry_run:
-            print(start.check(config, [this_node(config)], gpu_gib=gpu_gib).plan.table())
+            print(dry_run.text(start.check(config, [this_node(config)], gpu_gib=gpu_gib), options.python))
             return 0
         start.check_packages(config, options.python)
         with start.lease(config) as lease:

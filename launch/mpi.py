@@ -8,6 +8,7 @@ Exit codes are those of launch.local. Imports neither torch nor vllm.
 
 from __future__ import annotations
 
+import argparse
 import signal
 import socket
 import sys
@@ -22,13 +23,14 @@ import msgspec
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.network import check_network
-from areal_megatron.run import Replaced
-from launch import start
+from areal_megatron.run import Replaced, Run
+from launch import dry_run, start
 from launch.hosts import HostError, Nodes
 from launch.node import POLL_S, Supervisor, hello
 from launch.orders import Alive, EndAll, Event, NodeHello, Order
 from launch.pools import Node, Process
 from launch.silence import SIGN_S, Repeater
+from launch.start import Beginning
 from launch.supervise import Outcome, supervise
 
 _encode = msgspec.json.encode
@@ -38,7 +40,14 @@ _decode_event = msgspec.json.Decoder(Event).decode
 
 def main(arguments: list[str] | None = None) -> int:
     parser = start.parser("launch.mpi", __doc__.split("\n")[0])
+    dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)
+    try:
+        if sizes := dry_run.imagined(options, here=False):
+            return dry_run.show_imagined(options, sizes)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:  # RuntimeError: there is no MPI library
@@ -56,18 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
     channel = MpiChannel(world, own)
     try:
         config = config_file.load(options.config, options.overrides)
+        places: dict[tuple[str, int | str | None], str] = {}
+        nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
+        if options.dry_run:
+            print(dry_run.text(_check(config, options, nodes, world.size, places), options.python), flush=True)
+            channel.close()
+            return 0
         with start.lease(config) as lease:
             start.check_input(config)
-            nodes = Nodes(channel, config.machine.silence_s, lambda process: places[_slot(process)])
-            found = nodes.gather([str(rank) for rank in range(world.size)], config.machine.gather_s)
-            gpus = {f"{own.node} (MPI process {own.supervisor})": own.gpus for own in found}
-            config.machine.device = start.decide_device(config, gpus)
-            if config.machine.device == "cpu":
-                print("the run computes on CPU cores, not on GPUs", flush=True)
-            start.check_packages(config, options.python)
-            check_network(config.machine.host, {hello.machine for hello in found})
-            machines, places = slots(found, config)
-            beginning = start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found), run=lease.run)
+            beginning = _check(config, options, nodes, world.size, places, lease.run)
             print(beginning.plan.table(), flush=True)
             beginning.begin()
             return supervise(beginning, nodes, options, lease)
@@ -75,6 +81,28 @@ def main(arguments: list[str] | None = None) -> int:
         channel.close()
         print(f"error: {e}", file=sys.stderr)
         return {ConfigError: 2, HostError: Outcome.LOST, Replaced: Outcome.REPLACED}[type(e)]
+
+
+def _check(
+    config: Config,
+    options: argparse.Namespace,
+    nodes: Nodes,
+    count: int,
+    places: dict[tuple[str, int | str | None], str],
+    run: Run | None = None,
+) -> Beginning:
+    """Waits for all `count` MPI processes, checks everything, and fills `places` as `slots` returns them. `run`: None
+    if nothing is to be started. Raises ConfigError or HostError."""
+    found = nodes.gather([str(rank) for rank in range(count)], config.machine.gather_s)
+    gpus = {f"{own.node} (MPI process {own.supervisor})": own.gpus for own in found}
+    config.machine.device = start.decide_device(config, gpus)
+    if config.machine.device == "cpu":
+        print("the run computes on CPU cores, not on GPUs", flush=True)
+    start.check_packages(config, options.python)
+    check_network(config.machine.host, {hello.machine for hello in found})
+    machines, found_places = slots(found, config)
+    places |= found_places
+    return start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found), run=run)
 
 
 def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | str | None], str]]:

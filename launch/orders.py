@@ -115,6 +115,11 @@ Order = StartOrder | End | EndAll | Present | Leave
 Event = NodeHello | Ended | Cleared | Alive
 
 
+def module_of(config: Config, pool: str) -> str:
+    """Returns the module that processes of a pool run."""
+    return _MODULES.get(pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
+
+
 def start_order(
     config: Config,
     run: Run,
@@ -129,8 +134,7 @@ def start_order(
     `python`: the command of another interpreter than this one. `rendezvous`: the name by which the parts of an engine
     find each other, a new one for every start. `shares`: how the pools divide their GPUs' memory, if they share GPUs.
     """
-    module = _MODULES.get(process.pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
-    command = [*(python or [sys.executable]), "-m", module, "--run", str(run.folder)]
+    command = [*(python or [sys.executable]), "-m", module_of(config, process.pool), "--run", str(run.folder)]
     if process.pool == "rollout":  # engines live on while the others are started again
         command += ["--lease", str(run.lease)]
     else:

@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_megatron import config_file
 from areal_megatron.algorithms import PUBLISHED
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.model_check import check_model
@@ -24,6 +25,7 @@ from areal_megatron.models.architecture import read_config
 from launch.memory import MemoryPlan, plan_memory
 from launch.memory.parts import GIB
 from launch.pools import Node, Placement, allocate
+from launch.sizes import Sizes, add_sizes
 
 
 @dataclass(frozen=True)
@@ -128,29 +130,17 @@ def _check_link(config: Config) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("launch.plan"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
-    parser.add_argument("--nodes", type=int, required=True, help="nodes of the cluster")
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs of a node")
-    parser.add_argument(
-        "--gpu-gb", type=float, default=0, help="GiB of a GPU; without it nothing is refused for its memory"
-    )
+    add_sizes(parser, required=True)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_intermixed_args(arguments)
     try:
-        if options.nodes < 1 or options.gpus < 1 or options.gpu_gb < 0:
-            raise ConfigError(
-                f"--nodes {options.nodes} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected at least one "
-                "node and one GPU"
-            )
+        sizes = Sizes.given(options)
         config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
-        nodes = [
-            Node(f"node{number:0{len(str(options.nodes))}}", tuple(range(options.gpus)))
-            for number in range(1, options.nodes + 1)
-        ]
-        found = plan(config, nodes, gpu_gib=options.gpu_gb, weights=False)
+        found = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
         print(found.table())
         for warning in found.warnings:
             print(f"warning: {warning}", file=sys.stderr)

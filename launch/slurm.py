@@ -1,7 +1,8 @@
 """Launches a run in a Slurm allocation: `python -m launch.slurm CONFIG [key=value …]`, from a batch script.
 
-The scripts in slurm/ call it on the first node of the job. It starts a supervisor on each node with srun, divides the
-nodes into pools, and watches the run. In a heterogeneous job group 0 has the trainers' nodes and group 1 the engines'.
+The scripts in slurm/, and those that launch.submit writes, call it on the first node of the job. It starts a supervisor
+on each node with srun, divides the nodes into pools, and watches the run. In a heterogeneous job group 0 has the
+trainers' nodes and group 1 the engines'.
 
 SIGUSR1, which `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, makes the run save a
 checkpoint and requeues the job. A job that has lost a node, or whose nodes do not all answer at its start, is requeued
@@ -31,12 +32,13 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.network import check_network
 from areal_megatron.run import Replaced, Run
-from launch import node, start
+from launch import dry_run, node, start
 from launch.hosts import HostError, Nodes
 from launch.lease import Lease
 from launch.orders import Event, Leave, NodeHello, Order, Present
 from launch.pools import Node
 from launch.silence import Repeater, sign_interval
+from launch.start import Beginning
 from launch.supervise import Outcome, supervise
 
 _POOLS = ("trainer", "rollout")
@@ -56,7 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
         default=480.0,
         help="after USR1 the job is queued again after so many seconds at the latest",
     )
+    dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)
+    if options.dry_run or options.nodes or options.gpus:
+        return _dry_run(options)
     signal.signal(signal.SIGUSR1, _again)
     config = None
     try:
@@ -85,6 +90,20 @@ def _again(*_) -> None:
     raise _Again
 
 
+def _dry_run(options: argparse.Namespace) -> int:
+    """Prints what would be started in this job or, outside of one, on nodes of the sizes that the flags give."""
+    try:
+        if sizes := dry_run.imagined(options, here="SLURM_JOB_ID" in os.environ):
+            return dry_run.show_imagined(options, sizes)
+        job, config = Job.of(os.environ), config_file.load(options.config, options.overrides)
+        with Nodes(srun(job, config.machine.silence_s), config.machine.silence_s) as nodes:
+            print(dry_run.text(_check(job, config, options, nodes), options.python))
+    except (ConfigError, HostError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else Outcome.LOST
+    return 0
+
+
 def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) -> Outcome:
     """Starts the run on the job's nodes and returns how it ended; STOPPED and LOST: the job is to be queued again.
 
@@ -93,23 +112,28 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
     start.check_input(config)
     nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:
-        found = nodes.gather(job.names, config.machine.gather_s)
-        check_network(config.machine.host, {hello.machine for hello in found})
-        config.machine.device = start.decide_device(config, {hello.supervisor: hello.gpus for hello in found})
-        if config.machine.device == "cpu":
-            print("the run computes on CPU cores, not on GPUs", flush=True)
-        start.check_packages(config, options.python)
-        everyone = [describe(hello, config) for hello in found]
-        trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
-        engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
-        gpu_gib = min(hello.gpu_gib for hello in found)
-        beginning = start.check(config, trainers, engines, gpu_gib=gpu_gib, run=lease.run)
+        beginning = _check(job, config, options, nodes, lease.run)
         print(beginning.plan.table(), flush=True)
         beginning.begin()
     except BaseException:
         nodes.__exit__()
         raise
     return supervise(beginning, nodes, options, lease, TimeLimit(beginning.run.stop, options.grace_s).check)
+
+
+def _check(job: Job, config: Config, options: argparse.Namespace, nodes: Nodes, run: Run | None = None) -> Beginning:
+    """Waits for the job's nodes and checks everything; `run`: None if nothing is to be started. Raises ConfigError or
+    HostError."""
+    found = nodes.gather(job.names, config.machine.gather_s)
+    check_network(config.machine.host, {hello.machine for hello in found})
+    config.machine.device = start.decide_device(config, {hello.supervisor: hello.gpus for hello in found})
+    if config.machine.device == "cpu":
+        print("the run computes on CPU cores, not on GPUs", flush=True)
+    start.check_packages(config, options.python)
+    everyone = [describe(hello, config) for hello in found]
+    trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
+    engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
+    return start.check(config, trainers, engines, gpu_gib=min(hello.gpu_gib for hello in found), run=run)
 
 
 class Job(msgspec.Struct):
@@ -128,7 +152,8 @@ class Job(msgspec.Struct):
         if "SLURM_JOB_ID" not in environment:
             raise ConfigError(
                 "launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
-                "'sbatch slurm/train_32b.sh'; on one machine use launch.local"
+                "'sbatch slurm/train_32b.sh', or use 'areal submit'; on one machine use launch.local; what would run "
+                "on nodes that are not there yet is shown by --dry-run --nodes N --gpus N"
             )
         count = int(environment.get("SLURM_HET_SIZE", 0))
         if count not in (0, len(_POOLS)):

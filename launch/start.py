@@ -15,6 +15,7 @@ from pathlib import Path
 from areal_megatron import config_file, versions
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.check import check_data
 from areal_megatron.data.dumps import recorded
@@ -33,9 +34,9 @@ _LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
 """How the names begin of the variables in which Slurm tells a job of its GPUs: their numbers, and how many."""
 
 
-def parser(program: str, description: str) -> argparse.ArgumentParser:
+def parser(module: str, description: str) -> argparse.ArgumentParser:
     """Returns a parser of the arguments that all launchers have."""
-    made = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    made = argparse.ArgumentParser(prog=program(module), description=description)
     made.add_argument("config", help="YAML file, see configs/")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     made.add_argument(
@@ -147,8 +148,8 @@ def check(
     for warning in outcome.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     check_input(config)
-    run = run or Run(config.run_dir)
-    checkpoint = _resumed(config, run)
+    held, run = run is not None, run or Run(config.run_dir)
+    checkpoint = _resumed(config, run, held)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
     if config.checkpoint.every:
@@ -226,12 +227,14 @@ def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = 
     )
 
 
-def newest(run: Run) -> SavedCheckpoint | None:
+def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
     """Returns the checkpoint from which the run goes on, if there is one, and warns of newer ones that are broken.
 
-    Raises ConfigError if there are checkpoints and all of them are broken.
+    `held`: this process holds the lease, and so may put checkpoints right. Raises ConfigError if there are checkpoints
+    and all of them are broken.
     """
-    checkpoint_folder.put_back(run)
+    if held:
+        checkpoint_folder.put_back(run)
     checkpoint, problems = checkpoint_folder.resumable(run)
     for problem in problems:
         print(f"warning: {problem}; resuming from the one before", file=sys.stderr)
@@ -240,8 +243,8 @@ def newest(run: Run) -> SavedCheckpoint | None:
     return checkpoint
 
 
-def _resumed(config: Config, run: Run) -> SavedCheckpoint | None:
+def _resumed(config: Config, run: Run, held: bool) -> SavedCheckpoint | None:
     """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
     if not config.resume:
         return None
-    return newest(run) if config.resume == "auto" else checkpoint_folder.read(Path(config.resume).absolute())
+    return newest(run, held) if config.resume == "auto" else checkpoint_folder.read(Path(config.resume).absolute())

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.command import program
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import engines_of
 from areal_megatron.run import Run
@@ -28,7 +29,7 @@ _LISTED = 32
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.status", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("launch.status"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     parser.add_argument("--all", action="store_true", help="a line for each process, however many there are")
     options = parser.parse_args(arguments)

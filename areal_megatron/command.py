@@ -1,0 +1,169 @@
+# PYTHON_ARGCOMPLETE_OK
+"""The command `areal`: one name for the programs of this package, `areal train …` for `python -m launch.local …`.
+
+    areal COMMAND …        becomes that program: its signals, exit codes and import path are those of `python -m`
+    areal COMMAND --help   says what it takes
+    areal completion bash  prints what makes the shell complete commands, options and keys of the config (or zsh, fish)
+
+Imports nothing of a program before its name is known. Exit code 2 for a command that there is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+_CALLED = "AREAL_CALLED"
+"""Environment variable that tells a program by what command it was called."""
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("launch.local", "start a run on this machine, or resume it"),
+    "submit": Command("launch.submit", "have Slurm start a run on nodes of a cluster"),
+    "plan": Command("launch.plan", "who would get which GPUs, and how much memory, on any cluster"),
+    "status": Command("launch.status", "how a run is, from anywhere that sees its folder"),
+    "engines": Command("launch.engines", "add engines to a run while it runs, or drain some"),
+    "evaluate": Command("areal_megatron.evaluate", "how good a model is: avg@n and pass@k"),
+    "report": Command("areal_megatron.report", "a page about what a run has learned"),
+    "trajectories": Command("areal_megatron.trajectories", "what a run has trained, answer by answer"),
+    "audit": Command("areal_megatron.audit", "check that a run lost nothing and trained nothing twice"),
+    "convert": Command("areal_megatron.convert", "checkpoints from and to Hugging Face format"),
+}
+SHELLS = ("bash", "zsh", "fish")
+
+
+def program(module: str) -> str:
+    """Returns how a program names itself in its usage line: the command that it was called by, or `python -m module`.
+    To be asked for once in a process."""
+    return os.environ.pop(_CALLED, "") or f"python -m {module}"
+
+
+def main() -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        return _complete()
+    name, *arguments = sys.argv[1:] or [""]
+    if name in COMMANDS:
+        os.environ[_CALLED] = f"areal {name}"
+        os.execv(sys.executable, [sys.executable, "-m", COMMANDS[name].module, *arguments])
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"areal_megatron {version('areal_megatron')}")
+        return 0
+    if name == "completion":
+        return _print_completion(arguments)
+    print(f"error: {_no_such(name)}" if name else usage(), file=sys.stderr)
+    return 2
+
+
+def usage() -> str:
+    width = max(map(len, [*COMMANDS, "completion"]))
+    rows = {name: command.summary for name, command in COMMANDS.items()}
+    rows["completion"] = f"let the shell complete: areal completion {'|'.join(SHELLS)}"
+    lines = "\n".join(f"  {name:{width}}  {summary}" for name, summary in rows.items())
+    return (
+        f"usage: areal COMMAND …\n\n{lines}\n\n"
+        "areal COMMAND --help says what a command takes; areal --version: the version of this package"
+    )
+
+
+def _no_such(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    return f"{name!r} is no command" + (f", did you mean 'areal {near[0]}'?" if near else "; areal --help lists them")
+
+
+def _print_completion(arguments: list[str]) -> int:
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        print(f"error: areal completion: expected one of {', '.join(SHELLS)}", file=sys.stderr)
+        return 2
+    try:
+        from argcomplete import shellcode
+    except ImportError:
+        print("error: areal completion: needs argcomplete, 'pip install argcomplete'", file=sys.stderr)
+        return 2
+    print(shellcode(["areal"], shell=arguments[0]))
+    return 0
+
+
+def _complete() -> int:
+    """Answers the shell, which has put the line so far into the environment."""
+    import argparse
+
+    import argcomplete
+
+    line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+    _, _, _, words, _ = argcomplete.split_line(line)
+    if len(words) > 1 and words[1] in COMMANDS:
+        os.environ["_ARGCOMPLETE"] = "2"  # the words of the program begin with the second one
+        parser = parser_of(COMMANDS[words[1]].module)
+        for action in parser._actions:
+            if action.dest == "overrides":
+                action.completer = _keys
+    else:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--version", action="store_true")
+        commands = parser.add_subparsers()
+        for name in COMMANDS:
+            commands.add_parser(name)
+        commands.add_parser("completion").add_argument("shell", choices=SHELLS)
+    argcomplete.autocomplete(parser)
+    return 0
+
+
+class _Parsing(BaseException):
+    def __init__(self, parser: argparse.ArgumentParser):
+        self.parser = parser
+
+
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """Returns the parser of a program of this package. The program gets as far as parsing its arguments."""
+    import argparse
+    from unittest.mock import patch
+
+    def stop(parser, *_, **__):
+        raise _Parsing(parser)
+
+    with patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+        try:
+            importlib.import_module(module).main()
+        except _Parsing as stopped:
+            return stopped.parser
+    raise LookupError(f"{module} parses no arguments")
+
+
+def _keys(prefix: str, **_: object) -> Iterator[str]:
+    """Completes key=value: the keys of a section at a time, and the values of keys that have a choice."""
+    from dataclasses import is_dataclass
+
+    from areal_megatron.config import Config, config_fields
+
+    key, equals, _ = prefix.partition("=")
+    for name, field, value in config_fields(Config()):
+        if equals:
+            if name == key:
+                values = ("true", "false") if field.type == "bool" else field.metadata.get("choices", ())
+                yield from (f"{name}={choice}" for choice in values)
+        elif name.startswith(prefix) and "." not in name[len(prefix) :]:
+            yield f"{name}." if is_dataclass(value) else f"{name}="
+
+
+if __name__ == "__main__":
+    sys.exit(main())
