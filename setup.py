@@ -15,6 +15,7 @@ setup(
     package_data={"areal_megatron": ["report.css"]},
     install_requires=[
         "aiohttp",
+        "argcomplete",
         "math-verify",
         "matplotlib",
         "msgspec",
@@ -31,8 +32,12 @@ setup(
     extras_require={
         **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
         "data": ["pyarrow==26.0.1"],  # Parquet files and folders of Hugging Face data sets
+        "docs": ["mkdocs-material==9.8.1"],  # `make docs`
         "mpi": ["mpi4py==4.1.2"],
     },
-    # vLLM loads this in its API server, engine core and every worker: it registers our weight transfer backend.
-    entry_points={"vllm.general_plugins": ["areal_megatron = areal_megatron.engine.plugin:register"]},
+    entry_points={
+        "console_scripts": ["areal = areal_megatron.command:main"],
+        # vLLM loads this in its API server, engine core and every worker: it registers our weight transfer backend.
+        "vllm.general_plugins": ["areal_megatron = areal_megatron.engine.plugin:register"],
+    },
 )

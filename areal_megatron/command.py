@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
 
 _CALLED = "AREAL_CALLED"
 """Environment variable that tells a program by what command it was called."""
@@ -110,13 +110,14 @@ def _complete() -> int:
     import argcomplete
 
     line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
-    _, _, _, words, _ = argcomplete.split_line(line)
+    _, begun, _, words, _ = argcomplete.split_line(line)
     if len(words) > 1 and words[1] in COMMANDS:
-        os.environ["_ARGCOMPLETE"] = "2"  # the words of the program begin with the second one
         parser = parser_of(COMMANDS[words[1]].module)
         for action in parser._actions:
             if action.dest == "overrides":
                 action.completer = _keys
+                line = f"{shlex.join(words[:2] + _options_first(parser, words[2:]))} {begun}"
+        os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": str(len(line))}  # 2: without `areal`
     else:
         parser = argparse.ArgumentParser()
         parser.add_argument("--version", action="store_true")
@@ -126,6 +127,16 @@ def _complete() -> int:
         commands.add_parser("completion").add_argument("shell", choices=SHELLS)
     argcomplete.autocomplete(parser)
     return 0
+
+
+def _options_first(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Returns the words as argcomplete understands them: it expects no `key=value` after an option."""
+    options, others, takes_value = [], [], False
+    for word in words:
+        (options if takes_value or word.startswith("-") else others).append(word)
+        action = parser._option_string_actions.get(word)
+        takes_value = action is not None and action.nargs is None
+    return [*others, *options] if takes_value else [*options, *others]
 
 
 class _Parsing(BaseException):
@@ -149,20 +160,21 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     raise LookupError(f"{module} parses no arguments")
 
 
-def _keys(prefix: str, **_: object) -> Iterator[str]:
+def _keys(prefix: str, **_: object) -> list[str]:
     """Completes key=value: the keys of a section at a time, and the values of keys that have a choice."""
     from dataclasses import is_dataclass
 
     from areal_megatron.config import Config, config_fields
 
+    known = {name: (field, value) for name, field, value in config_fields(Config())}
     key, equals, _ = prefix.partition("=")
-    for name, field, value in config_fields(Config()):
-        if equals:
-            if name == key:
-                values = ("true", "false") if field.type == "bool" else field.metadata.get("choices", ())
-                yield from (f"{name}={choice}" for choice in values)
-        elif name.startswith(prefix) and "." not in name[len(prefix) :]:
-            yield f"{name}." if is_dataclass(value) else f"{name}="
+    if equals and key in known:
+        field = known[key][0]
+        return [f"{key}={value}" for value in field.metadata.get("choices", ("true", "false") * (field.type == "bool"))]
+    found = [name for name in known if name.startswith(prefix) and "." not in name[len(prefix) :]]
+    if len(found) == 1 and is_dataclass(known[found[0]][1]):
+        return _keys(f"{found[0]}.")
+    return [f"{name}." if is_dataclass(known[name][1]) else f"{name}=" for name in found]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.errors import first_line
 from launch import dry_run, start
 from launch.sizes import Sizes, add_sizes
 
@@ -62,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(f"submitted job {number}: its output is slurm-{number}.out, its state 'areal status {config.run_dir}'")
+    state = f"areal status {shlex.quote(str(config.run_dir))}"
+    print(f"submitted job {number}: its output is slurm-{number}.out, its state: {state}")
     return 0
 
 
@@ -115,8 +115,7 @@ def submit(written: str) -> str:
             f"sbatch did not answer within {_SBATCH_S:.0f} s; 'squeue --me' says whether it took the job"
         ) from None
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-        raise ConfigError(f"sbatch refuses the job: {first_line(ValueError(said[-1]))}")
+        raise ConfigError(f"sbatch refuses the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip().partition(";")[0]
 
 

@@ -1,6 +1,7 @@
 """`mpirun -n W python -m launch.mpi`: the same config over MPI slots, with Debian's Open MPI."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -233,3 +234,10 @@ def test_with_one_visible_gpu_a_process_the_pools_take_all_of_them(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["trainer-0 by 0 on 5", "engine-0 by 1 on 6"]
+
+
+def test_a_dry_run_asks_the_mpi_processes_and_starts_nothing(mpi_run, world, tmp_path):
+    run = mpi_run("run", 2, *small(world), "--dry-run")
+    assert run.process.wait(60) == 0, run.output
+    assert re.search(r"trainer-0 +trainer +\S+:0\nengine-0 +rollout +\S+:1\n", run.output)
+    assert f"would start {tmp_path / 'run'}, a new run:" in run.output and not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from areal_megatron.network import check_network
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch import slurm, status
+from launch import submit as submitting
 from launch.orders import NodeHello
 from launch.records import read_record
 from tests.e2e.test_run import small
@@ -279,6 +281,54 @@ def test_wrong_input_ends_the_job_at_once(cluster, submit, world, tmp_path, over
     assert len(last) == 1 and all(word in last[0] for word in words), cluster.output(job)
     assert "ExitCode=2:0" in cluster.run("scontrol", "show", "job", job)
     assert not list(tmp_path.iterdir()) and not (ROOT / "hostile").exists()
+
+
+def test_a_dry_run_in_a_job_asks_its_nodes_and_starts_nothing(cluster, submit, world, tmp_path):
+    job = submit(*tiny(world, tmp_path), "--dry-run")
+    assert cluster.wait(job) == "COMPLETED", cluster.output(job)
+    placed = [line.split() for line in cluster.output(job).splitlines() if line.startswith(("trainer-", "engine-"))]
+    assert [(line[0], line[2]) for line in placed] == [
+        ("trainer-0", "node0:0"),
+        ("trainer-1", "node1:0"),
+        ("engine-0", "node2:0"),
+        ("engine-1", "node3:0"),
+    ]
+    assert f"would start {tmp_path / 'run'}, a new run:\n  1 controller:" in cluster.output(job)
+    assert not (tmp_path / "run").exists() and not of_jobs(cluster)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_is_submitted_from_a_folder_without_a_checkout(cluster, world, tmp_path, monkeypatch, capsys):
+    """As an installed package does it: the job is what the scripts in slurm/ ask for, and trains."""
+    for name, value in {**cluster.environment, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    changes = {"trainer.pp": 1, "rollout.engines": 1, "machine.host": "lo", "name": "my run", "runs_dir": "runs"}
+    keys = tiny(world, tmp_path, updates=2, held_out=1, **changes)
+    flags = ["--nodes=2", "--gpus=8", "--time=10", "--partition=main", '--sbatch=--comment=it\'s "mine" # all']
+    assert submitting.main([str(ROOT / "configs" / "tiny_cpu.yaml"), *keys, *flags]) == 0
+    said = capsys.readouterr().out
+    job = re.fullmatch(r"submitted job (\d+): its output is slurm-\1\.out, .*areal status 'runs/my run'\n", said)[1]
+    shown = cluster.run("scontrol", "show", "job", job)
+    log = tmp_path / f"slurm-{job}.out"
+    assert cluster.wait(job, timeout_s=400) == "COMPLETED", log.read_text()
+    run = Run(tmp_path / "runs" / "my run")
+    assert trained(run) == 2 and audit(run) == []
+    assert {process.node for process in read_record(run).processes} == {"node0", "node1"}
+    for line in ("JobName=my run", "NumNodes=2", "Requeue=1", "TimeLimit=00:10:00", "OverSubscribe=NO"):
+        assert line in shown
+    assert re.search("TresPerNode=gres.gpu.8", shown)
+    assert f"WorkDir={tmp_path}" in shown and 'Comment=it\'s "mine" # all' in shown
+
+
+def test_what_slurm_refuses_is_one_line(cluster, world, tmp_path, monkeypatch, capsys):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    keys = tiny(world, tmp_path, **{"trainer.pp": 1, "machine.host": "lo"})
+    flags = ["--nodes=3", "--gpus=8", "--partition=nosuch"]
+    assert submitting.main([str(ROOT / "configs" / "tiny_cpu.yaml"), *keys, *flags]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and message.startswith("error: sbatch refuses the job: ") and "nosuch" in message
 
 
 def test_outside_a_job_it_says_what_to_do(capsys):

@@ -1,0 +1,118 @@
+"""The command `areal`: it becomes the programs that it names, is there at once, and completes in a real bash."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+from areal_megatron.command import COMMANDS, parser_of
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def areal(tmp_path_factory):
+    """The program as an installation makes it; gives back what it has done in a folder, by default an empty one."""
+    folder, empty = tmp_path_factory.mktemp("bin"), tmp_path_factory.mktemp("empty")
+    program = folder / "areal"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom areal_megatron.command import main\nif __name__ == '__main__':\n"
+        "    sys.exit(main())\n"
+    )
+    program.chmod(0o755)
+
+    def call(*arguments: str, bash: str = "", cwd=empty) -> subprocess.CompletedProcess:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": ":".join(paths)}
+        command = ["bash", "-c", bash] if bash else [str(program), *arguments]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+def test_help_names_every_command_and_is_there_at_once(areal):
+    def took():
+        begun = time.monotonic()
+        shown = areal("--help")
+        assert shown.returncode == 0 and all(f"\n  {name} " in shown.stdout for name in COMMANDS)
+        return time.monotonic() - begun
+
+    assert min(took() for _ in range(3)) < 0.3
+    loaded = "import sys; bare = set(sys.modules); import areal_megatron.command; print(*set(sys.modules) - bare)"
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"argparse", "argcomplete", "numpy", "omegaconf", "msgspec"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_program_that_names_itself_as_it_was_called(areal, name):
+    assert parser_of(COMMANDS[name].module).prog == f"python -m {COMMANDS[name].module}"
+    shown = areal(name, "--help")
+    assert shown.returncode == 0 and shown.stdout.startswith(f"usage: areal {name} ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "usage: areal COMMAND"),
+        (["trian"], "error: 'trian' is no command, did you mean 'areal train'?\n"),
+        (["xyzzy"], "error: 'xyzzy' is no command; areal --help lists them\n"),
+        (["completion"], "error: areal completion: expected one of bash, zsh, fish\n"),
+        (["status", "nowhere"], "error: nowhere is no run folder; give a folder such as runs/tiny\n"),
+        (["train", "nowhere.yaml"], "error: nowhere.yaml: cannot read the config: No such file or directory\n"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(areal, arguments, words):
+    done = areal(*arguments)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(words)
+
+
+def test_modules_of_the_folder_are_found_as_with_python_m(areal, world, tmp_path):
+    (tmp_path / "mine.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
+    keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
+    arguments = ["train", str(ROOT / "configs" / "tiny_cpu.yaml"), *keys, "machine.slots=2", "machine.device=cpu"]
+    done = areal(*arguments, "reward.function=mine:score", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "1 engine: python -m areal_megatron.engine.server" in done.stdout, done.stderr
+    done = areal(*arguments, "reward.function=yours:score", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2 and "reward.function" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("areal tr", {"train", "trajectories"}),
+        ("areal train --dr", {"--dry-run "}),
+        ("areal train configs/tiny_c", {"configs/tiny_cpu.yaml "}),
+        (
+            "areal train configs/tiny_cpu.yaml rollout.max",
+            {"rollout.max_new_tokens=", "rollout.max_pass_rate=", "rollout.max_running=", "rollout.max_staleness="},
+        ),
+        ("areal train configs/tiny_cpu.yaml --dry-run name=x ppo.penalty.kl_c", {"kl_cov=", "kl_cov_share="}),
+        ("areal submit c.yaml --nodes 2 ppo.penalty.kl_form=", {"k1", "k2", "k3"}),
+        ("areal plan c.yaml machine.shared=", {"true", "false"}),
+        ("areal train c.yaml --python=x nosuch", set()),
+        ("areal engines d", {"drain "}),
+        ("areal convert to-hf --dt", {"--dtype "}),
+        ("areal completion z", {"zsh "}),
+    ],
+)
+def test_bash_completes(areal, line, found):
+    """By the script that `areal completion bash` prints; bash replaces what follows the last `=` alone."""
+    script = (
+        'set -e; eval "$(areal completion bash)"; COMP_LINE=$1; COMP_POINT=${#1}; COMP_TYPE=9; COMPREPLY=()\n'
+        "_python_argcomplete areal '' '' || true; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    done = areal(bash=f"set -- {shlex.quote(line)}; {script}", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    shown = {reply.rpartition("ppo.penalty.")[2] for reply in done.stdout.split("\n") if reply}
+    assert shown == found
+
+
+SCRIPTS = {"zsh": "compdef _python_argcomplete areal", "fish": "complete --command areal "}
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_other_shells_get_a_script_too(areal, shell):
+    done = areal("completion", shell)
+    assert done.returncode == 0 and SCRIPTS[shell] in done.stdout
