@@ -1,5 +1,5 @@
 # make demo: train a tiny model from scratch · make demo-llm: train a real chat model of 135M
-# make test: every test this machine can run · make soak: full counts
+# make test: every test this machine can run · make soak: full counts · make docs: README.md and docs/ as pages in site/
 PYTHON ?= python3.11
 # Where pip finds the CPU build of torch when its own configuration has none: the address of a wheel index.
 TORCH_INDEX ?=
@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-llm test soak lint clean
+.PHONY: setup demo demo-llm docs test soak lint clean
 setup: .venv/.installed
 
 .venv/.installed: requirements-cpu.lock setup.py pyproject.toml tools/setup_environment.sh
@@ -20,6 +20,11 @@ demo: setup
 demo-llm: setup
 	$(PY) tools/demo_llm.py
 
+docs: setup
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html -c tools/docs_site . site
+	cp site/README.html site/index.html
+	@echo site/index.html
+
 test: setup lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
@@ -30,4 +35,4 @@ lint: setup
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

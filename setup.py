@@ -32,7 +32,7 @@ setup(
     extras_require={
         **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
         "data": ["pyarrow==26.0.1"],  # Parquet files and folders of Hugging Face data sets
-        "docs": ["mkdocs-material==9.8.1"],  # `make docs`
+        "docs": ["furo==2025.12.19", "myst-parser==5.2.0", "sphinx==9.0.4"],  # `make docs`
         "mpi": ["mpi4py==4.1.2"],
     },
     entry_points={

@@ -10,6 +10,8 @@ wrong input, or Slurm refuses the job. Imports neither torch nor vllm.
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from launch import dry_run, start
 from launch.sizes import Sizes, add_sizes
 
 _SBATCH_S = 60.0
+_AHEAD_S = 600
+"""How long before the time limit the run is asked to stop, in seconds."""
 _ASKED = ["resume=auto", "machine.host=auto"]
 """Overrides of every job; those of the user come after them and win."""
 
@@ -67,7 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def script(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> str:
-    """Returns the batch script. Raises ConfigError for an option of sbatch that is none."""
+    """Returns the batch script. Raises ConfigError for an option of sbatch that is none, and for too little time."""
+    if seconds(options.time) < 2 * _AHEAD_S:
+        raise ConfigError(
+            f"--time {options.time}: give at least {2 * _AHEAD_S // 60} minutes: the run is asked to save and stop "
+            f"{_AHEAD_S // 60} minutes ahead of the limit"
+        )
     share = ["--ntasks-per-node=1", f"--cpus-per-task={options.cpus}"] if options.cpus else ["--exclusive"]
     lines = [
         f"--job-name={config.name}",
@@ -78,7 +87,7 @@ def script(config: Config, overrides: Sequence[str], options: argparse.Namespace
         "--requeue",
         "--no-kill",
         "--open-mode=append",
-        "--signal=B:USR1@600",
+        f"--signal=B:USR1@{_AHEAD_S}",
         f"--time={options.time}",
         "--output=slurm-%j.out",
         *(f"--{name}={value}" for name in ("account", "partition", "qos") if (value := getattr(options, name))),
@@ -97,6 +106,19 @@ def script(config: Config, overrides: Sequence[str], options: argparse.Namespace
         "# exec: the signal before the time limit goes to this process, which must therefore be the launcher.\n"
         f"exec {shlex.join([*command, *overrides])}\n"
     )
+
+
+def seconds(limit: str) -> float:
+    """Returns a time limit in seconds; it is written as for sbatch: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours, days-hours:minutes, days-hours:minutes:seconds, or UNLIMITED. Raises ConfigError for others."""
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", limit):
+        raise ConfigError(f"--time {limit}: expected a limit such as 24:00:00, 90 (minutes) or 2-12 (days-hours)")
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def submit(written: str) -> str:

@@ -305,7 +305,7 @@ def test_a_run_is_submitted_from_a_folder_without_a_checkout(cluster, world, tmp
     monkeypatch.chdir(tmp_path)
     changes = {"trainer.pp": 1, "rollout.engines": 1, "machine.host": "lo", "name": "my run", "runs_dir": "runs"}
     keys = tiny(world, tmp_path, updates=2, held_out=1, **changes)
-    flags = ["--nodes=2", "--gpus=8", "--time=10", "--partition=main", '--sbatch=--comment=it\'s "mine" # all']
+    flags = ["--nodes=2", "--gpus=8", "--time=60", "--partition=main", '--sbatch=--comment=it\'s "mine" # all']
     assert submitting.main([str(ROOT / "configs" / "tiny_cpu.yaml"), *keys, *flags]) == 0
     said = capsys.readouterr().out
     job = re.fullmatch(r"submitted job (\d+): its output is slurm-\1\.out, .*areal status 'runs/my run'\n", said)[1]
@@ -315,7 +315,7 @@ def test_a_run_is_submitted_from_a_folder_without_a_checkout(cluster, world, tmp
     run = Run(tmp_path / "runs" / "my run")
     assert trained(run) == 2 and audit(run) == []
     assert {process.node for process in read_record(run).processes} == {"node0", "node1"}
-    for line in ("JobName=my run", "NumNodes=2", "Requeue=1", "TimeLimit=00:10:00", "OverSubscribe=NO"):
+    for line in ("JobName=my run", "NumNodes=2", "Requeue=1", "TimeLimit=01:00:00", "OverSubscribe=NO"):
         assert line in shown
     assert re.search("TresPerNode=gres.gpu.8", shown)
     assert f"WorkDir={tmp_path}" in shown and 'Comment=it\'s "mine" # all' in shown

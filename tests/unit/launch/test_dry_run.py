@@ -166,7 +166,9 @@ def test_options_of_a_job_reach_the_script(arguments, capsys):
     ("flags", "words"),
     [
         (["--sbatch=constraint=h100"], "'constraint=h100' is no option of sbatch"),
-        (["--time=1\nrm -rf"], "is no option of sbatch"),
+        (["--account=a\nb"], "is no option of sbatch"),
+        (["--time=10"], "--time 10: give at least 20 minutes"),
+        (["--time=soon"], "--time soon: expected a limit such as 24:00:00"),
         (["rollout.engines=5"], "the pools need 18 slots"),
         (["machine.device=cpu", "machine.slots=4"], "there is no sbatch here"),
     ],
@@ -176,3 +178,11 @@ def test_what_cannot_be_submitted_is_refused_in_one_line(arguments, capsys, monk
     assert submit.main([*arguments, "--nodes=4", "--gpus=4", *flags]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and words in message, message
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("2-1", 2940), ("2-1:30", 2970), ("1-0:0:30", 1440.5)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(limit, minutes):
+    assert submit.seconds(limit) == minutes * 60

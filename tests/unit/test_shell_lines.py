@@ -1,0 +1,179 @@
+"""Every shell line of README.md and docs/: its program exists, its options are in that program's parser, its keys are in
+config.py. Nothing is run: what the lines do is shown by the tests of the programs and of the tutorials."""
+
+import argparse
+import ast
+import re
+import shlex
+from dataclasses import is_dataclass
+from functools import cache
+
+import pytest
+import yaml
+
+from areal_megatron.command import COMMANDS, parser_of
+from areal_megatron.config import Config, config_fields
+from tests.unit.test_docs import DOCS, ROOT
+
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+SHELL = ("", "sh", "bash")
+"""Languages of blocks whose lines are commands, if they begin like one."""
+OURS = ("areal", "make", "mpirun", "python", "python3", "sbatch", "bash")
+OTHERS = ("cd", "curl", "exec", "export", "git", "mkdir", "pip", "scancel", "squeue", "tensorboard", "unzip", ".")
+"""Programs whose arguments are none of our business."""
+KEYS = {key: is_dataclass(value) for key, _, value in config_fields(Config())}
+"""Key or section of a config → whether it is a section."""
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def commands(text: str):
+    """The commands of a document: lines of its blocks, and its code spans."""
+    for language, block in FENCE.findall(text):
+        if language in SHELL:
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                yield from re.split(r" && | \|\| |; | \| ", re.sub(r"\s#( .*)?$", "", line.removeprefix("$ ")))
+    for span in SPAN.findall(FENCE.sub("", text)):
+        if span.split()[0:1] and span.split()[0] in OURS and " " in span:
+            yield span
+
+
+def program_of(command: str) -> list[str]:
+    """The words of a command from its program on."""
+    try:
+        words = shlex.split(re.sub("<[^<>]*>", "PLACE", command.replace("…", "...")))
+    except ValueError:  # no command but a part of a sentence
+        return []
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    return words
+
+
+@cache
+def parser(module: str) -> argparse.ArgumentParser:
+    return parser_of(module)
+
+
+@cache
+def options_of_tool(path: str) -> set[str]:
+    """The options that a tool's source adds to its parser."""
+    calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+    added = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
+    return {arg.value for call in added for arg in call.args if isinstance(arg, ast.Constant)} | {"--help"}
+
+
+def options_of(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
+    """The options that a parser and, if one is named, its subparser know."""
+    known = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            named = [word for word in words if word in action.choices]
+            known |= set().union(*(options_of(action.choices[word], words) for word in named or action.choices))
+    return known
+
+
+def problem(words: list[str]) -> str:
+    """What is wrong with the words of a command of ours; empty if nothing is."""
+    name, *rest = words
+    if name == "areal":
+        if rest[0].startswith("-") or rest[0] in ("completion", "COMMAND"):
+            return ""
+        if rest[0] not in COMMANDS:
+            return f"areal has no {rest[0]}"
+        return arguments_problem(options_of(parser(COMMANDS[rest[0]].module), rest), rest[1:])
+    if name == "mpirun":
+        inner = next((n for n, word in enumerate(words) if "python" in word), None)
+        return problem(["python", *words[inner + 1 :]]) if inner else ""
+    if name == "make":
+        targets = [word for word in rest if "=" not in word]
+        return f"no target {targets[0]}" if targets and targets[0] not in TARGETS else ""
+    if name in ("python", "python3"):
+        if rest[:1] == ["-m"] and rest[1].partition(".")[0] in ("areal_megatron", "launch"):
+            return arguments_problem(options_of(parser(rest[1]), rest), rest[2:])
+        if rest[0].endswith(".py") and rest[0].startswith("tools/"):
+            if not (ROOT / rest[0]).exists():
+                return f"no {rest[0]}"
+            return arguments_problem(options_of_tool(rest[0]), rest[1:])
+        return ""
+    script = next((word for word in rest if word.startswith("slurm/")), "")
+    if script and not (ROOT / script).exists():
+        return f"no {script}"
+    flags = options_of(parser("launch.slurm"), []) if script else set()
+    after = rest[rest.index(script) + 1 :] if script else []
+    return arguments_problem(flags, after)
+
+
+def arguments_problem(known: set[str], words: list[str]) -> str:
+    for word in words:
+        flag, _, _ = word.partition("=")
+        if word.startswith("--") and len(word) > 2 and flag not in known:
+            return f"no option {flag}"
+        if word != "key=value" and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=.*", word) and KEYS.get(flag, True):
+            return f"no key {flag}"
+    return ""
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
+def test_commands_name_programs_options_and_keys_that_there_are(doc):
+    wrong = []
+    for command in commands(doc.read_text()):
+        words = program_of(command)
+        name = words[0] if words else ""
+        if name in OURS and len(words) > 1 and (found := problem(words)):
+            wrong.append(f"{command.strip()}: {found}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
+def test_blocks_for_the_shell_hold_programs_that_were_considered(doc):
+    """A block that is something else says so by its language: ```text."""
+    unknown = set()
+    for language, block in FENCE.findall(doc.read_text()):
+        if language in ("sh", "bash"):
+            lines = [program_of(re.sub(r"\s#( .*)?$", "", line)) for line in re.sub(r"\\\n", " ", block).splitlines()]
+            unknown |= {line[0] for line in lines if line and not (ROOT / line[0]).exists()} - {*OURS, *OTHERS}
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
+def test_keys_in_the_text_and_in_yaml_are_keys_of_a_config(doc):
+    sections = {key for key, section in KEYS.items() if section and "." not in key}
+    text, wrong = doc.read_text(), set()
+    for span in SPAN.findall(FENCE.sub("", text)):
+        for word in span.split():
+            key = re.match(rf"((?:{'|'.join(sections)})(?:\.[a-z_0-9]+)+)(?:=|$)", word)
+            if key and key[1] not in KEYS and not key[1].endswith((".py", ".jsonl", ".yaml")):
+                wrong.add(key[1])
+    for language, block in FENCE.findall(text):
+        if language == "yaml":
+            wrong |= {key for key in keys_of(yaml.safe_load(block)) if key not in KEYS}
+    assert wrong == set()
+
+
+def keys_of(tree: dict, prefix: str = ""):
+    for name, value in tree.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("areal trian conf.yaml", "areal has no trian"),
+        ("areal train conf.yaml --dry", "no option --dry"),
+        ("areal train conf.yaml rollout.engine=2", "no key rollout.engine"),
+        ("areal train conf.yaml rollout=2", "no key rollout"),
+        ("areal engines drain RUN --count 1", "no option --count"),
+        ("python -m launch.local conf.yaml --nodes 2", "no option --nodes"),
+        ("python tools/nosuch.py", "no tools/nosuch.py"),
+        ("python tools/demo.py --sead 1", "no option --sead"),
+        ("mpirun -n 4 python -m launch.mpi conf.yaml dat.train=x", "no key dat.train"),
+        ("sbatch slurm/train_33b.sh", "no slurm/train_33b.sh"),
+        ("sbatch slurm/train_32b.sh --restart=1", "no option --restart"),
+        ("make dem", "no target dem"),
+        ("areal train conf.yaml name=x rollout.max_staleness=4 --restarts 2 --dry-run", ""),
+    ],
+)
+def test_mistakes_are_found(command, found):
+    assert problem(program_of(command)) == found

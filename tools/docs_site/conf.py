@@ -1,0 +1,63 @@
+"""How `make docs` turns README.md and docs/ into pages: Sphinx reads the Markdown files as they are.
+
+Links between files and to headings are those of GitHub; one that leads nowhere fails the build. The pages load nothing
+from other hosts.
+"""
+
+project = "areal_megatron"
+author = "The areal_megatron developers"
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md"]
+extensions = ["myst_parser"]
+myst_heading_anchors = 6
+html_theme = "furo"
+html_title = "areal_megatron"
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "sphinx"
+pygments_dark_style = "monokai"
+suppress_warnings = [
+    "misc.highlighting_failure",  # JSON with a comment, a shell line with an ellipsis
+    "myst.header",  # a page may go from # to ### where that reads better
+]
+
+CONTENTS = {
+    "Tutorials": [
+        "tutorials/laptop",
+        "tutorials/slurm",
+        "tutorials/reward",
+        "tutorials/workflow",
+        "tutorials/model_family",
+    ],
+    "Using it": [
+        "data",
+        "algorithms",
+        "rewards",
+        "workflows",
+        "metrics",
+        "evaluation",
+        "checkpoints",
+        "trajectories",
+        "launching",
+        "operations",
+        "published_runs",
+    ],
+    "How it works": ["design", "packing", "resharding", "hardware", "staleness", "measurements"],
+}
+"""Heading → pages of docs/; what is not listed comes at the end of the second."""
+
+
+def _add_contents(app, name, source):
+    if name != root_doc:
+        return
+    listed = {page for pages in CONTENTS.values() for page in pages}
+    others = {page.removeprefix("docs/") for page in app.env.found_docs if page.startswith("docs/")} - listed
+    sections = {**CONTENTS, "Using it": [*CONTENTS["Using it"], *sorted(others)]}
+    blocks = {title: [f"docs/{page}" for page in pages] for title, pages in sections.items()}
+    blocks["The project"] = ["CONTRIBUTING", "CHANGELOG"]
+    for title, pages in blocks.items():
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def setup(app):
+    app.connect("source-read", _add_contents)
