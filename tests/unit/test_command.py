@@ -1,6 +1,5 @@
 """The command `areal`: it becomes the programs that it names, is there at once, and completes in a real bash."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -10,24 +9,16 @@ import pytest
 
 from areal_megatron.command import COMMANDS, parser_of
 from tests.conftest import ROOT
+from tests.support.areal import Shell
 
 
 @pytest.fixture(scope="module")
 def areal(tmp_path_factory):
-    """The program as an installation makes it; gives back what it has done in a folder, by default an empty one."""
-    folder, empty = tmp_path_factory.mktemp("bin"), tmp_path_factory.mktemp("empty")
-    program = folder / "areal"
-    program.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom areal_megatron.command import main\nif __name__ == '__main__':\n"
-        "    sys.exit(main())\n"
-    )
-    program.chmod(0o755)
+    """Calls `areal` in a folder, by default an empty one; gives back the ended process."""
+    programs, empty = tmp_path_factory.mktemp("bin"), tmp_path_factory.mktemp("empty")
 
-    def call(*arguments: str, bash: str = "", cwd=empty) -> subprocess.CompletedProcess:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": ":".join(paths)}
-        command = ["bash", "-c", bash] if bash else [str(program), *arguments]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    def call(*arguments: str, bash: str = "", cwd=empty):
+        return Shell(programs, cwd).run(bash or shlex.join(["areal", *arguments]))
 
     return call
 

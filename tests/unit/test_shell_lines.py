@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import is_dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SHELL = ("", "sh", "bash")
 """Languages of blocks whose lines are commands, if they begin like one."""
-OURS = ("areal", "make", "mpirun", "python", "python3", "sbatch", "bash")
+OURS = ("areal", "make", "mpirun", "python", "python3", "python3.12", "sbatch", "bash")
 OTHERS = ("cd", "curl", "exec", "export", "git", "mkdir", "pip", "scancel", "squeue", "tensorboard", "unzip", ".")
 """Programs whose arguments are none of our business."""
 KEYS = {key: is_dataclass(value) for key, _, value in config_fields(Config())}
@@ -85,15 +86,15 @@ def problem(words: list[str]) -> str:
         inner = next((n for n, word in enumerate(words) if "python" in word), None)
         return problem(["python", *words[inner + 1 :]]) if inner else ""
     if name == "make":
+        rest = rest[2:] if rest[0] == "-C" else rest
         targets = [word for word in rest if "=" not in word]
         return f"no target {targets[0]}" if targets and targets[0] not in TARGETS else ""
-    if name in ("python", "python3"):
+    if name.startswith("python"):
         if rest[:1] == ["-m"] and rest[1].partition(".")[0] in ("areal_megatron", "launch"):
             return arguments_problem(options_of(parser(rest[1]), rest), rest[2:])
-        if rest[0].endswith(".py") and rest[0].startswith("tools/"):
-            if not (ROOT / rest[0]).exists():
-                return f"no {rest[0]}"
-            return arguments_problem(options_of_tool(rest[0]), rest[1:])
+        tool = rest[0].removeprefix("../areal/")
+        if tool.endswith(".py") and tool.startswith("tools/"):
+            return arguments_problem(options_of_tool(tool), rest[1:]) if (ROOT / tool).exists() else f"no {tool}"
         return ""
     script = next((word for word in rest if word.startswith("slurm/")), "")
     if script and not (ROOT / script).exists():
@@ -131,7 +132,10 @@ def test_blocks_for_the_shell_hold_programs_that_were_considered(doc):
     for language, block in FENCE.findall(doc.read_text()):
         if language in ("sh", "bash"):
             lines = [program_of(re.sub(r"\s#( .*)?$", "", line)) for line in re.sub(r"\\\n", " ", block).splitlines()]
-            unknown |= {line[0] for line in lines if line and not (ROOT / line[0]).exists()} - {*OURS, *OTHERS}
+            unknown |= {Path(line[0]).name for line in lines if line and not (ROOT / line[0]).exists()} - {
+                *OURS,
+                *OTHERS,
+            }
     assert unknown == set()
 
 
