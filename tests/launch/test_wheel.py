@@ -98,6 +98,19 @@ def test_launchers_plan_a_run(installed, world):
     assert "trainer-0" in installed("-m", "launch.plan", config, *keys, "--nodes", 1, "--gpus", 2)
 
 
+def test_one_command_has_all_programs(installed, run, world):
+    """`areal`, as pip installs it, from a folder without a checkout."""
+    areal = Path(installed("-c", "import sys; print(sys.prefix)").strip()) / "bin" / "areal"
+    assert "\n  evaluate " in installed(areal, "--help")
+    assert installed(areal, "--version").startswith("areal_megatron 0.")
+    assert installed(areal, "status", "--help").startswith("usage: areal status ")
+    assert installed(areal, "audit", run.folder).startswith("0 faults")
+    keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
+    arguments = [ROOT / "configs" / "tiny_cpu.yaml", *keys, "--nodes", 1, "--gpus", 2, "--dry-run"]
+    written = installed(areal, "submit", *arguments)
+    assert f"\nexec {areal.parent / 'python'} -m launch.slurm " in written
+
+
 def test_tools_of_runs_work(installed, run, world, tmp_path):
     assert installed("-m", "areal_megatron.audit", run.folder).startswith("0 faults")
     installed("-m", "areal_megatron.report", run.folder, "--out", tmp_path / "report.html")
