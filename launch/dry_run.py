@@ -35,7 +35,8 @@ def imagined(options: argparse.Namespace, here: bool) -> Sizes | None:
     """Returns the sizes that the flags of a launcher give; None if the nodes are to be asked, which `here` says are
     there. Raises ConfigError for half a size, and for sizes without --dry-run."""
     if options.nodes is None and options.gpus is None:
-        return read_header(options.batch_script) if options.batch_script and not here else None
+        asked = options.dry_run and options.batch_script and not here
+        return read_header(options.batch_script) if asked else None
     if not options.dry_run:
         raise ConfigError("--nodes and --gpus go with --dry-run: a run takes the nodes that it is given")
     if options.nodes is None or options.gpus is None:
@@ -56,6 +57,8 @@ def check_imagined(config: Config, sizes: Sizes) -> Beginning:
     nodes = sizes.place(config)
     if config.machine.host[:1].isdigit():  # an interface is looked up where the run will be
         check_network(config.machine.host, {node.name for node in nodes})
+    if config.shares_gpus and not sizes.gpu_gib:
+        raise ConfigError("machine.shared: say by --gpu-gb how much memory a GPU has, which the pools are to divide")
     return start.check(config, nodes, gpu_gib=sizes.gpu_gib)
 
 

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)
-    if options.dry_run or options.nodes or options.gpus:
+    if options.dry_run or options.nodes is not None or options.gpus is not None:
         return _dry_run(options)
     signal.signal(signal.SIGUSR1, _again)
     config = None
