@@ -42,7 +42,8 @@ def key(
 @dataclass
 class ModelConfig:
     path: str = MISSING
-    """Hugging Face directory (config.json, *.safetensors, tokenizer) of the model to start from."""
+    """Model to start from: a Hugging Face directory (config.json, *.safetensors, tokenizer), or OWNER/NAME[@REVISION]
+    on the Hugging Face hub (docs/data.md, "By name")."""
     dtype: str = key("bfloat16", choices=("bfloat16", "float16", "float32"))
     """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32. Which one to take:
     docs/algorithms.md, "Numerics"."""
@@ -54,14 +55,17 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train: str = ""
-    """JSONL, Parquet or a folder; a row has `prompt` and `answer` (RL) or `prompt` and `response` (SFT), or is of
-    another format (docs/data.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts:
-    `a.jsonl:0.7,b.parquet:0.3`."""
+    """JSONL, Parquet or a folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub; a row has `prompt`
+    and `answer` (RL) or `prompt` and `response` (SFT), or is of another format (docs/data.md). Several:
+    `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
     """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
     evaluation."""
     max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
+    unusable_rows: str = key("refuse", choices=("refuse", "skip"))
+    """What becomes of a row without a prompt, or without an answer that the reward function can use: the run does not
+    start, or the row is left out and counted (docs/data.md)."""
     allow_overlap: bool = False
     """Begin a run although prompts of `eval` are in `train` too."""
 
@@ -213,8 +217,8 @@ class PenaltyConfig:
     kl_form: str = key("k2", choices=("k1", "k2", "k3"))
     """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
     kl_model: str = ""
-    """Hugging Face directory of another model that the divergence is from: a teacher, of any size, with the tokenizer
-    of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
+    """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
+    with the tokenizer of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
     kl_weighted: bool = True
     """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
     kl_cov: float = key(0.0, at_least=0)

@@ -31,6 +31,7 @@ from numpy import ndarray
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from areal_megatron import hub
 from areal_megatron.checkpoint import torch_dist
 from areal_megatron.checkpoint.disk import BlockBuffers, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
@@ -248,9 +249,10 @@ def main(arguments: list[str] | None = None) -> int:
             task = bar.add_task("")
             settings["report"] = lambda done, total: bar.update(task, completed=done, total=total)
             if options.direction == "to-hf":
-                to_hf(options.checkpoint, options.out, description=options.config, **settings)
+                description = options.config and Path(hub.model_folder(options.config, "--config", weights=False))
+                to_hf(options.checkpoint, options.out, description=description, **settings)
             else:
-                from_hf(options.hf_dir, options.out, **settings)
+                from_hf(Path(hub.model_folder(options.hf_dir, "HF_DIR")), options.out, **settings)
     except (CheckpointError, ConfigError) as e:
         # errors about config.json name the key of a run's config
         print(f"error: {str(e).removeprefix('model.path: ')}", file=sys.stderr)
@@ -267,9 +269,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     to = directions.add_parser("to-hf", help="write a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="checkpoint folder of a run, or a torch_dist folder")
     to.add_argument("out", type=Path, help="new folder")
-    to.add_argument("--config", type=Path, help="folder with config.json and tokenizer, instead of CHECKPOINT/hf")
+    to.add_argument(
+        "--config", help="folder, or name on the hub, with config.json and tokenizer, instead of CHECKPOINT/hf"
+    )
     back = directions.add_parser("from-hf", help="write a checkpoint folder, of the model without an optimizer")
-    back.add_argument("hf_dir", type=Path, help="Hugging Face folder with safetensors")
+    back.add_argument("hf_dir", help="Hugging Face folder with safetensors, or OWNER/NAME of the hub")
     back.add_argument("out", type=Path, help="new folder")
     for direction in (to, back):
         direction.add_argument("--dtype", choices=ITEMSIZE, help="default: as it is")

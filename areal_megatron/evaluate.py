@@ -4,10 +4,10 @@
                                       [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
                                       [--out FOLDER] [--pass-rates FILE.jsonl]
 
-MODEL is a Hugging Face folder, DATA whatever data.train of a run may be (docs/data.md). Starts one vLLM engine, asks it
-n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. The same command
-with the same OUT resumes an evaluation that was interrupted. Exit code 0: done, 1: the engine failed, 2: wrong input,
-130: interrupted.
+MODEL is a Hugging Face folder or a name on the hub, DATA whatever data.train of a run may be (docs/data.md). Starts one
+vLLM engine, asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end.
+The same command with the same OUT resumes an evaluation that was interrupted. Exit code 0: done, 1: the engine failed,
+2: wrong input, 130: interrupted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from areal_megatron import config_file, descriptors
+from areal_megatron import config_file, descriptors, hub
 from areal_megatron.command import program
 from areal_megatron.config import (
     Config,
@@ -42,7 +42,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.controller.controller import first_cause
 from areal_megatron.controller.engine import Engine, connect
-from areal_megatron.data.files import records, source_names
+from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
@@ -333,8 +333,8 @@ def _whole_numbers(text: str) -> list[int]:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("areal_megatron.evaluate"), description=__doc__.split("\n")[0])
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
-    parser.add_argument("data", metavar="DATA", help="JSONL or Parquet file, folder, or several with commas")
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, or OWNER/NAME of the hub")
+    parser.add_argument("data", metavar="DATA", help="what data.train may be, without weights")
     parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")
     parser.add_argument(
         "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
@@ -389,6 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
     descriptors.raise_limit()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        options.model = hub.model_folder(options.model, "MODEL")
+        options.data = fetch(options.data, "DATA")
         evaluation = OfflineEvaluation(options)
         out = options.out or new_folder("evaluation")
         with Folder(out, evaluation.settings) as folder:

@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from areal_megatron import config_file
+from areal_megatron import config_file, hub
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
@@ -230,7 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     try:
         config = config_of(options.place)
-        tokenizer = Tokenizer(options.model or config.model.path)
+        if options.model:
+            options.model = Path(hub.model_folder(options.model, "--model"))
+        tokenizer = Tokenizer(options.model or hub.model_folder(config.model.path, "model.path", weights=False))
         found = chosen(options.place, options)
         if options.show is None and not options.json:
             print_table(found, tokenizer, Console().width if sys.stdout.isatty() else 140)
@@ -262,7 +264,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--truncated", choices=["yes", "no"], help="cut at rollout.max_new_tokens")
     parser.add_argument("--show", type=int, metavar="UID", help="one trajectory with its text")
     parser.add_argument("--colour", choices=["version", "logprob", "ratio"], default="version", help="default: version")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder for the ratios")
+    parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder, or OWNER/NAME, for the ratios")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     options = parser.parse_args(arguments)
     if options.colour == "ratio" and not options.model:

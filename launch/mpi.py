@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             channel.close()
             return 0
         with start.lease(config) as lease:
+            start.fetch(config, lease.run)
             start.check_input(config)
             beginning = _check(config, options, nodes, world.size, places, lease.run)
             print(beginning.plan.table(), flush=True)

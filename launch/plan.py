@@ -1,8 +1,8 @@
 """Plans a run without starting it: `python -m launch.plan CONFIG [key=value …] --nodes 48 --gpus 8`.
 
 Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint. All it needs of the
-model is model.path/config.json. Exit code 2 if the run cannot work, with one line that says what to change. Imports
-neither torch nor vllm, and so works on a laptop or a login node.
+model is config.json, which it fetches if model.path names a model on the hub. Exit code 2 if the run cannot work, with
+one line that says what to change. Imports neither torch nor vllm, and so works on a laptop or a login node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_megatron import config_file
+from areal_megatron import config_file, hub
 from areal_megatron.algorithms import PUBLISHED
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
@@ -140,6 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = Sizes.given(options)
         config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
+        config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
+        if teacher := config.ppo.penalty.kl_model:
+            config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
         found = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
         print(found.table())
         for warning in found.warnings:

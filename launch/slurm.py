@@ -109,6 +109,7 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
 
     Raises ConfigError, HostError or Replaced before it has started anything.
     """
+    start.fetch(config, lease.run)
     start.check_input(config)
     nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:

@@ -8,15 +8,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import config_file, versions
+from areal_megatron import config_file, hub, versions
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data import files
 from areal_megatron.data.check import check_data
 from areal_megatron.data.dumps import recorded
 from areal_megatron.model_check import check_model
@@ -137,9 +138,12 @@ def check(
 ) -> Beginning:
     """Checks everything and returns the run; the arguments are those of plan.plan. Raises ConfigError.
 
-    `run`: the config's, as its launcher holds it; None: nothing is to be started.
+    `run`: the config's, as its launcher holds it; None: nothing is to be started, and of a model on the hub only the
+    description is fetched.
     """
-    outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib)
+    weights = run is not None or Path(config.model.path).exists()
+    fetch(config, run, weights)
+    outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
     if outcome.memory.shared and not gpu_gib:
         raise ConfigError(
             "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
@@ -147,7 +151,7 @@ def check(
         )
     for warning in outcome.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    check_input(config)
+    check_input(config, weights)
     held, run = run is not None, run or Run(config.run_dir)
     checkpoint = _resumed(config, run, held)
     if config.mode == "replay":
@@ -191,9 +195,33 @@ def decide_device(config: Config, gpus: Mapping[str, Sequence[int | str]]) -> st
     return "cuda"
 
 
-def check_input(config: Config) -> None:
-    """Checks what can be checked without nodes. Raises ConfigError."""
-    check_model(config)
+def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
+    """Brings models and data that are named on the hub onto this disk. The config then has the models' folders, and the
+    commits of the data; those that `run` has, if it is resumed. Raises ConfigError.
+
+    Unless everything is there, the hub is asked by this process alone, before anything has been started.
+    """
+    before = None
+    if run is not None and config.resume and run.config.exists():
+        with suppress(ConfigError):  # of a version of this project with other keys
+            before = config_file.load(run.config)
+    config.model.path = hub.model_folder(config.model.path, "model.path", weights, before.model.path if before else "")
+    if teacher := config.ppo.penalty.kl_model:
+        earlier = before.ppo.penalty.kl_model if before else ""
+        config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
+    if config.mode == "replay":
+        return
+    commits = files.commits(before) if before else {}
+    places = {"data": config.data} | {f"environments.{n}": own for n, own in enumerate(config.environments)}
+    for place, own in places.items():
+        own.train = own.train and files.fetch(own.train, f"{place}.train", commits)
+        own.eval = own.eval and files.fetch(own.eval, f"{place}.eval", commits)
+
+
+def check_input(config: Config, weights: bool = True) -> None:
+    """Checks what can be checked without nodes, of a config whose models and data are on this disk; `weights`: those of
+    the models too. Raises ConfigError."""
+    check_model(config, weights)
     if config.mode != "replay":
         check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
     for own in config.by_environment() if config.mode == "rl" else ():

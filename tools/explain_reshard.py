@@ -18,7 +18,7 @@ from collections import defaultdict
 from math import prod
 from pathlib import Path
 
-from areal_megatron import config_file
+from areal_megatron import config_file, hub
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.models.architecture import architecture, read_config
@@ -150,7 +150,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_intermixed_args()
     try:
-        explained = Explained(config_file.load(options.config, options.overrides))
+        config = config_file.load(options.config, options.overrides)
+        config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
+        explained = Explained(config)
         if options.rank is not None and not 0 <= options.rank < explained.trainers.ranks:
             raise ConfigError(f"--rank: {options.rank} is none of the {explained.trainers.ranks} trainer ranks")
     except ConfigError as e:

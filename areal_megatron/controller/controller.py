@@ -85,6 +85,7 @@ from areal_megatron.protocol import (
     Sending,
     Trained,
 )
+from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import CONTROLLER, Run, RunError, from_command_line
 from areal_megatron.workflows.sampling import Decoding
 
@@ -100,8 +101,8 @@ class Controller:
     def __init__(self, config: Config, run: Run):
         self.config, self.run = config, run
         tokenizer = Tokenizer(config.model.path)
-        prompts = read_prompts(config, "train", tokenizer)
-        held_out = read_prompts(config, "eval", tokenizer)
+        prompts = read_prompts(config, "train", tokenizer, problem_with_answers)
+        held_out = read_prompts(config, "eval", tokenizer, problem_with_answers)
         self.hf_config = read_config(config.model.path)
         self.start = run.start
         self.schedule = Schedule(

@@ -7,18 +7,26 @@ from collections.abc import Callable, Sequence
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
 from areal_megatron.data.files import sources
-from areal_megatron.data.prompts import Prompt, cursor, is_easiest_first, read_examples, read_prompts
+from areal_megatron.data.prompts import (
+    LeftOut,
+    ProblemsOf,
+    Prompt,
+    cursor,
+    is_easiest_first,
+    no_problems,
+    read_examples,
+    read_prompts,
+)
 from areal_megatron.data.tokenizer import Tokenizer
 
-ProblemsOf = Callable[[str], Callable[[str], str]]
-"""Takes the name of a reward function; returns what says, of a row's right answer, why the function cannot use it, or
-"" if it can."""
+_REASONS = 5
+"""So many reasons for which rows are left out are said."""
 
 
 def check_data(
     config: Config,
     say: Callable[[str], None] = lambda line: None,
-    problems_of: ProblemsOf = lambda function: lambda answer: "",
+    problems_of: ProblemsOf = no_problems,
 ) -> None:
     """Reads every file of `config.data`, or of the environments, once. Raises ConfigError for the first problem that
     would stop a run.
@@ -33,13 +41,11 @@ def check_data(
     if config.ppo.penalty.kl_model:
         tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
     _check_weights(config)
-    train = read_prompts(config, "train", tokenizer)
-    _check_answers(config, train, "train", problems_of)
+    train = _read(config, "train", tokenizer, problems_of, say)
     cursor(config, train)
     _check_pass_rates(config, train)
     _check_environments(config, train)
-    held_out = read_prompts(config, "eval", tokenizer)
-    _check_answers(config, held_out, "eval", problems_of)
+    held_out = _read(config, "eval", tokenizer, problems_of, say)
     limits = [own.data.max_prompt_tokens for own in config.by_environment()]
     if too_long := [prompt for prompt in held_out if len(prompt.tokens) > limits[prompt.environment]]:
         say(
@@ -71,6 +77,18 @@ def _check_environments(config: Config, prompts: Sequence[Prompt]) -> None:
                 f"environments.{prompt.environment}.train: {prompt.where} is the same prompt as {there.where} of "
                 f"environments.{there.environment}: a prompt has one environment, take it out of the other"
             )
+
+
+def _read(
+    config: Config, key: str, tokenizer: Tokenizer, problems_of: ProblemsOf, say: Callable[[str], None]
+) -> list[Prompt]:
+    left_out = LeftOut.none()
+    prompts = read_prompts(config, key, tokenizer, problems_of, left_out)
+    if rows := left_out.counts.total():
+        reasons = "; ".join(left_out.lines()[:_REASONS])
+        say(f"warning: data.{key}: {rows} of {rows + len(prompts)} rows cannot be used and are left out: {reasons}")
+    _check_rewards(config, prompts, key)
+    return prompts
 
 
 def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Prompt], say: Callable[[str], None]) -> None:
@@ -116,11 +134,9 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def _check_answers(config: Config, prompts: Sequence[Prompt], key: str, problems_of: ProblemsOf) -> None:
-    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one, or if that
-    cannot use the row's answer."""
+def _check_rewards(config: Config, prompts: Sequence[Prompt], key: str) -> None:
+    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one."""
     functions = [own.reward.function for own in config.by_environment()]
-    of_function = {function: problems_of(function) for function in functions}
     for prompt in prompts:
         function = functions[prompt.environment]
         if ":" not in function and prompt.reward not in ("", function):
@@ -128,5 +144,3 @@ def _check_answers(config: Config, prompts: Sequence[Prompt], key: str, problems
                 f"reward.function: {function}, but row {prompt.id + 1} of data.{key} is of a format that is scored "
                 f"by reward.function={prompt.reward}"
             )
-        if problem := of_function[function](prompt.answer):
-            raise ConfigError(f"{prompt.where}: reward.function={function} cannot use the answer: {problem}")

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from areal_megatron import hub
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.errors import first_line
 from areal_megatron.json_input import parse_json
 
-_HUB = "hf://datasets/"
 _SHARD = re.compile(r"-\d+-of-\d+$")
 
 
@@ -92,13 +93,12 @@ def file_names(config: Config, key: str) -> list[str]:
 def sources(text: str | Path) -> list[Source]:
     """Parses the value of data.train or data.eval: a path, `path,path`, or `path:weight,path:weight`.
 
-    A path is a JSONL or Parquet file, a folder of such shards or of a data set that `datasets` has saved, or a file on
-    the Hugging Face hub as hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises ConfigError.
+    A path is a JSONL, JSON or Parquet file, a folder of such shards or of a data set that `datasets` has saved; a data
+    set of the Hugging Face hub, OWNER/NAME[@REVISION][:[SUBSET/]SPLIT], or a file there,
+    hf://datasets/OWNER/NAME[@REVISION]/FILE. Raises ConfigError.
     """
     text = str(text)
-    if Path(text).exists():
-        return [Source(text, None)]
-    found = [_source(part.strip()) for part in text.split(",")]
+    found = [Source(path, float(weight) if weight else None) for path, weight in _parts(text)]
     if not all(source.path for source in found):
         raise ConfigError(f"data: {text!r} names an empty path; expected path,path or path:weight,path:weight")
     if len({source.weight is None for source in found}) > 1:
@@ -108,12 +108,32 @@ def sources(text: str | Path) -> list[Source]:
     return found
 
 
+def fetch(text: str, key: str, before: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Brings the data sets of the hub in data.train or data.eval into its cache, and returns the value with the commits
+    that their revisions mean now: `records` then reads them without asking the hub.
+
+    `before`: `commits` of a run that is resumed. Raises ConfigError that begins with `key`.
+    """
+    parts = []
+    for path, weight in _parts(text):
+        data = hub.HubData.parse(path)
+        parts.append((str(hub.fetch_data(data, key, before)) if data else path) + f":{weight}" * bool(weight))
+    return ",".join(parts)
+
+
+def commits(config: Config) -> dict[str, str]:
+    """Returns OWNER/NAME → commit of every data set of the hub that the config of a run has pinned."""
+    texts = [text for own in config.by_environment() for text in (own.data.train, own.data.eval) if text]
+    named = [hub.HubData.parse(source.path) for text in texts for source in sources(text)]
+    return {data.repo.name: data.repo.revision for data in named if data and data.repo.is_pinned}
+
+
 def source_names(text: str | Path) -> list[str]:
     """Returns a name for each of the `sources(text)`: its path without suffix, as much of its end as tells them apart.
 
     One that is given twice gets its number as well. Raises ConfigError.
     """
-    paths = [re.sub(r"\.(jsonl|parquet|arrow)$", "", source.path.rstrip("/")).split("/") for source in sources(text)]
+    paths = [_name(source.path).split("/") for source in sources(text)]
     longest = max(map(len, paths))
     for length in range(1, longest + 1):
         names = ["/".join(path[-length:]) for path in paths]
@@ -165,17 +185,31 @@ def shares(found: Sequence[Source], members: Sequence[int]) -> list[tuple[int, i
     return list(zip(sizes, drawn, strict=True))
 
 
-def _source(part: str) -> Source:
+def _parts(text: str) -> list[tuple[str, str]]:
+    """Returns (path, weight as it is written, or "") of each data set in the value of data.train or data.eval."""
+    if Path(text).exists():
+        return [(text, "")]
+    return [_divided(part.strip()) for part in text.split(",")]
+
+
+def _divided(part: str) -> tuple[str, str]:
     path, colon, weight = part.rpartition(":")
     try:
-        return Source(path, float(weight)) if colon else Source(part, None)
+        float(weight)
     except ValueError:
-        return Source(part, None)
+        return part, ""
+    return (path, weight) if colon else (part, "")
+
+
+def _name(path: str) -> str:
+    data = hub.HubData.parse(path)
+    path = path.rstrip("/") if data is None else f"{data.repo.name}/{data.file}".rstrip("/")
+    return re.sub(r"\.(jsonl?|parquet|arrow)$", "", path)
 
 
 def _files(path: str) -> list[Path]:
-    if path.startswith(_HUB):
-        return [_downloaded(path)]
+    if data := hub.HubData.parse(path):
+        return hub.data_files(data)
     folder = Path(path)
     if not folder.is_dir():
         return [folder]
@@ -189,37 +223,36 @@ def _files(path: str) -> list[Path]:
     return files
 
 
-def _downloaded(uri: str) -> Path:
-    import huggingface_hub  # slow to import, and needed for files on the hub only
-
-    owner, _, rest = uri.removeprefix(_HUB).partition("/")
-    place, _, file = rest.partition("/")
-    name, _, revision = place.partition("@")
-    if not file:
-        raise ConfigError(f"{uri}: expected {_HUB}OWNER/NAME/FILE")
-    try:
-        return Path(
-            huggingface_hub.hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision or None)
-        )
-    except Exception as e:  # the network, the hub and the cache each have errors of their own
-        raise ConfigError(f"{uri}: cannot be had: {type(e).__name__}: {first_line(e)}") from None
-
-
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields (row number from 0, value) for each row of one file."""
-    read = {".parquet": _parquet, ".arrow": _arrow}.get(path.suffix, _jsonl)
+    read = {".parquet": _parquet, ".arrow": _arrow, ".json": _json}.get(path.suffix, _jsonl)
     try:
         yield from read(path)
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the dataset: {e.strerror or e}") from None
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+def _text(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: the dataset is not UTF-8: {e.reason} at byte {e.start}") from None
-    for number, line in enumerate(lines):
+
+
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
+    """Reads a list of rows; a file that begins otherwise has lines as JSONL."""
+    text = _text(path)
+    if not text.lstrip().startswith("["):
+        yield from _jsonl(path)
+        return
+    try:
+        yield from enumerate(parse_json(text))
+    except ValueError as e:
+        raise ConfigError(f"{path}: not JSON: {e}") from None
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_text(path).split("\n")):
         if not line.strip():
             continue
         try:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.boxed import last_boxed
 from areal_megatron.json_input import parse_json
 
 Row = dict[str, Any]
@@ -29,9 +30,12 @@ PROGRAM = (
     "\n\nWrite a Python program that reads the input from stdin and prints the output to stdout. "
     "Put the whole program into one ```python block."
 )
+_CALLED = "\n\nWrite a Python function {} and put all of it into one ```python block."
 FUNCTION = "\n\nComplete this Python code and put all of it into one ```python block:\n```python\n{}\n```"
 
 _GSM8K = "#### "
+_DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>")
+"""What AReaL's prompts have of the chat template of DeepSeek's models; the template of the model takes its place."""
 _CODEFORCES = {"input_format": "Input", "output_format": "Output"}
 _UNPACKED_BYTES = 1 << 30
 """Limit on a decompressed LiveCodeBench field."""
@@ -67,12 +71,14 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
     `where` names the row in errors, `seed` shuffles the choices of a multiple-choice question. Raises ConfigError for
     an unknown format, a missing field, and a field of the wrong type or with an invalid value.
     """
-    for key, read in FORMATS.items():
-        if key in row:
-            try:
-                return read(row, where, seed)
-            except RecursionError:
-                raise ConfigError(f"{where}: lists or objects are nested too deeply") from None
+    known = [key for key in FORMATS if key in row]
+    if known:
+        # a column of Parquet that is another format's may be there and empty
+        key = next((key for key in known if row[key] is not None or key == "prompt"), known[0])
+        try:
+            return FORMATS[key](row, where, seed)
+        except RecursionError:
+            raise ConfigError(f"{where}: lists or objects are nested too deeply") from None
     raise ConfigError(
         f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
         f"{', '.join(map(repr, list(FORMATS)[1:]))}"
@@ -106,14 +112,71 @@ def text_of(prompt: str | Chat) -> str:
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
-def _own_format(row: Row, where: str, seed: Sequence[int]) -> Item:
+def _with_prompt(row: Row, where: str, seed: Sequence[int]) -> Item:
+    """Reads this project's own format, and those that have the answer in another field."""
+    others = {"reward_model": _verl, "solutions": _areal_math, "input_output": _areal_code, "label": _slime}
+    own = "answer" in row or not any(row.get(name) is not None for name in others)
+    if not own:
+        read = next(read for name, read in others.items() if row.get(name) is not None)
+        return read(row, where)
     answer = field(row, "answer", (str, int, float, dict, list), where)
     return Item(prompt_of(row, where), json.dumps(answer) if isinstance(answer, dict | list) else str(answer))
+
+
+def _slime(row: Row, where: str) -> Item:
+    return Item(prompt_of(row, where), _text(field(row, "label", (str, int, float, dict, list), where)))
+
+
+def _verl(row: Row, where: str) -> Item:
+    model = field(row, "reward_model", (dict,), where)
+    if "ground_truth" not in model:
+        raise ConfigError(f"{where}: field 'reward_model' has no 'ground_truth', found {_names(model)}")
+    truth = model["ground_truth"]
+    if type(truth) not in (str, int, float, dict, list) or truth in ("", [], {}):
+        raise ConfigError(f"{where}: field 'ground_truth' of 'reward_model' is no text, number, list or object")
+    return Item(prompt_of(row, where), _text(truth))
+
+
+def _areal_math(row: Row, where: str) -> Item:
+    solutions = field(row, "solutions", (list,), where)
+    if not all(type(solution) is str for solution in solutions):
+        raise ConfigError(f"{where}: field 'solutions' must be texts")
+    answers = [_boxed(solution) or solution for solution in solutions]
+    return Item(_areal_prompt(row, where), answers[0] if len(answers) == 1 else json.dumps(answers), "math")
+
+
+def _areal_code(row: Row, where: str) -> Item:
+    tests = field(row, "input_output", (str, dict), where)
+    return Item(_areal_prompt(row, where), tests if isinstance(tests, str) else json.dumps(tests), "code")
+
+
+def _areal_prompt(row: Row, where: str) -> str:
+    prompt = field(row, "prompt", (str,), where)
+    for token in _DEEPSEEK:
+        prompt = prompt.replace(token, "")
+    return prompt.strip()
+
+
+def _text(answer: Any) -> str:
+    """Returns an answer as reward functions take it; a list with a single text, as datasets of verl have it, is that
+    text."""
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], str):
+        return answer[0]
+    return json.dumps(answer) if isinstance(answer, dict | list) else str(answer)
+
+
+def _boxed(text: str) -> str:
+    return (last_boxed(text) or "").strip()
 
 
 def _math(question: str) -> Callable[[Row, str, Sequence[int]], Item]:
     def read(row: Row, where: str, seed: Sequence[int]) -> Item:
         name = "Answer" if question == "Problem" else "answer"
+        if row.get(name) in (None, "") and isinstance(row.get("solution"), str):  # MATH: a whole solution alone
+            answer = _boxed(row["solution"])
+            if not answer:
+                raise ConfigError(f"{where}: there is no field {name!r}, and nothing is boxed in field 'solution'")
+            return Item(field(row, question, (str,), where) + BOXED, answer, "math")
         answer = str(field(row, name, (str, int, float), where))
         if question == "question" and _GSM8K in answer:  # a whole solution, with the answer in its last line
             answer = answer.rpartition(_GSM8K)[2].replace(",", "").strip()
@@ -154,6 +217,52 @@ def _multiple_choice(question: str, choices: list[str], right: int, seed: Sequen
     return Item(question + "\n\n" + "\n".join(lines) + LETTER, string.ascii_uppercase[order.index(right)], "choice")
 
 
+def _deep_coder(row: Row, where: str, seed: Sequence[int]) -> Item:
+    tests = row["tests"]
+    try:
+        tests = parse_json(tests) if isinstance(tests, str) else tests
+    except ValueError as e:
+        raise ConfigError(f"{where}: field 'tests' is not JSON: {e}") from None
+    question = field(row, "problem", (str,), where)
+    starter = row.get("starter_code") or ""
+    asked = question + (FUNCTION.format(starter) if starter else PROGRAM)
+    if isinstance(tests, dict):  # TACO's, whose calls are lists of arguments
+        return Item(
+            question + _CALLED.format(name) if (name := tests.get("fn_name")) else asked, json.dumps(tests), "code"
+        )
+    cases = _cases(tests, "tests", where)
+    kinds = {case.get("testtype") or case.get("type") or "stdin" for case in cases}
+    names = {case["fn_name"] for case in cases if case.get("fn_name")}
+    if kinds <= {"stdin", "stdin_stdout"}:
+        return Item(asked, _columns([(case["input"], case["output"]) for case in cases], where), "code")
+    if kinds == {"functional"}:
+        return _functions(asked, cases, row, where)
+    if kinds != {"function_call"} or len(names) != 1:
+        raise ConfigError(
+            f"{where}: tests of type {', '.join(sorted(map(repr, kinds)))}, expected all of one known type"
+        )
+    columns = {name: [case[key] for case in cases] for name, key in (("inputs", "input"), ("outputs", "output"))}
+    name = names.pop()
+    return Item(question + _CALLED.format(name), json.dumps(columns | {"fn_name": name}), "code")
+
+
+def _functions(asked: str, cases: list[dict[str, Any]], row: Row, where: str) -> Item:
+    """Builds the item of a problem that a function solves: each input is one argument a line, as JSON."""
+    try:
+        described = row.get("metadata") or cases[0].get("metadata")
+        tests = {
+            "inputs": [[parse_json(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
+            "outputs": [parse_json(case["output"]) for case in cases],
+            "fn_name": (parse_json(described) if isinstance(described, str) else described)["func_name"],
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            f"{where}: functional tests need JSON values, one argument a line, and the name of the function "
+            "as func_name in the JSON text of field 'metadata'"
+        ) from None
+    return Item(asked, json.dumps(tests), "code")
+
+
 def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
     cases = [
         case
@@ -169,18 +278,7 @@ def _live_code_bench(row: Row, where: str, seed: Sequence[int]) -> Item:
     question = field(row, "question_content", (str,), where)
     if kinds == {"stdin"}:
         return _program(question, [(case["input"], case["output"]) for case in cases])
-    try:
-        tests = {
-            "inputs": [[parse_json(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
-            "outputs": [parse_json(case["output"]) for case in cases],
-            "fn_name": parse_json(field(row, "metadata", (str,), where))["func_name"],
-        }
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{where}: functional tests need JSON values, one argument a line, and the name of the function "
-            "as func_name in the JSON text of field 'metadata'"
-        ) from None
-    return Item(question + FUNCTION.format(field(row, "starter_code", (str,), where)), json.dumps(tests), "code")
+    return _functions(question + FUNCTION.format(field(row, "starter_code", (str,), where)), cases, row, where)
 
 
 def _codeforces(row: Row, where: str, seed: Sequence[int]) -> Item:
@@ -236,6 +334,20 @@ def _program(question: str, tests: list[tuple[str, str]]) -> Item:
     return Item(question + PROGRAM, json.dumps(columns), "code")
 
 
+def _columns(tests: list[tuple[Any, Any]], where: str) -> str:
+    if not all(type(given) is type(expected) is str for given, expected in tests):
+        raise ConfigError(f"{where}: tests for standard input must be texts")
+    return json.dumps({"inputs": [given for given, _ in tests], "outputs": [expected for _, expected in tests]})
+
+
+def _cases(tests: Any, name: str, where: str) -> list[dict[str, Any]]:
+    if not isinstance(tests, list) or not tests or not all(isinstance(case, dict) for case in tests):
+        raise ConfigError(f"{where}: field {name!r} is no list of tests")
+    if not all("input" in case and "output" in case for case in tests):
+        raise ConfigError(f"{where}: a test of field {name!r} lacks its input or its output")
+    return tests
+
+
 def _test_cases(row: Row, name: str, where: str) -> list[dict[str, str]]:
     cases = row[name]
     try:
@@ -268,10 +380,11 @@ def _unpacked(text: str) -> str:
 
 
 FORMATS: dict[str, Callable[[Row, str, Sequence[int]], Item]] = {
-    "prompt": _own_format,
+    "prompt": _with_prompt,
     "question_content": _live_code_bench,
     "official_tests": _codeforces,
     "public_tests": _code_contests,
+    "tests": _deep_coder,
     "choices": _choices,
     "Correct Answer": _gpqa,
     "problem": _math("problem"),

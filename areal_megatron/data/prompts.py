@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.files import Record, records, row_shares, rows
-from areal_megatron.data.formats import field, prompt_of, read_item, text_of
+from areal_megatron.data.formats import Item, field, prompt_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
 
 
@@ -52,18 +53,71 @@ class Example:
     environment: int = 0
 
 
-def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]:
+@dataclass
+class LeftOut:
+    """Rows that cannot be used: how many for each reason, and where the first one is."""
+
+    counts: Counter[str]
+    first: dict[str, str]
+
+    @classmethod
+    def none(cls) -> LeftOut:
+        return cls(Counter(), {})
+
+    def add(self, where: str, reason: str) -> None:
+        self.counts[reason] += 1
+        self.first.setdefault(reason, where)
+
+    def lines(self) -> list[str]:
+        """Returns a line for each reason, the most frequent first."""
+        return [f"{count} × {reason}, such as {self.first[reason]}" for reason, count in self.counts.most_common()]
+
+
+ProblemsOf = Callable[[str], Callable[[str], str]]
+"""Takes the name of a reward function; returns what says, of a row's right answer, why the function cannot use it, or
+"" if it can."""
+
+
+def no_problems(function: str) -> Callable[[str], str]:
+    """Finds that any reward function can use any answer."""
+    return lambda answer: ""
+
+
+def read_prompts(
+    config: Config,
+    key: str,
+    tokenizer: Tokenizer,
+    problems_of: ProblemsOf = no_problems,
+    left_out: LeftOut | None = None,
+) -> list[Prompt]:
     """Returns all prompts of data.train or data.eval (`key`), or of all environments, those longer than
-    data.max_prompt_tokens included.
+    data.max_prompt_tokens included. With data.unusable_rows=skip a row without a prompt, or without an answer that the
+    reward function can use, is left out and counted in `left_out`.
+
+    `problem_of` returns what keeps the reward function from using a right answer, "" if nothing does. With
+    data.unusable_rows=skip a row without a usable prompt or answer is left out and counted in `left_out`.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
     length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError, which
     names the file and the row, for an unreadable or empty file, an unknown format, a missing field, a wrong type, a
     prompt that the chat template refuses or a forced length above rollout.max_new_tokens; also if every prompt is too
-    long.
+    long, or no row can be used.
     """
-    found, by_environment = list(rows(config, key)), config.by_environment()
-    items = [read_item(record.row, record.where, [config.seed, record.id]) for record in found]
+    by_environment, left_out = config.by_environment(), LeftOut.none() if left_out is None else left_out
+    functions = [own.reward.function for own in by_environment]
+    problem_with = {function: problems_of(function) for function in functions}
+    found, items = [], []
+    for record in rows(config, key):
+        function = functions[record.environment]
+        try:
+            items.append(_item(record, config.seed, function, problem_with[function]))
+            found.append(record)
+        except ConfigError as e:
+            if config.data.unusable_rows == "refuse":
+                raise
+            left_out.add(record.where, str(e).removeprefix(f"{record.where}: "))
+    if left_out.counts and not found:
+        raise ConfigError(f"data.{key}: no row can be used: {left_out.lines()[0]}")
     lengths = [_forced_length(record, by_environment[record.environment].rollout.max_new_tokens) for record in found]
     tokens = tokenizer.prompts([item.prompt for item in items], [record.where for record in found])
     for number, own in enumerate(by_environment):
@@ -86,6 +140,13 @@ def read_prompts(config: Config, key: str, tokenizer: Tokenizer) -> list[Prompt]
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]
+
+
+def _item(record: Record, seed: int, function: str, problem_with: Callable[[str], str]) -> Item:
+    item = read_item(record.row, record.where, [seed, record.id])
+    if item.reward in ("", function) and (problem := problem_with(item.answer)):
+        raise ConfigError(f"{record.where}: reward.function={function} cannot use the answer: {problem}")
+    return item
 
 
 def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:

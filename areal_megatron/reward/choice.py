@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from areal_megatron.reward.math import last_boxed
+from areal_megatron.data.boxed import last_boxed
 
 _FORMATTING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|rm)(?![A-Za-z])|\\[ ,;:!]|\\quad|[{}$*]")
 _CHOSEN = re.compile(r"[\s(]*+([A-Za-z])(?:[\s).]*+$|\s*+[).:])")

@@ -8,12 +8,13 @@ refused (docs/rewards.md has the rules).
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
+from areal_megatron.data.boxed import BOX, last_boxed
+from areal_megatron.json_input import parse_json
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.numeral import LONGEST, bare, numeral
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|\{++|\}++", re.DOTALL)
 _SAYS = re.compile(r"####|<answer>|(?i:answers?+\s*+(?:is|are|:|=))")
 _SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n|</answer>))")
 _LAST_FORMULA = re.compile(r"(?:\$([^$]++)\$|\\\(((?:(?!\\\().)*)\\\)|\\\[((?:(?!\\\[).)*)\\\])[.$\s*]*$", re.DOTALL)
@@ -34,11 +35,24 @@ def score(prompt: str, response: str, answer: str) -> float:
     """Returns 1.0 if the final answer of the response equals `answer`, else 0.0.
 
     If `answer` is a plain number so must the response's be, and they are compared exactly; everything else is compared
-    by math-verify. Raises AnswerRefused for an answer that is not worked out.
+    by math-verify. An `answer` that is a JSON list of texts holds several right ones. Raises AnswerRefused for an
+    answer that is not worked out.
     """
-    answer, found = answer.rpartition("####")[2], final_answer(response)
-    if found is None:
-        return 0.0
+    found = final_answer(response)
+    return 0.0 if found is None else max(_equal(found, one) for one in right_answers(answer))
+
+
+def right_answers(answer: str) -> list[str]:
+    """Returns the right answers that a row's `answer` holds: what follows its last ####, or a JSON list's texts."""
+    if answer.startswith('["'):
+        with suppress(ValueError):
+            several = parse_json(answer)
+            if all(isinstance(one, str) for one in several):
+                return several
+    return [answer.rpartition("####")[2]]
+
+
+def _equal(found: str, answer: str) -> float:
     known = numeral(answer)
     if known is None:
         from areal_megatron.reward.expression import same_expression  # sympy takes a while to import
@@ -58,7 +72,7 @@ def final_answer(response: str) -> str | None:
     """Returns what the last complete \\boxed{…} holds; in a response without any box what follows the last "answer is"
     or ####, or the formula or number that it ends with. None if there is no such answer."""
     boxed = last_boxed(response)
-    if boxed is not None or _BOX.search(response):  # one that is not complete: the response was cut
+    if boxed is not None or BOX.search(response):  # one that is not complete: the response was cut
         return boxed
     *_, said = [None, *_SAYS.finditer(response)]
     if said and (found := _SAID.match(response[said.end() : said.end() + _TAIL])):
@@ -70,22 +84,3 @@ def final_answer(response: str) -> str | None:
     if not last or _OTHER_NUMBER.search(tail[: last.start()]) or len(tail[last.end() :].split()) > 2:
         return None
     return tail[last.start() :]
-
-
-def last_boxed(text: str) -> str | None:
-    """Returns the content of the last complete \\boxed{…} or \\fbox{…}, with balanced braces; None if there is none."""
-    depth, opened, last = 0, [], (-1, -1)
-    first = _BOX.search(text)
-    for found in _BRACES.finditer(text, first.start()) if first else ():
-        piece = found[0]
-        if piece[0] == "{":
-            depth += len(piece)
-        elif piece[0] == "}":
-            while opened and opened[-1][0] > depth - len(piece):
-                level, begin = opened.pop()
-                last = max(last, (begin, found.start() + depth - level))
-            depth -= len(piece)
-        elif len(piece) > 2:
-            depth += 1
-            opened.append((depth, found.end()))
-    return text[last[0] : last[1]] if last[0] >= 0 else None

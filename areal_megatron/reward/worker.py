@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.boxed import last_boxed
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import PURE, checked, load_function
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
-from areal_megatron.reward.math import last_boxed
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
 
 HEADER = struct.Struct("<I")

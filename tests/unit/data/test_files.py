@@ -145,11 +145,9 @@ def test_files_of_the_hub_come_from_its_cache(tmp_path):
     assert read("hf://datasets/owner/name/data/test.jsonl") == "p0 p1 p2 p3 p4"
     assert read("hf://datasets/owner/name@main/data/test.jsonl") == "p0 p1 p2 p3 p4"
     missing = read("hf://datasets/owner/name/data/train.jsonl")
-    assert (
-        missing.startswith("ConfigError hf://datasets/owner/name/data/train.jsonl: cannot be had")
-        and "\n" not in missing
-    )
-    assert "expected hf://datasets/OWNER/NAME/FILE" in read("hf://datasets/owner/name")
+    assert missing.startswith("ConfigError hf://datasets/owner/name/data/train.jsonl: the dataset owner/name@0000")
+    assert "without data/train.jsonl" in missing and "\n" not in missing
+    assert "expected hf://datasets/OWNER/NAME[@REVISION]/FILE" in read("hf://datasets/owner/name")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +259,7 @@ def test_what_only_looks_deep_or_broken_is_read(tmp_path):
         ("data/aime24.jsonl", ["aime24"]),
         ("data/aime24.jsonl:0.5,data/gsm8k.v2.parquet:1", ["aime24", "gsm8k.v2"]),
         ("aime/test.jsonl,/amc/test.parquet,gsm8k/", ["aime/test", "amc/test", "gsm8k"]),
-        ("hf://datasets/a/b@main/x/test.parquet,hf://datasets/a/c/x/test.parquet", ["b@main/x/test", "c/x/test"]),
+        ("hf://datasets/a/b@main/x/test.parquet,hf://datasets/a/c/x/test.parquet", ["b/x/test", "c/x/test"]),
         ("a.jsonl,a.jsonl", ["a#1", "a#2"]),
     ],
 )

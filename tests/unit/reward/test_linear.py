@@ -81,6 +81,7 @@ READERS = {
     ],
     math.final_answer: [math.final_answer],
     math.last_boxed: [math.last_boxed],
+    math.right_answers: [math.right_answers],
     numeral.numeral: [numeral.numeral],
     numeral.bare: [numeral.bare],
     numeral.is_name: [numeral.is_name],

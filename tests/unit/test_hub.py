@@ -1,0 +1,312 @@
+"""Models and data by name, with the real client of the hub and a small server in place of the hub."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from areal_megatron import config_file, hub
+from areal_megatron.config import ConfigError
+from areal_megatron.data.files import fetch, records, source_names
+from areal_megatron.hub import HubData, HubRepo, model_folder, split_files
+from areal_megatron.run import Run
+from launch import start
+from tests.support.hub_server import HubServer
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "hf_" + "s" * 34
+ROWS = [{"prompt": f"p{number}", "answer": str(number)} for number in range(5)]
+
+
+def jsonl(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The hub, and a cache of this test alone."""
+    with HubServer() as server:
+        set_hub(monkeypatch, server.address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.chdir(tmp_path)
+        yield server
+
+
+def set_hub(monkeypatch, address):
+    """Does what HF_ENDPOINT does for a process that has not imported huggingface_hub yet."""
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def model(server, world):
+    repository = server.model("Tiny/Model-1.5B", world / "model")
+    repository.commits[repository.branches["main"]]["original/consolidated.00.pth"] = b"x" * 100
+    return repository
+
+
+def refused(call, *arguments):
+    with pytest.raises(ConfigError) as error:
+        call(*arguments)
+    text = str(error.value)
+    assert "\n" not in text and TOKEN not in text and len(text) < 600
+    return text
+
+
+def test_a_model_is_fetched_once_and_then_found_without_the_hub(server, model, monkeypatch, capsys):
+    sha = model.branches["main"]
+    folder = model_folder("Tiny/Model-1.5B", "model.path")
+    assert Path(folder).name == sha and sha in capsys.readouterr().err
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
+    assert "original/consolidated.00.pth" not in server.downloads()
+    count = len(server.downloads())
+    assert model_folder("Tiny/Model-1.5B", "model.path") == folder and len(server.downloads()) == count
+    server.asked.clear()
+    assert model_folder(f"Tiny/Model-1.5B@{sha}", "model.path") == folder == model_folder(folder, "model.path")
+    assert not server.asked, "a commit that is here is asked of nobody"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert model_folder("Tiny/Model-1.5B", "model.path") == folder and not server.asked
+
+
+def test_a_plan_needs_no_weights(server, model):
+    folder = model_folder("Tiny/Model-1.5B", "model.path", weights=False)
+    assert (Path(folder) / "config.json").exists() and "model.safetensors" not in server.downloads()
+    assert (Path(model_folder("Tiny/Model-1.5B", "model.path")) / "model.safetensors").exists()
+
+
+def test_a_folder_of_that_name_wins(server, model, tmp_path):
+    (tmp_path / "Tiny/Model-1.5B").mkdir(parents=True)
+    assert model_folder("Tiny/Model-1.5B", "model.path") == "Tiny/Model-1.5B" and not server.asked
+    (tmp_path / "Tiny/data").mkdir()
+    assert HubData.parse("Tiny/data") is None and fetch("Tiny/data", "data.train") == "Tiny/data"
+
+
+def test_a_model_that_is_none(server, model):
+    text = refused(model_folder, "Tiny/Modell", "model.path")
+    assert text.startswith("model.path: there is no folder Tiny/Modell, and 127.0.0.1 shows no model of this name")
+    text = refused(model_folder, "Tiny/Model-1.5B@v9", "model.path")
+    assert "has no revision v9 on 127.0.0.1: name one that it has" in text
+    text = refused(model_folder, f"Tiny/Model-1.5B@{'0' * 40}", "model.path")
+    assert f"has no revision {'0' * 40}" in text
+    assert model_folder("nowhere", "model.path") == "nowhere" and model_folder("/no/where", "model.path") == "/no/where"
+    del model.commits[model.branches["main"]]["model.safetensors"]
+    assert "has no *.safetensors file on the hub" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+
+
+def test_a_private_or_gated_model_without_a_token(server, model, monkeypatch):
+    model.token = TOKEN
+    assert "give a token that may read it (HF_TOKEN" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
+    assert "give a token that may read it" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert model_folder("Tiny/Model-1.5B", "model.path", weights=False)
+    model.gated = True
+    assert "is gated: accept its terms on its page" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+
+
+def test_no_network_and_no_cache(server, model, monkeypatch):
+    set_hub(monkeypatch, "http://127.0.0.1:9")
+    text = refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    assert "is not whole in the cache" in text and "127.0.0.1 cannot be reached (ConnectError" in text
+    assert "hf download Tiny/Model-1.5B" in text
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE forbids to ask" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+
+
+def test_a_hub_that_is_ill(server, model):
+    server.broken = 500
+    text = refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    assert "is not whole in the cache" in text and "500" in text
+    server.broken = 403
+    assert "status 403" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+
+
+def test_a_download_that_broke_off_is_not_taken_for_whole(server, model, monkeypatch):
+    folder = Path(model_folder("Tiny/Model-1.5B", "model.path"))
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "is not whole in the cache" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert (Path(model_folder("Tiny/Model-1.5B", "model.path")) / "model.safetensors").exists()
+
+
+def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tmp_path):
+    """Though main has moved since, and even if the cache has been cleaned."""
+    data = server.dataset("tiny/sums", {"train.jsonl": (world / "train.jsonl").read_text()})
+    first, rows = model.branches["main"], data.branches["main"]
+    keys = ["model.path=Tiny/Model-1.5B", "data.train=tiny/sums", "data.eval=", f"runs_dir={tmp_path}", "name=x"]
+    config = config_file.load(ROOT / "configs/tiny_cpu.yaml", keys)
+    run = Run(config.run_dir)
+    start.fetch(config, run)
+    assert config.data.train == f"tiny/sums@{rows}" and first in config.model.path
+    run.create()
+    config_file.save(config, run.config)
+
+    moved = model.commit({**model.commits[first], "config.json": "{}"})
+    data.commit({"train.jsonl": jsonl(*ROWS)})
+    again = config_file.load(ROOT / "configs/tiny_cpu.yaml", [*keys, "resume=auto"])
+    start.fetch(again, run)
+    assert again.model.path == config.model.path and again.data.train == config.data.train
+    saved = config_file.load(run.config)
+    subprocess.run(["rm", "-rf", str(tmp_path / "cache")], check=True)
+    start.fetch(saved)
+    assert saved.model.path == config.model.path and (Path(saved.model.path) / "model.safetensors").exists()
+    new = config_file.load(ROOT / "configs/tiny_cpu.yaml", keys)
+    start.fetch(new)
+    assert moved in new.model.path and rows not in new.data.train
+    named = config_file.load(ROOT / "configs/tiny_cpu.yaml", [*keys, "resume=auto", "model.path=Tiny/Model-1.5B@main"])
+    text = refused(start.fetch, named, run)
+    assert f"is {moved} now, and the run began with {first}: write Tiny/Model-1.5B@{first} to go on" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("openai/gsm8k", HubData(HubRepo("dataset", "openai/gsm8k"))),
+        ("openai/gsm8k:test", HubData(HubRepo("dataset", "openai/gsm8k"), split="test")),
+        ("openai/gsm8k:main/test", HubData(HubRepo("dataset", "openai/gsm8k"), "main", "test")),
+        ("openai/gsm8k@v1.0:main/test", HubData(HubRepo("dataset", "openai/gsm8k", "v1.0"), "main", "test")),
+        ("hf://datasets/o/n@main/a/b.jsonl", HubData(HubRepo("dataset", "o/n", "main"), file="a/b.jsonl")),
+        ("data/train.jsonl", None),
+        ("/data/train", None),
+        ("./data/train", None),
+        ("train", None),
+        ("a/b/c", None),
+    ],
+)
+def test_what_names_a_data_set_of_the_hub(text, parsed):
+    assert HubData.parse(text) == parsed
+    assert parsed is None or str(parsed) == text
+
+
+CARD = {
+    "configs": [
+        {
+            "config_name": "main",
+            "data_files": [
+                {"split": "train", "path": "main/train-*"},
+                {"split": "test", "path": ["main/test-*"]},
+            ],
+        },
+        {"config_name": "socratic", "data_files": "socratic/*.parquet"},
+    ]
+}
+GSM8K = [
+    "README.md",
+    *(f"{subset}/{split}-00000-of-00001.parquet" for subset in ("main", "socratic") for split in ("train", "test")),
+]
+SHARDS = [f"data/{split}-0000{n}-of-00002-a1b2c3d4.parquet" for split in ("train", "valid", "test") for n in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("files", "card", "asked", "found"),
+    [
+        (GSM8K, CARD, "o/n:main/test", ["main/test-00000-of-00001.parquet"]),
+        (GSM8K, CARD, "o/n:socratic/train", [file for file in sorted(GSM8K) if "socratic" in file]),
+        (SHARDS, {}, "o/n", SHARDS[:2]),
+        (SHARDS, {}, "o/n:validation", SHARDS[2:4]),
+        (["data/dapo-math-17k.parquet"], {}, "o/n", ["data/dapo-math-17k.parquet"]),
+        (["deepscaler.json", ".gitattributes"], {"configs": "x"}, "o/n:train", ["deepscaler.json"]),
+        (["test.jsonl", "test2.jsonl", "x.py"], {}, "o/n:test", ["test.jsonl", "test2.jsonl"]),
+        (["lcb/test-0.parquet", "taco/train-0.parquet"], {}, "o/n:lcb/test", ["lcb/test-0.parquet"]),
+        (["test.parquet"], {}, "o/n", ["test.parquet"]),
+    ],
+)
+def test_the_files_of_a_split(files, card, asked, found):
+    assert split_files(files, card, HubData.parse(asked)) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "card", "asked", "problem"),
+    [
+        (GSM8K, CARD, "o/n", "o/n has several subsets; it has main, socratic: write o/n:main/train"),
+        (GSM8K, CARD, "o/n:mian/test", "o/n has no subset mian; it has main, socratic: write o/n:main/test"),
+        (GSM8K, CARD, "o/n:main/valid", "o/n has no split valid; it has train, test: write o/n:main/train"),
+        (["a.csv"], {}, "o/n", "o/n has no .jsonl, .json, .parquet, .arrow file"),
+        (["test.jsonl", "val.jsonl"], {}, "o/n", "o/n has several splits; it has test, validation: write o/n:test"),
+        (["a.jsonl", "b.jsonl"], {}, "o/n", "holds several sets, a, b: name a file, as hf://datasets/o/n/a.jsonl"),
+    ],
+)
+def test_a_split_that_is_none(files, card, asked, problem):
+    assert problem in refused(split_files, files, card, HubData.parse(asked))
+
+
+def test_data_is_fetched_pinned_and_then_read_without_the_hub(server, monkeypatch):
+    card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: main/test-*\n---\n# Sums\n"
+    files = {f"main/test-0000{n}-of-00002.jsonl": jsonl(*rows) for n, rows in enumerate((ROWS[:2], ROWS[2:]))}
+    sums = server.dataset("tiny/sums", {"README.md": card, **files, "main/train-00000-of-00001.jsonl": jsonl(ROWS[0])})
+    more = server.dataset("tiny/more", {"all.json": json.dumps(ROWS[:3])})
+    text = fetch("tiny/sums:main/test:0.7, tiny/more:0.3", "data.train")
+    assert text == f"tiny/sums@{sums.branches['main']}:main/test:0.7,tiny/more@{more.branches['main']}:0.3"
+    assert sorted(server.downloads()) == ["README.md", "all.json", *files]
+    server.asked.clear()
+    assert [record.row for record in records(text)] == [*ROWS, *ROWS[:3]]
+    assert source_names(text) == ["sums", "more"]
+    assert fetch(text, "data.train") == text and not server.asked
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch("tiny/sums:main/test:0.7,tiny/more:0.3", "data.train") == text
+    next(Path(constants.HF_HUB_CACHE).rglob("test-00001-of-00002.jsonl")).unlink()
+    lost = refused(lambda: list(records(text)))
+    assert "is not whole in the cache" in lost and "without main/test-00001-of-00002.jsonl" in lost
+
+
+def test_data_that_is_not_there(server, monkeypatch):
+    sums = server.dataset("tiny/sums", {"train.jsonl": jsonl(*ROWS)})
+    text = refused(fetch, "tiny/summs", "data.train")
+    assert "data.train: there is no file or folder tiny/summs, and 127.0.0.1 shows no dataset of this name" in text
+    assert "data.eval: tiny/sums has no split test; it has train" in refused(fetch, "tiny/sums:test", "data.eval")
+    assert "has no file b.jsonl" in refused(fetch, "hf://datasets/tiny/sums/b.jsonl", "data.train")
+    assert "has no revision v1" in refused(fetch, "tiny/sums@v1:train", "data.train")
+    text = refused(lambda: list(records(f"tiny/more@{sums.branches['main']}")))
+    assert "is not whole in the cache" in text and "all nodes see" in text
+
+
+def test_a_token_is_in_no_message(server, monkeypatch):
+    """Not even if an error of the library has it."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+    def fail(*_, **__):
+        raise RuntimeError(f"sent {TOKEN}\nto somebody")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    text = refused(model_folder, f"Tiny/Model-1.5B@{'0' * 40}", "model.path")
+    assert "RuntimeError: sent …" in text
+
+
+def test_progress_is_said_in_lines_where_there_is_no_terminal(server, world, monkeypatch, capsys):
+    monkeypatch.setattr(hub, "_PROGRESS_S", 0.01)
+    repository = server.model("Tiny/Model-1.5B", world / "model")
+    repository.commits[repository.branches["main"]]["model.safetensors"] = b"x" * 3_000_000
+    model_folder("Tiny/Model-1.5B", "model.path")
+    said = capsys.readouterr().err
+    assert "files, 0.00 GB, into" in said or "fetching Tiny/Model-1.5B@" in said
+    assert "fetched Tiny/Model-1.5B@" in said
+
+
+def test_commands_take_names_from_the_environment_of_a_user(server, model, world, tmp_path):
+    """HF_ENDPOINT and HF_HOME alone, in processes of their own: a dry run, and a plan."""
+    server.dataset(
+        "tiny/sums",
+        {
+            "train.jsonl": (world / "train.jsonl").read_text(),
+            "test.jsonl": jsonl({"prompt": "0001 + 0001 = ", "answer": "2"}),
+        },
+    )
+    environment = os.environ | {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home")}
+    keys = ["name=x", "model.path=Tiny/Model-1.5B", "data.train=tiny/sums", "data.eval=tiny/sums:test"]
+    commands = [
+        ["launch.local", ROOT / "configs/tiny_cpu.yaml", *keys, f"runs_dir={tmp_path}", "--dry-run"],
+        ["launch.plan", ROOT / "configs/tiny_cpu.yaml", *keys, "--nodes=1", "--gpus=2"],
+    ]
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0 and "trainer-0" in done.stdout, done.stderr
+    assert "model.safetensors" not in server.downloads() and not (tmp_path / "x").exists()
