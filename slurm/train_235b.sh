@@ -1,6 +1,6 @@
 #!/bin/bash
-# Qwen3-235B-A22B, a model of experts: sbatch slurm/train_235b.sh [key=value ...]
-#SBATCH --job-name=qwen3-235b
+# SEA 235B, a model of experts: sbatch slurm/train_235b.sh [key=value ...]
+#SBATCH --job-name=sea-235b
 #SBATCH --nodes=36
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive

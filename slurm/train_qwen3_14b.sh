@@ -1,6 +1,6 @@
 #!/bin/bash
-# Qwen3 14B on code (boba²): sbatch slurm/train_qwen3_14b.sh [key=value ...]
-#SBATCH --job-name=qwen3-14b
+# boba² 14B on open data, code: sbatch slurm/train_qwen3_14b.sh [key=value ...]
+#SBATCH --job-name=boba2-14b-open
 #SBATCH --nodes=48
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Qwen3 32B on code: sbatch slurm/train_qwen3_32b.sh [key=value ...]
-#SBATCH --job-name=qwen3-32b
+# boba² 32B, code: sbatch slurm/train_qwen3_32b.sh [key=value ...]
+#SBATCH --job-name=boba2-32b
 #SBATCH --nodes=48
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Qwen3 8B on code (boba²): sbatch slurm/train_qwen3_8b.sh [key=value ...]
-#SBATCH --job-name=qwen3-8b
+# boba² 8B on open data, code: sbatch slurm/train_qwen3_8b.sh [key=value ...]
+#SBATCH --job-name=boba2-8b-open
 #SBATCH --nodes=24
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
