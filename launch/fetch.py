@@ -1,0 +1,34 @@
+"""Fetches what a run needs of the Hugging Face hub: `python -m launch.fetch CONFIG [key=value …]`.
+
+For a machine with a network, such as a login node, before a run on nodes without one: the hub's cache (HF_HOME) must be
+in a folder that both see. Whatever launches a run fetches what is not there. Exit code 0: all is there, 2: wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from areal_megatron import config_file
+from areal_megatron.config import ConfigError
+from areal_megatron.run import Run
+from launch import start
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.fetch", description=__doc__.split("\n")[0])
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = config_file.load(options.config, options.overrides)
+        start.fetch(config, Run(config.run_dir))
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(f"model.path={config.model.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

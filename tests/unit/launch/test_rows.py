@@ -1,0 +1,65 @@
+"""What launch.rows shows of a run's data."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from launch import rows
+from tests.conftest import ROOT
+
+GOOD = {"problem": "What is 6 * 7?", "answer": "42"}
+
+
+@pytest.fixture
+def show(world, tmp_path, capsys):
+    """Shows these rows, with a model that has a chat template; returns (exit code, output, errors)."""
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("777 {{ messages[-1]['content'] }} 888")
+
+    def show(found, *options):
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+        keys = ["name=x", f"model.path={model}", f"data.train={tmp_path / 'data.jsonl'}", "data.eval="]
+        code = rows.main([str(ROOT / "configs/tiny_cpu.yaml"), *keys, "data.max_prompt_tokens=150", *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return show
+
+
+def test_prompts_answers_rewards_and_what_is_left_out(show):
+    bad = {"problem": "?", "answer": None}
+    code, out, _ = show([GOOD, bad, GOOD | {"problem": "x" * 200}, bad, GOOD], "--rows", "1")
+    assert code == 0
+    assert "data.jsonl:1: " in out and "data.jsonl:3: " not in out
+    assert "--- answer\n42\n--- reward math of '\\\\boxed{42}': 1" in out
+    assert "3 of 5 rows can be used; 1 of them are longer than data.max_prompt_tokens and skipped" in out
+    assert "2 rows keep the run from starting (data.unusable_rows=skip leaves them out):\n2 × field 'answer' is" in out
+    assert "2 rows are left out:" in show([GOOD, bad, bad], "data.unusable_rows=skip")[1]
+
+
+def test_the_prompt_is_what_the_model_gets(show):
+    _, out, _ = show([{"prompt": "1 + 1 = ", "answer": "2"}])
+    assert "777 1 + 1 =  888" in out
+
+
+def test_tests_are_counted_and_a_reward_that_fails_is_shown(show, isolation):
+    tests = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
+    assert "reward code: 2 tests" in show([{"prompt": "1", "answer": tests}], "reward.function=code")[1]
+    _, out, _ = show([{"prompt": "1", "answer": "2"}], "reward.function=tests.support.rewards:broken")
+    assert "of '2' fails: RuntimeError: this reward always fails" in out
+
+
+def test_supervised_rows_and_wrong_input(show):
+    code, out, _ = show([{"prompt": "1 + 1 = ", "response": "2"}], "mode=sft")
+    assert code == 0 and "--- response\n2" in out and "rows: 1" in out
+    code, _, err = show([{"text": "1"}])
+    assert code == 2 and err.startswith("error: data.train: no row can be used: 1 × field 'prompt' is missing")
+    assert show([GOOD], "--eval")[2] == "error: data.eval: there is none\n"
+
+
+def test_it_needs_neither_torch_nor_vllm():
+    code = "import launch.rows, launch.fetch, sys; print(*{'torch', 'vllm', 'megatron'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == ""
