@@ -15,6 +15,7 @@ setup(
     package_data={"areal_megatron": ["report.css"]},
     install_requires=[
         "aiohttp",
+        "huggingface_hub>=2.4",
         "argcomplete",
         "math-verify",
         "matplotlib",
@@ -23,6 +24,7 @@ setup(
         "omegaconf",
         "packaging",
         "psutil",
+        "pyarrow",
         "pyzmq",
         "rich",
         "safetensors",
@@ -31,7 +33,6 @@ setup(
     ],
     extras_require={
         **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
-        "data": ["pyarrow==26.0.1"],  # Parquet files and folders of Hugging Face data sets
         "docs": ["furo==2025.12.19", "myst-parser==5.2.0", "sphinx==9.0.4"],  # `make docs`
         "mpi": ["mpi4py==4.1.2"],
     },

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 
 from areal_megatron import config_file
+from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import LeftOut, Prompt, read_examples, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
@@ -90,7 +91,7 @@ def _titled(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.rows", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("launch.rows"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     parser.add_argument("--eval", action="store_true", help="of data.eval")

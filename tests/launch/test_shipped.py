@@ -5,6 +5,9 @@ files in which the data sets are published. Nothing else differs but the sizes t
 """
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -74,48 +77,69 @@ def programs(kind, key, tests):
     return [{"problem": f"{kind} {n} {key}", "solutions": ["..."], "tests": tests} for n in range(4)]
 
 
+def add_data(hub, folder):
+    """Every data set that a script names, in the files in which it is published; `folder` takes Parquet files."""
+    boba = [
+        {
+            "prompt": f"<｜User｜>{n} + 1<｜Assistant｜><think>\n",
+            "task": "math",
+            "query_id": str(n),
+            "solutions": [f"\\boxed{{{n + 1}}}"],
+        }
+        for n in range(8)
+    ]
+    aime = [
+        {"id": n, "problem": f"{n} + 2", "solution": "", "answer": str(n + 2), "url": "", "year": "2024"}
+        for n in range(2)
+    ]
+    hub.dataset("inclusionAI/AReaL-boba-Data", {"AReaL-boba-106k.jsonl": jsonl(boba), "other.jsonl": "{}"})
+    hub.dataset(
+        "HuggingFaceH4/aime_2024", {"data/train-00000-of-00001.parquet": parquet(folder / "aime.parquet", aime)}
+    )
+    dapo = [{"prompt": chat(f"{n} - 1"), "label": str(n - 1)} for n in range(8)]
+    hub.dataset("zhuzilin/dapo-math-17k", {"README.md": "", "dapo-math-17k.jsonl": jsonl(dapo)})
+    held_out = [{"prompt": chat(f"{n} - 2"), "label": str(n - 2)} for n in range(2)]
+    hub.dataset("zhuzilin/aime-2024", {"aime-2024.jsonl": jsonl(held_out)})
+    coder = {
+        "primeintellect/train": programs("p", "train", CASES),
+        "taco/train": [*programs("t", "train", TESTS), {"problem": "no tests", "solutions": [], "tests": "[]"}],
+        "lcbv5/train": programs("l", "train", CASES),
+        "lcbv5/test": programs("l", "test", CASES),
+    }
+    files = {
+        f"{name}-00000-of-00001.parquet": parquet(folder / f"{name.replace('/', '-')}.parquet", rows)
+        for name, rows in coder.items()
+    }
+    hub.dataset("agentica-org/DeepCoder-Preview-Dataset", {"README.md": CARD, **files})
+
+
 @pytest.fixture(scope="module")
 def hub(world, tmp_path_factory):
-    """Every model and data set that a script names."""
-    folder = tmp_path_factory.mktemp("hub")
+    """Every model and data set that a script names, tiny."""
     with HubServer() as hub:
         for script in SCRIPTS:
-            repository = hub.model(config_of(script).model.path, world / "model")
-            (files,) = repository.commits.values()
-            files["chat_template.jinja"] = TEMPLATE.encode()
-        boba = [
-            {
-                "prompt": f"<｜User｜>{n} + 1<｜Assistant｜><think>\n",
-                "task": "math",
-                "query_id": str(n),
-                "solutions": [f"\\boxed{{{n + 1}}}"],
-            }
-            for n in range(8)
-        ]
-        aime = [
-            {"id": n, "problem": f"{n} + 2", "solution": "", "answer": str(n + 2), "url": "", "year": "2024"}
-            for n in range(2)
-        ]
-        hub.dataset("inclusionAI/AReaL-boba-Data", {"AReaL-boba-106k.jsonl": jsonl(boba), "other.jsonl": "{}"})
-        hub.dataset(
-            "HuggingFaceH4/aime_2024", {"data/train-00000-of-00001.parquet": parquet(folder / "aime.parquet", aime)}
-        )
-        dapo = [{"prompt": chat(f"{n} - 1"), "label": str(n - 1)} for n in range(8)]
-        hub.dataset("zhuzilin/dapo-math-17k", {"README.md": "", "dapo-math-17k.jsonl": jsonl(dapo)})
-        held_out = [{"prompt": chat(f"{n} - 2"), "label": str(n - 2)} for n in range(2)]
-        hub.dataset("zhuzilin/aime-2024", {"aime-2024.jsonl": jsonl(held_out)})
-        coder = {
-            "primeintellect/train": programs("p", "train", CASES),
-            "taco/train": [*programs("t", "train", TESTS), {"problem": "no tests", "solutions": [], "tests": "[]"}],
-            "lcbv5/train": programs("l", "train", CASES),
-            "lcbv5/test": programs("l", "test", CASES),
-        }
-        files = {
-            f"{name}-00000-of-00001.parquet": parquet(folder / f"{name.replace('/', '-')}.parquet", rows)
-            for name, rows in coder.items()
-        }
-        hub.dataset("agentica-org/DeepCoder-Preview-Dataset", {"README.md": CARD, **files})
+            add_model(hub, config_of(script).model.path, world / "model")
+        add_data(hub, tmp_path_factory.mktemp("data"))
         yield hub
+
+
+@pytest.fixture(scope="module")
+def described(world, tmp_path_factory):
+    """The same with the models' own descriptions, of full size, and no weights."""
+    with HubServer() as hub:
+        for script in SCRIPTS:
+            name = config_of(script).model.path
+            files = add_model(hub, name, world / "model")
+            files["config.json"] = (ROOT / "configs/models" / name.partition("/")[2] / "config.json").read_bytes()
+            del files["model.safetensors"]
+        add_data(hub, tmp_path_factory.mktemp("data"))
+        yield hub
+
+
+def add_model(hub, name, folder):
+    (files,) = hub.model(name, folder).commits.values()
+    files["chat_template.jinja"] = TEMPLATE.encode()
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +181,24 @@ def wait_for(cluster, job, condition, timeout_s):
         assert cluster.state(job) in ("PENDING", "RUNNING", "CONFIGURING"), cluster.output(job)
         assert time.monotonic() < deadline, f"nothing within {timeout_s} s\n{cluster.output(job)}"
         time.sleep(0.2)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_config_of_full_size_passes_every_check_with_nothing_overridden(described, isolation, tmp_path, script):
+    """On the nodes and GPUs that its script asks for, which are only counted: a dry run."""
+    path, config = Path("slurm") / script, config_of(script)
+    (name,) = (line.partition("=")[2] for line in (ROOT / path).read_text().splitlines() if line[:7] == "CONFIG=")
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.slurm", name, "--dry-run", "--batch-script", path, "machine.host=auto"],
+        cwd=ROOT,
+        env=os.environ | {"HF_ENDPOINT": described.address, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{config.rollout.engines} engines: python -m areal_megatron.engine.server" in done.stdout
+    assert f"{config.trainer_ranks} trainer ranks" in done.stdout and not (ROOT / "runs" / config.name).exists()
 
 
 def check_started(cluster, job, run, script):
