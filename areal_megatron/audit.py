@@ -24,8 +24,9 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
-from areal_megatron.data.files import row_shares, rows
-from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of
+from areal_megatron.data.files import row_shares
+from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of, usable_rows
+from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import IncarnationStart, Run, line_of
 
 Prompt = tuple[int, int]
@@ -168,7 +169,7 @@ def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: lis
 
 def drawing(config: Config) -> tuple[list[int], Cursor]:
     """Returns the ids of all prompts, in their order, and the cursor that draws them."""
-    prompts = list(rows(config, "train"))
+    prompts = [record for record, _ in usable_rows(config, "train", problem_with_answers)]
     ranks = ranks_of(config, map(pass_rate_of, prompts))
     mixture = row_shares(config, prompts)
     return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture, ranks=ranks)

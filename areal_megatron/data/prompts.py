@@ -83,6 +83,31 @@ def no_problems(function: str) -> Callable[[str], str]:
     return lambda answer: ""
 
 
+def usable_rows(
+    config: Config, key: str, problems_of: ProblemsOf = no_problems, left_out: LeftOut | None = None
+) -> list[tuple[Record, Item]]:
+    """Returns the rows of data.train or data.eval (`key`), or of all environments, with what they say.
+
+    With data.unusable_rows=skip a row without a prompt, or without an answer that the reward function can use
+    (`problems_of`), is left out and counted in `left_out`. Raises ConfigError for the reasons `read_prompts` does.
+    """
+    left_out = LeftOut.none() if left_out is None else left_out
+    functions = [own.reward.function for own in config.by_environment()]
+    problem_with = {function: problems_of(function) for function in functions}
+    found = []
+    for record in rows(config, key):
+        function = functions[record.environment]
+        try:
+            found.append((record, _item(record, config.seed, function, problem_with[function])))
+        except ConfigError as e:
+            if config.data.unusable_rows == "refuse":
+                raise
+            left_out.add(record.where, str(e).removeprefix(f"{record.where}: "))
+    if left_out.counts and not found:
+        raise ConfigError(f"data.{key}: no row can be used: {left_out.lines()[0]}")
+    return found
+
+
 def read_prompts(
     config: Config,
     key: str,
@@ -91,11 +116,7 @@ def read_prompts(
     left_out: LeftOut | None = None,
 ) -> list[Prompt]:
     """Returns all prompts of data.train or data.eval (`key`), or of all environments, those longer than
-    data.max_prompt_tokens included. With data.unusable_rows=skip a row without a prompt, or without an answer that the
-    reward function can use, is left out and counted in `left_out`.
-
-    `problem_of` returns what keeps the reward function from using a right answer, "" if nothing does. With
-    data.unusable_rows=skip a row without a usable prompt or answer is left out and counted in `left_out`.
+    data.max_prompt_tokens included; `problems_of` and `left_out` are those of `usable_rows`.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
     length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError, which
@@ -103,21 +124,8 @@ def read_prompts(
     prompt that the chat template refuses or a forced length above rollout.max_new_tokens; also if every prompt is too
     long, or no row can be used.
     """
-    by_environment, left_out = config.by_environment(), LeftOut.none() if left_out is None else left_out
-    functions = [own.reward.function for own in by_environment]
-    problem_with = {function: problems_of(function) for function in functions}
-    found, items = [], []
-    for record in rows(config, key):
-        function = functions[record.environment]
-        try:
-            items.append(_item(record, config.seed, function, problem_with[function]))
-            found.append(record)
-        except ConfigError as e:
-            if config.data.unusable_rows == "refuse":
-                raise
-            left_out.add(record.where, str(e).removeprefix(f"{record.where}: "))
-    if left_out.counts and not found:
-        raise ConfigError(f"data.{key}: no row can be used: {left_out.lines()[0]}")
+    usable, by_environment = usable_rows(config, key, problems_of, left_out), config.by_environment()
+    found, items = [record for record, _ in usable], [item for _, item in usable]
     lengths = [_forced_length(record, by_environment[record.environment].rollout.max_new_tokens) for record in found]
     tokens = tokenizer.prompts([item.prompt for item in items], [record.where for record in found])
     for number, own in enumerate(by_environment):

@@ -80,3 +80,15 @@ def test_weights_of_files_are_no_shares_of_environments(config):
     config.environments[1].train += ":0.5"
     with pytest.raises(ConfigError, match=r"environments\.1\.train: an environment has one weight, its `share`"):
         check_data(config)
+
+
+def test_rows_that_are_left_out_are_not_drawn_and_the_audit_knows(config, tmp_path):
+    lines = (tmp_path / "c.jsonl").read_text().replace('"A"', '"1"', 3)
+    (tmp_path / "c.jsonl").write_text(lines)
+    config.data.unusable_rows = "skip"
+    prompts = read_prompts(config, "train", Tokenizer(config.model.path), problem_with_answers)
+    assert [prompt.id for prompt in prompts] == [*range(30), *range(33, 50)]
+    ids, audited = drawing(config)
+    again = cursor(config, prompts)
+    assert ids == [prompt.id for prompt in prompts]
+    assert [audited.next() for _ in range(100)] == [again.next() for _ in range(100)]
