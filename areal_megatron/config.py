@@ -17,7 +17,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from areal_megatron import passed_through
 from areal_megatron.algorithms import PUBLISHED
+from areal_megatron.passed_through import Require
 
 
 class ConfigError(ValueError):
@@ -136,6 +138,15 @@ class TrainerConfig:
     share_prompts: bool = True
     """Compute the prompt of a group once for all its answers in a micro-batch, where that saves enough
     (docs/packing.md). What is trained is the same without it."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig, by its own names (docs/options.md)."""
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """What megatron-core recomputes of each layer, as `megatron` asks."""
+        if not self.megatron.get("recompute_granularity"):
+            return ()
+        return tuple(self.megatron.get("recompute_modules") or ("core_attn",))  # megatron-core's default
 
     @property
     def microbatch_multiple(self) -> int:
@@ -346,6 +357,8 @@ class RolloutConfig:
     workflow_environment: str = ""
     """Environment variables of the controller that agents in processes of their own get, beside the few that programs
     need: `NAME,NAME` (docs/workflows.md)."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM's command line for the engines, by its own names with underscores (docs/options.md)."""
 
     @property
     def agent_variables(self) -> list[str]:
@@ -582,7 +595,8 @@ def describe(f: Field) -> str:
     """The values that a field may have, e.g. "a whole number, at least 1"."""
     if choices := f.metadata.get("choices"):
         return f"one of {', '.join(choices)}"
-    kind = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[f.type]
+    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+    kind = kinds.get(f.type, "a section of options")
     limits = f.metadata.get("limits", {})
     return ", ".join([kind, *([" and ".join(f"{name} {limit:g}" for name, limit in limits.items())] if limits else [])])
 
@@ -598,6 +612,7 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
         if not _is_allowed(f, value):
             raise ConfigError(f"{where(name)}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
     _check_run(config, require)
+    _check_options(config, require)
     _check_ppo(config, require)
     _check_environments(config, require)
     if config.mode != "sft":
@@ -622,10 +637,6 @@ def _is_allowed(f: Field, value: Any) -> bool:
 def _hint(f: Field, value: Any) -> str:
     near = difflib.get_close_matches(str(value), f.metadata.get("choices", ()), 1)
     return f", did you mean {near[0]!r}?" if near else ""
-
-
-Require = Callable[[bool, str, str], None]
-"""(whether it holds, key, problem): raises ConfigError if it does not."""
 
 
 def _check_run(config: Config, require: Require) -> None:
@@ -656,6 +667,15 @@ def _check_run(config: Config, require: Require) -> None:
         "reward.wrong",
         f"must be below reward.right={config.reward.right:g}, is {config.reward.wrong:g}",
     )
+
+
+def _check_options(config: Config, require: Require) -> None:
+    trainer, rollout = config.trainer, config.rollout
+    passed_through.check_vllm(rollout.vllm, on_cpu=None, shared=False, require=require)
+    passed_through.check_names(passed_through.MEGATRON, trainer.megatron, passed_through.MEGATRON_OWNED, require)
+    passed_through.check_speculation(rollout.vllm, starts_empty=False, require=require)
+    passed_through.check_balance(trainer.megatron, require)
+    passed_through.check_recomputation(trainer.megatron, trainer.recompute, require)
 
 
 def _check_ppo(config: Config, require: Require) -> None:

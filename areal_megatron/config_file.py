@@ -33,6 +33,8 @@ _FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(v
 _LIST = "environments"
 """The only key with a list, of sections."""
 _SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
+_PASSED_THROUGH = {key for key, _, value in config_fields(_EVERY) if isinstance(value, dict)}
+"""Sections whose keys are those of another library (areal_megatron/passed_through.py)."""
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
@@ -45,9 +47,13 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     contradict each other.
     """
     path = Path(path)
-    config, places = OmegaConf.structured(Config), {}
+    config, places, passed = OmegaConf.structured(Config), {}, {section: {} for section in _PASSED_THROUGH}
     for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
         _refuse_old_spelling(key, node, place)
+        if found := _passed_through(key):
+            section, option = found
+            places[key], passed[section][option] = place.text, _option(node)
+            continue
         _check_known(key, place.text)
         places[key] = place.text
         wanted = describe(_FIELDS[_any_entry(key)])
@@ -64,14 +70,28 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     if missing:
         raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
     config = OmegaConf.to_object(config)
+    for key, options in passed.items():
+        section, _, name = key.rpartition(".")
+        setattr(getattr(config, section), name, options)
     decide_defaults(config, given=places)
     check(config, lambda key: f"{places.get(key, path)}: {key}")
     return config
 
 
+def options(given: list[str]) -> dict[str, Any]:
+    """Returns options that are passed through, each given as `name=value`, unchecked. Raises ConfigError if one is not
+    given so."""
+    return {name: _option(node) for name, node, _ in map(_read_override, given)}
+
+
 def save(config: Config, path: Path) -> None:
     """Writes the resolved config as YAML; `load` reads it back to an equal Config."""
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    write_atomically(path, text(config))
+
+
+def text(config: Config) -> str:
+    """Returns the resolved config as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 class _Place:
@@ -129,9 +149,9 @@ def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, i
                 if not isinstance(entry, yaml.MappingNode):
                     raise ConfigError(f"{place.text}: {key}: expected `- name: …` with further keys below, for each")
                 yield from _entries(path, entry, f"{key}.{number}.", lines)
-        elif key in _SECTIONS and key != _LIST and isinstance(node, yaml.MappingNode):
+        elif key in _SECTIONS | _PASSED_THROUGH and key != _LIST and isinstance(node, yaml.MappingNode):
             yield from _entries(path, node, f"{key}.", lines)
-        elif key not in _SECTIONS or _value(node) is not None:  # a section may be empty
+        elif key not in _SECTIONS | _PASSED_THROUGH or _value(node) is not None:  # a section may be empty
             yield key, node, place
 
 
@@ -168,7 +188,23 @@ def _value(node: yaml.Node) -> Any:
     return yaml.constructor.SafeConstructor().construct_document(node)
 
 
+def _option(node: yaml.Node) -> Any:
+    """The value of an option that is passed through. Unlike YAML, which wants 1.0e-5, takes 1e-5 for a number, as it is
+    taken everywhere else in a config."""
+    pair = yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node
+    text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)["value"]
+
+
+def _passed_through(key: str) -> tuple[str, str] | None:
+    """The section and the name of an option that is passed through; None for any other key."""
+    section = next((section for section in _PASSED_THROUGH if key.startswith(f"{section}.")), None)
+    return section and (section, key.removeprefix(f"{section}."))
+
+
 def _check_known(key: str, where: str) -> None:
+    if key in _PASSED_THROUGH:
+        raise ConfigError(f"{where}: {key} is a section: give its options one by one, such as {key}.NAME=VALUE")
     key = _any_entry(key)
     if key in _FIELDS:
         return

@@ -2,7 +2,7 @@
 
     python -m areal_megatron.evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
                                       [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
-                                      [--out FOLDER] [--pass-rates FILE.jsonl]
+                                      [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
 
 MODEL is a Hugging Face folder or a name on the hub, DATA whatever data.train of a run may be (docs/data.md). Starts one
 vLLM engine, asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end.
@@ -62,6 +62,7 @@ from areal_megatron.workflows.scoring import Scorer
 from launch.engines import slots
 from launch.hosts import Here
 from launch.local import device_of
+from launch.option_check import check_for_device, check_options
 from launch.orders import start_order
 from launch.pools import Process, Slot
 from launch.processes import Child
@@ -82,6 +83,9 @@ class OfflineEvaluation:
         self.prompts = read_prompts(self.config, "eval", self.tokenizer)
         self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
         check_model(self.config)
+        check_for_device(self.config)
+        for line in check_options(self.config, python={}):
+            _say(f"warning: {line}")
         self.n, self.workers = options.n, options.workers
         self.decoding = Decoding(options.temperature, options.top_p, options.top_k)
         self.rewards = {
@@ -111,6 +115,7 @@ class OfflineEvaluation:
             **asdict(self.decoding),
             "max_new_tokens": config.rollout.max_new_tokens,
             "seed": config.seed,
+            "vllm": config.rollout.vllm or None,
         }
 
     @property
@@ -199,7 +204,7 @@ def config_of(options: argparse.Namespace) -> Config:
     """Returns the config of a run that has an engine only. Raises ConfigError."""
     described = read_config(options.model)
     dtype = described.get("dtype", described.get("torch_dtype"))
-    return Config(
+    config = Config(
         name="engine",
         updates=1,
         seed=options.seed,
@@ -210,6 +215,8 @@ def config_of(options: argparse.Namespace) -> Config:
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"),
     )
+    config.rollout.vllm = config_file.options(options.vllm)
+    return config
 
 
 def result_of(answers: Sequence[Sampled], n: int, ks: Sequence[int], files: Mapping[int, str]) -> dict[str, Any]:
@@ -351,6 +358,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="seed of samples and of the order of choices; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
+    parser.add_argument(
+        "--vllm",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE",
+        help="an option of vLLM, as rollout.vllm, e.g. kv_cache_dtype=fp8; may be repeated",
+    )
     parser.add_argument("--out", type=Path, help="new folder, or one to resume; default: runs/evaluation-N")
     parser.add_argument(
         "--pass-rates",
@@ -411,7 +425,7 @@ def main(arguments: list[str] | None = None) -> int:
         cause = first_cause(e)
         if not isinstance(cause, ConfigError | EngineError | RunError):
             raise
-        _say(f"error: {str(cause).removeprefix('model.path: ')}")
+        _say(f"error: {str(cause).removeprefix('model.path: ').replace('rollout.vllm.', '--vllm ', 1)}")
         return 2 if isinstance(cause, ConfigError) else 1
     print(f"{table(result)}\n{out}/answers.jsonl, {out}/result.json")
     return 0

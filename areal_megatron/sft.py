@@ -52,8 +52,10 @@ def main() -> None:
     run, rank = from_command_line("areal_megatron.sft")
     config = config_file.load(run.config)
     require("trainer", config)  # before these import megatron-core, which may fail with other versions
+    from areal_megatron.trainer import check_fields
     from areal_megatron.trainer.trainer import Trainer
 
+    check_fields.require(config)
     try:
         with Trainer(config, run, rank) as trainer:
             fine_tune(config, run, trainer)

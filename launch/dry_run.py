@@ -48,18 +48,18 @@ def show_imagined(options: argparse.Namespace, sizes: Sizes) -> int:
     """Prints what the launcher with these options would start on a cluster of those sizes, and returns the exit code.
     Raises ConfigError for a run that could not start there."""
     config = config_file.load(options.config, options.overrides)
-    print(text(check_imagined(config, sizes), options.python))
+    print(text(check_imagined(config, sizes, options.python), options.python))
     return 0
 
 
-def check_imagined(config: Config, sizes: Sizes) -> Beginning:
-    """Checks all that can be checked without the nodes. Raises ConfigError."""
+def check_imagined(config: Config, sizes: Sizes, python: Mapping[str, Sequence[str]] = {}) -> Beginning:
+    """Checks all that can be checked without the nodes; `python` as in start.check. Raises ConfigError."""
     nodes = sizes.place(config)
     if config.machine.host[:1].isdigit():  # an interface is looked up where the run will be
         check_network(config.machine.host, {node.name for node in nodes})
     if config.shares_gpus and not sizes.gpu_gib:
         raise ConfigError("machine.shared: say by --gpu-gb how much memory a GPU has, which the pools are to divide")
-    return start.check(config, nodes, gpu_gib=sizes.gpu_gib)
+    return start.check(config, nodes, gpu_gib=sizes.gpu_gib, python=python)
 
 
 def text(beginning: Beginning, python: Mapping[str, Sequence[str]]) -> str:

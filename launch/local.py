@@ -28,11 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
         config.machine.device = device_of(config)
         gpu_gib = gpus.smallest_gib(gpus.visible()) if config.machine.device == "cuda" else 0
         if options.dry_run:
-            print(dry_run.text(start.check(config, [this_node(config)], gpu_gib=gpu_gib), options.python))
+            beginning = start.check(config, [this_node(config)], gpu_gib=gpu_gib, python=options.python)
+            print(dry_run.text(beginning, options.python))
             return 0
         start.check_packages(config, options.python)
         with start.lease(config) as lease:
-            beginning = start.check(config, [this_node(config)], gpu_gib=gpu_gib, run=lease.run)
+            beginning = start.check(config, [this_node(config)], gpu_gib=gpu_gib, run=lease.run, python=options.python)
             if config.trainer.recompute == "auto":
                 print(beginning.plan.memory.recompute, flush=True)
             beginning.begin()

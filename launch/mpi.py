@@ -103,7 +103,8 @@ def _check(
     check_network(config.machine.host, {hello.machine for hello in found})
     machines, found_places = slots(found, config)
     places |= found_places
-    return start.check(config, machines, gpu_gib=min(slot.gpu_gib for slot in found), run=run)
+    gpu_gib = min(slot.gpu_gib for slot in found)
+    return start.check(config, machines, gpu_gib=gpu_gib, run=run, python=options.python)
 
 
 def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[tuple[str, int | str | None], str]]:

@@ -24,6 +24,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from launch.memory import MemoryPlan, plan_memory
 from launch.memory.parts import GIB
+from launch.option_check import check_for_device, check_options, uncounted
 from launch.pools import Node, Placement, allocate
 from launch.sizes import Sizes, add_sizes
 
@@ -74,7 +75,8 @@ def plan(
     _check_parts(config, placement)
     _check_link(config)
     check_model(config, weights)
-    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config))
+    check_for_device(config)
+    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), *uncounted(config))
     memory = plan_memory(config, read_config(config.model.path), gpu_gib)
     return ClusterPlan(placement, memory, [line for line in said if line])
 
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
             config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
         found = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
         print(found.table())
-        for warning in found.warnings:
+        for warning in [*found.warnings, *check_options(config, python={})]:
             print(f"warning: {warning}", file=sys.stderr)
         if options.json:
             write_json(options.json, found.report())

@@ -134,7 +134,8 @@ def _check(job: Job, config: Config, options: argparse.Namespace, nodes: Nodes, 
     everyone = [describe(hello, config) for hello in found]
     trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
     engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
-    return start.check(config, trainers, engines, gpu_gib=min(hello.gpu_gib for hello in found), run=run)
+    gpu_gib = min(hello.gpu_gib for hello in found)
+    return start.check(config, trainers, engines, gpu_gib=gpu_gib, run=run, python=options.python)
 
 
 class Job(msgspec.Struct):

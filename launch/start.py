@@ -27,6 +27,7 @@ from areal_megatron.reward.group import load_group_function
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
 from launch.lease import Lease
+from launch.option_check import check_options
 from launch.plan import ClusterPlan, plan
 from launch.pools import Node
 
@@ -135,11 +136,12 @@ def check(
     rollout_nodes: Sequence[Node] = (),
     gpu_gib: float = 0,
     run: Run | None = None,
+    python: Mapping[str, Sequence[str]] = {},
 ) -> Beginning:
-    """Checks everything and returns the run; the arguments are those of plan.plan. Raises ConfigError.
+    """Checks everything and returns the run; the first arguments are those of plan.plan. Raises ConfigError.
 
     `run`: the config's, as its launcher holds it; None: nothing is to be started, and of a model on the hub only the
-    description is fetched.
+    description is fetched. `python`: as check_packages.
     """
     weights = run is not None or Path(config.model.path).exists()
     fetch(config, run, weights)
@@ -149,7 +151,7 @@ def check(
             "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
             "put it on the PATH, or give each pool GPUs of its own"
         )
-    for warning in outcome.warnings:
+    for warning in [*outcome.warnings, *check_options(config, python)]:
         print(f"warning: {warning}", file=sys.stderr)
     check_input(config, weights)
     held, run = run is not None, run or Run(config.run_dir)

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         overrides = [*_ASKED, *options.overrides]
         config = config_file.load(options.config, overrides)
         written = script(config, overrides, options)
-        planned = dry_run.text(dry_run.check_imagined(config, Sizes.given(options)), options.python)
+        planned = dry_run.text(dry_run.check_imagined(config, Sizes.given(options), options.python), options.python)
         if options.dry_run:
             print(f"{planned}\n\nwould submit with 'sbatch':\n{written}", end="")
             return 0

@@ -2,7 +2,7 @@
 
 The rest looks up the version of a package called `vllm`, which vLLM's CPU build is not.
 
-    python -m areal_megatron.engine.headless MODEL --headless [vLLM's options]
+    python -m areal_megatron.engine.headless MODEL --headless [vLLM's options] [--passed-through JSON]
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import sys
+
+from areal_megatron.config import ConfigError
+from areal_megatron.engine import vllm_options
 
 
 def main() -> None:
@@ -19,8 +22,12 @@ def main() -> None:
 
     cli_env_setup()
     parser, command = FlexibleArgumentParser(), ServeSubcommand()
-    command.subparser_init(parser.add_subparsers())
-    options = parser.parse_args([command.name, *sys.argv[1:]])
+    serve = command.subparser_init(parser.add_subparsers())
+    try:
+        options = vllm_options.parse(serve, sys.argv[1:])
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
     command.validate(options)
     try:
         command.cmd(options)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config
-from areal_megatron.models.architecture import architecture
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.passed_through import SPECULATIVE
 
 CPU_BLOCK_TOKENS = 32
 """Tokens in one KV block on CPU, the fewest that vLLM's attention takes there: it reads whole blocks, and only whole
@@ -25,20 +26,73 @@ SHARE = 0.25
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
+ELEMENT = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element of the KV cache, by rollout.vllm.kv_cache_dtype."""
+
+
 def bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Returns the bytes of a token's keys and values on one rank. With tp above kv_heads the heads are replicated."""
-    d = architecture(hf_config).dimensions
-    heads = max(d.kv_heads // config.rollout.tp, 1)
-    return 2 * d.layers * heads * d.head_dim * ITEMSIZE[config.model.dtype]
+    """Returns the bytes of a token's keys and values on one rank. With tp above kv_heads the heads are replicated.
+
+    Of kv_cache_dtype those are counted that `ELEMENT` lists; any other as model.dtype.
+    """
+    d, vllm = architecture(hf_config).dimensions, config.rollout.vllm
+    heads, whole = max(d.kv_heads // config.rollout.tp, 1), ITEMSIZE[config.model.dtype]
+    skipped = {str(layer) for layer in vllm.get("kv_cache_dtype_skip_layers") or ()}
+    kept_whole = sum(str(layer) in skipped for layer in range(d.layers))
+    element = ELEMENT.get(vllm.get("kv_cache_dtype", ""), whole)
+    return 2 * heads * d.head_dim * (element * (d.layers - kept_whole) + whole * kept_whole) + _draft_bytes(config)
+
+
+def _draft_bytes(config: Config) -> int:
+    """Bytes of a token's keys and values of a draft model, which has a cache of its own beside the policy's."""
+    model, tp = draft(config)
+    if not model:
+        return 0
+    d = architecture(read_config(model)).dimensions
+    return 2 * d.layers * max(d.kv_heads // tp, 1) * d.head_dim * ITEMSIZE[config.model.dtype]
+
+
+def draft(config: Config) -> tuple[str, int]:
+    """Returns the folder of the draft model of speculative_config and its tensor-parallel size; "" if it has none, or
+    one that is no model of its own."""
+    speculation = config.rollout.vllm.get(SPECULATIVE) or {}
+    own = speculation.get("method", "draft_model") == "draft_model" and speculation.get("model")
+    return own or "", speculation.get("draft_tensor_parallel_size") or config.rollout.tp
+
+
+def block_tokens(config: Config, on_cuda: bool) -> int:
+    """Returns the tokens of a KV block."""
+    return config.rollout.vllm.get("block_size") or (16 if on_cuda else CPU_BLOCK_TOKENS)
+
+
+def batched_tokens(config: Config) -> int:
+    """Returns the tokens of one forward pass of an engine on a GPU."""
+    return config.rollout.vllm.get("max_num_batched_tokens") or BATCHED_TOKENS
+
+
+SIZES = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+"""The options of vLLM that give the size of the KV cache, the stronger one first."""
+
+
+def given_bytes(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
+    """Returns the bytes of one rank's KV cache if rollout.vllm gives its size, else 0."""
+    vllm = config.rollout.vllm
+    if blocks := vllm.get("num_gpu_blocks_override"):
+        return blocks * block_tokens(config, on_cuda) * bytes_per_token(config, hf_config)
+    return vllm.get("kv_cache_memory_bytes") or 0
 
 
 def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
     """Returns the bytes of one rank's KV cache on a machine of `memory` bytes.
 
-    It has room for rollout.max_running sequences of full length, or for what fits into SHARE, but for one at least.
+    It has room for rollout.max_running sequences of full length, or for what fits into SHARE, but for one at least;
+    or the size that rollout.vllm gives.
     """
-    block = CPU_BLOCK_TOKENS * bytes_per_token(config, hf_config)
-    answer = -(-config.longest_sequence // CPU_BLOCK_TOKENS)
+    if given := given_bytes(config, hf_config, on_cuda=False):
+        return given
+    tokens = block_tokens(config, on_cuda=False)
+    block = tokens * bytes_per_token(config, hf_config)
+    answer = -(-config.longest_sequence // tokens)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)
     return block * max(min(1 + config.rollout.max_running * answer, within), 1 + answer)  # vLLM keeps a block to itself
 

@@ -20,6 +20,7 @@ def register() -> None:
     if current_platform.is_cpu():
         _keep_linear_weights()
         _use_fused_kernels()
+        _expand_settings_of_requests()
         _fork_processes()
 
 
@@ -85,6 +86,25 @@ def _use_fused_kernels() -> None:
 
     SiluAndMul.forward_cpu = silu_and_mul
     type(current_platform).get_default_ir_op_priority = classmethod(priority)
+
+
+def _expand_settings_of_requests() -> None:
+    """Makes speculative decoding on CPU divide the logits of drafted tokens by the temperature of their request.
+
+    vLLM (0.32, cpu_triton_utils.py) writes the temperatures of tokens, their top_p and top_k into a copy, and takes
+    for them what happens to be in the memory that it should have written.
+    """
+    import torch
+    from torch import Tensor
+    from vllm.utils import cpu_triton_utils
+
+    def expand(
+        output: Tensor, of_requests: Tensor, ends: Tensor, replaced: int, by: int, MAX_NUM_TOKENS: int = 0
+    ) -> None:
+        counts = ends.long().diff(prepend=ends.new_zeros(1))
+        output.copy_(torch.where(of_requests == replaced, by, of_requests).repeat_interleave(counts))
+
+    cpu_triton_utils._expand_kernel_impl = expand  # not registered yet
 
 
 def _fork_processes() -> None:

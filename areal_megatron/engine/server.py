@@ -32,6 +32,8 @@ from areal_megatron.run import Run, engine_name, from_command_line
 from areal_megatron.versions import require
 
 SERVED_MODEL = "policy"
+PASSED_THROUGH = "--passed-through"
+"""What follows it on the command line of our servers is rollout.vllm as JSON."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +64,26 @@ def server_command(config: Config, host: str, port: int, part: NodePart = NodePa
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
     command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
-    return command + _engine_arguments(config) + part.arguments
+    return command + engine_arguments(config) + part.arguments
 
 
 def headless_command(config: Config, part: NodePart) -> list[str]:
     """Returns the command line for a part that serves no requests."""
     command = [sys.executable, "-m", "areal_megatron.engine.headless", _model(config), "--headless"]
-    return command + _engine_arguments(config) + part.arguments
+    return command + engine_arguments(config) + part.arguments
 
 
 def _model(config: Config) -> str:
     return str(Path(config.model.path).absolute())
 
 
-def _engine_arguments(config: Config) -> list[str]:
+def passed_through(config: Config) -> list[str]:
+    """Returns the end of the command line of our servers, from which engine/vllm_options.py reads rollout.vllm."""
+    return [PASSED_THROUGH, json.dumps(config.rollout.vllm)] if config.rollout.vllm else []
+
+
+def engine_arguments(config: Config) -> list[str]:
+    """Returns the options of vLLM's command line that are ours to set, of each part of an engine."""
     rollout = config.rollout
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     command += ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
@@ -115,7 +123,7 @@ def memory_arguments(environment: Mapping[str, str]) -> list[str]:
     if GPU_SHARE not in environment:
         return []
     sizes = ["--gpu-memory-utilization", environment[GPU_SHARE], "--kv-cache-memory-bytes", environment[KV_CACHE_BYTES]]
-    return [*sizes, "--max-num-batched-tokens", str(kv_cache.BATCHED_TOKENS)]
+    return [*sizes, "--max-num-batched-tokens", str(kv_cache.BATCHED_TOKENS)]  # unless rollout.vllm says
 
 
 def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
@@ -179,7 +187,7 @@ def main() -> None:
             run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
         run.announce(engine_name(index), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    command += memory_arguments(os.environ)
+    command += memory_arguments(os.environ) + passed_through(config)
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)
 

@@ -1,9 +1,15 @@
 """An engine, or the part of it that serves requests: vLLM's own server, whose connections are guarded (guard.py).
 
-python -m areal_megatron.engine.serving [vLLM's options]
+python -m areal_megatron.engine.serving [vLLM's options] [--passed-through JSON]
 """
 
 from __future__ import annotations
+
+import sys
+
+from areal_megatron.config import ConfigError
+from areal_megatron.engine import vllm_options
+from areal_megatron.engine.server import PASSED_THROUGH
 
 
 def main() -> None:
@@ -17,7 +23,13 @@ def main() -> None:
     from areal_megatron.engine.guard import uvicorn_options
 
     cli_env_setup()
-    options = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    try:
+        options = vllm_options.parse(make_arg_parser(FlexibleArgumentParser()), sys.argv[1:])
+        if PASSED_THROUGH in sys.argv:
+            vllm_options.check_engine(options)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
     configure_logging_from_args(options)
     validate_parsed_serve_args(options)
     uvloop.run(run_server(options, **uvicorn_options()))

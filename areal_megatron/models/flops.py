@@ -54,12 +54,17 @@ class SequenceFlops:
 
 def recomputed_flops(hf_config: Mapping[str, Any], tokens: int) -> dict[str, float]:
     """Returns the FLOPs that recomputing a layer adds for a sequence of that length, by what is recomputed
-    (trainer.recompute). Raises ConfigError if the model has no table, as `architecture` does."""
+    (trainer.recompute, or a module that megatron-core recomputes). Raises ConfigError if the model has no table, as
+    `architecture` does."""
     sizes, whole = architecture(hf_config).dimensions, SequenceFlops.of(hf_config)
     chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
     gate_and_up = 2 * sizes.hidden * (sizes.ffn + chosen * sizes.expert_ffn)
+    feed_forward = 1.5 * gate_and_up + sizes.hidden * sizes.experts
     return {
         "none": 0.0,
+        "layernorm": 0.0,
+        "core_attn": whole.pair * tokens * (tokens + 1) / 2 / sizes.layers,
+        "moe": 2.0 * feed_forward * tokens,
         "elementwise": 0.0,
         "mlp": 2.0 * gate_and_up * tokens,
         "full": float(whole(tokens, 0)) / sizes.layers,

@@ -24,6 +24,7 @@ from areal_megatron.trainer import hardware
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.gradients import accumulate_in_products
 from areal_megatron.trainer.layers import block_spec
+from areal_megatron.trainer.megatron_fields import with_fields
 from areal_megatron.trainer.recompute import recompute
 from areal_megatron.trainer.routing import replay_routes
 
@@ -231,7 +232,7 @@ def transformer_config(
     fusions = hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts))
     if device.type == "cpu" and not dimensions.experts:  # trainer/elementwise.py has one for CPUs, without weights
         fusions["bias_activation_fusion"] = True
-    return TransformerConfig(
+    own = dict(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
         ffn_hidden_size=dimensions.ffn or dimensions.expert_ffn,
@@ -263,6 +264,7 @@ def transformer_config(
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **_whole_layers_again(config, dimensions.layers),
     )
+    return with_fields(own, config.trainer.megatron)
 
 
 def _whole_layers_again(config: Config, layers: int) -> dict[str, Any]:

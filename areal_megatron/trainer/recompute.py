@@ -28,7 +28,7 @@ def decided(config: Config) -> Config:
     recomputed on CPU, and whole layers are on GPUs, of whose memory nobody has told."""
     if config.trainer.recompute != "auto":
         return config
-    what = "none" if config.machine.is_cpu else "full"
+    what = "none" if config.machine.is_cpu or config.trainer.recompute_modules else "full"
     if what == "full":
         print("trainer.recompute=auto: full, since no launcher has decided it by the memory of the GPUs", flush=True)
     return replace(config, trainer=replace(config.trainer, recompute=what))

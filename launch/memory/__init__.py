@@ -14,7 +14,7 @@ from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import machine_bytes
 from areal_megatron.reshard.plan import Traffic
 from launch.memory.activations import longest_row, microbatch_tokens
-from launch.memory.engine import UTILIZATION, engine_memory, kv_tokens
+from launch.memory.engine import UTILIZATION, engine_memory, given_size, kv_tokens
 from launch.memory.parts import FILLED, GIB, USABLE, GpuShares, MemoryPart, RankMemory
 from launch.memory.recompute import Recompute, decide, with_recompute
 from launch.memory.traffic import weight_traffic
@@ -122,6 +122,8 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     if config.mode == "rl":
         memory = int(gpu_gib * GIB) if on_cuda else memory or machine_bytes()
         engine = engine_memory(config, hf_config, memory, on_cuda, trainer.total if config.shares_gpus else 0)
+        if name := given_size(config):
+            _check_given(name, config, hf_config, engine, on_cuda, memory)
         if on_cuda and gpu_gib and not _holds_an_answer(config, hf_config, engine):
             if config.shares_gpus:
                 raise ConfigError(_too_large_to_share(config, hf_config, trainer, engine, gpu_gib))
@@ -138,6 +140,8 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
 def _recompute(config: Config, hf_config: Mapping[str, Any], gpu_gib: float) -> Recompute:
     if config.trainer.recompute != "auto":
         return Recompute.of(config, hf_config)
+    if config.trainer.recompute_modules:
+        return Recompute.of(with_recompute(config, "none"), hf_config)
     if config.machine.device != "cuda":
         return Recompute.of(with_recompute(config, "none"), hf_config, True, "nothing on CPU")
     if not gpu_gib:
@@ -209,6 +213,25 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
 def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory) -> bool:
     """Returns whether the KV cache holds one answer of full length; vLLM refuses to start otherwise."""
     return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True) >= config.longest_sequence
+
+
+def _check_given(
+    name: str, config: Config, hf_config: Mapping[str, Any], engine: RankMemory, on_cuda: bool, memory: int
+) -> None:
+    """Checks the size of the KV cache that the option `name` gives."""
+    size, longest = engine.of("KV cache"), config.longest_sequence
+    tokens = kv_tokens(config, hf_config, size, on_cuda)
+    if memory and tokens < longest:
+        raise ConfigError(
+            f"rollout.vllm.{name}: a KV cache of {_gib(size)} GiB holds {tokens:,} tokens, an answer may have "
+            f"{longest:,} with its prompt: raise it, or lower rollout.max_new_tokens"
+        )
+    needed = engine.total * (1 if on_cuda else config.rollout.tp)
+    if memory and needed > memory:
+        raise ConfigError(
+            f"rollout.vllm.{name}: {_gib(size)} GiB for the KV cache of a rank make {_gib(needed)} GiB with all that "
+            f"an engine has beside it, {'a GPU' if on_cuda else 'this machine'} has {_gib(memory)}: lower it"
+        )
 
 
 def _machine_too_small(config: Config, found: RankMemory, memory: int) -> str:

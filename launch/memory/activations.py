@@ -9,7 +9,7 @@ never keeps scores.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture
@@ -30,18 +30,21 @@ class Layer:
     """Bytes of an element of model.dtype."""
     fused_swiglu: bool = True
     """Whether a dense MLP's SwiGLU keeps its input alone; else it consists of operations that keep their results."""
+    modules: tuple[str, ...] = ()
+    """What megatron-core recomputes of the layer besides (TrainerConfig.recompute_modules)."""
 
     def kept(self, recompute: str) -> float:
         """Returns the bytes that the layer's forward pass keeps, if `recompute` (none, elementwise, mlp, full) is
         computed again."""
         if recompute == "full":
             return self.element * self.model.dimensions.hidden / self.sizes.tp
-        norms = self._norms(recompute != "none")
-        return (norms + self._attention + self._mlp(recompute)) / self.sizes.tp + self._rotation
+        norms = self._norms(recompute != "none" or "layernorm" in self.modules)
+        mlp = 0 if {"mlp", "moe"} & {*self.modules} else self._mlp(recompute)
+        return (norms + self._attention + mlp) / self.sizes.tp + self._rotation
 
     def again(self, recompute: str) -> float:
         """Returns the bytes that the layer's backward pass makes again before it uses them."""
-        made = self.kept("none")
+        made = replace(self, modules=()).kept("none")
         return made if recompute == "full" else made - self.kept(recompute)
 
     @property
@@ -78,7 +81,8 @@ class Layer:
         """The fused projection (the values are a view of it), the rotated queries and keys, the output, and a float32
         normaliser for each head."""
         d, e = self.model.dimensions, self.element
-        kept = e * (d.query + 2 * d.key_value) + e * (d.query + d.key_value) + e * d.query + 4 * d.heads
+        kept = e * (d.query + 2 * d.key_value) + e * (d.query + d.key_value) + e * d.query
+        kept += 4 * d.heads * ("core_attn" not in self.modules)
         return kept + self._head_norms
 
     @property
@@ -179,14 +183,22 @@ def _of_layers(config: Config, layer: Layer, stage: int) -> list[str]:
 
 def describe(config: Config, stage: int) -> str:
     t, passes = config.trainer, in_flight(config, stage)
+    modules = f" and {', '.join(t.recompute_modules)} by megatron-core" if t.recompute_modules else ""
     layers = f" recompute_layers={t.recompute_layers}" if t.recompute_layers else ""
     part = f" of {t.cp} ranks each" if t.cp > 1 else ""
     return (
-        f"trainer.recompute={t.recompute}{layers}, {microbatch_tokens(config):,} tokens{part}, "
+        f"trainer.recompute={t.recompute}{layers}{modules}, {microbatch_tokens(config):,} tokens{part}, "
         f"{passes} forward pass{'es' if passes > 1 else ''} in flight"
     )
 
 
 def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) -> Layer:
     sizes = MegatronSizes.of(config.trainer, transformer_engine=on_cuda and has_transformer_engine())
-    return Layer(model, chosen, sizes, ITEMSIZE[config.model.dtype], fused_swiglu=not on_cuda)
+    return Layer(
+        model,
+        chosen,
+        sizes,
+        ITEMSIZE[config.model.dtype],
+        fused_swiglu=not on_cuda,
+        modules=config.trainer.recompute_modules,
+    )

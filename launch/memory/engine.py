@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.engine import kv_cache
-from areal_megatron.engine.kv_cache import BATCHED_TOKENS
+from areal_megatron.engine.kv_cache import batched_tokens
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, SCORED_TOKENS
@@ -25,8 +26,6 @@ UTILIZATION = 0.92
 GENERATIONS = 2
 """Communicators of a link that an engine rank may have at a time: NCCL may still be ending the one of a generation that
 failed while the next one is made."""
-BLOCK_TOKENS = {True: 16, False: kv_cache.CPU_BLOCK_TOKENS}
-"""Tokens of a KV block, on CUDA and on CPU."""
 
 
 def engine_memory(
@@ -46,14 +45,17 @@ def engine_memory(
         MemoryPart("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
     ]
     if on_cuda:
+        tokens = batched_tokens(config)
         peers, own = weight_traffic(config, hf_config).sources, COMMUNICATOR * (sizes.ranks > 1)
         note = f"a communicator with {peers} of the trainers, and the one that takes its place; an allowance"
         parts += [
-            MemoryPart("a forward pass", _forward(config, hf_config), f"{BATCHED_TOKENS:,} tokens, an estimate"),
+            MemoryPart("draft model", _draft_weights(config), "its files, over its tensor-parallel ranks"),
+            MemoryPart("a forward pass", _forward(config, hf_config), f"{tokens:,} tokens, an estimate"),
             MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),
             MemoryPart("link", communicator_bytes([peers] * GENERATIONS * (config.link == "device")), note),
         ]
-        size = int(UTILIZATION * available) - taken - sum(part.bytes for part in parts)
+        left = int(utilization(config) * available) - taken - sum(part.bytes for part in parts)
+        size = kv_cache.given_bytes(config, hf_config, on_cuda=True) or left
     else:
         size = kv_cache.cpu_bytes(config, hf_config, available)
     if available:
@@ -61,9 +63,19 @@ def engine_memory(
     return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
 
 
+def given_size(config: Config) -> str:
+    """Returns the option of vLLM that gives the size of the KV cache; "" if none does."""
+    return next((name for name in kv_cache.SIZES if config.rollout.vllm.get(name)), "")
+
+
+def utilization(config: Config) -> float:
+    """Returns the share of a GPU's memory that an engine may take."""
+    return config.rollout.vllm.get("gpu_memory_utilization") or UTILIZATION
+
+
 def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> int:
     """Returns how many tokens' keys and values fit into `size` bytes of a rank, in whole blocks."""
-    block = BLOCK_TOKENS[on_cuda]
+    block = kv_cache.block_tokens(config, on_cuda)
     return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
 
 
@@ -86,6 +98,11 @@ def _staging_elements(layout: Layout, streamed: bool, on_cuda: bool) -> int:
     return min(everything, max(layer, *others, 2 * largest_bucket(on_cuda)))
 
 
+def _draft_weights(config: Config) -> int:
+    model, tp = kv_cache.draft(config)
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) // tp if model else 0
+
+
 def _elements(layout: Layout) -> int:
     return sum(map(prod, layout.held.values()))
 
@@ -98,4 +115,4 @@ def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
     chosen = hf_config["num_experts_per_tok"] if d.experts else 0
     inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, chosen * (d.hidden + 3 * d.expert_ffn / tp))
     rows = max(config.rollout.max_running, SCORED_TOKENS)
-    return round(BATCHED_TOKENS * element * (3 * d.hidden + inner) + BYTES * rows * d.vocabulary)
+    return round(batched_tokens(config) * element * (3 * d.hidden + inner) + BYTES * rows * d.vocabulary)

@@ -32,6 +32,8 @@ class Recompute:
     why: str = ""
     """Why `auto` was decided without a search; empty also where the config decides."""
     was_auto: bool = False
+    modules: tuple[str, ...] = ()
+    """What megatron-core recomputes beside it (TrainerConfig.recompute_modules)."""
 
     @classmethod
     def of(cls, config: Config, hf_config: Mapping[str, Any], was_auto: bool = False, why: str = "") -> Recompute:
@@ -42,7 +44,15 @@ class Recompute:
             flops_ratio(each, hf_config, tokens) for each in (config, with_recompute(config, recompute="full"))
         )
         return cls(
-            t.recompute, t.recompute_layers, _chunk_layers(config, hf_config), flops, full, tokens, why, was_auto
+            t.recompute,
+            t.recompute_layers,
+            _chunk_layers(config, hf_config),
+            flops,
+            full,
+            tokens,
+            why,
+            was_auto,
+            t.recompute_modules,
         )
 
     def apply(self, config: Config) -> Config:
@@ -53,6 +63,8 @@ class Recompute:
         if self.recompute_layers:
             less = TrainerConfig(recompute=self.recompute, recompute_layers=1).recomputed(2)[1]
             what += f" in {self.recompute_layers} of the {self.layers} layers of a stage, {less} in the others"
+        if self.modules:
+            what = f"{', '.join(self.modules)} by megatron-core"
         text = f"recomputation: {what}" + (f" (auto: {self.why})" if self.why else " (auto)" if self.was_auto else "")
         more = f", with full {self.flops_if_full:.3f}" if self.recompute != "full" or self.recompute_layers else ""
         return f"{text}; trainer FLOPs / useful FLOPs {self.flops:.3f}{more}, for sequences of {self.tokens:,} tokens"
@@ -79,7 +91,8 @@ def flops_ratio(config: Config, hf_config: Mapping[str, Any], tokens: int) -> fl
         for size in sizes.stage_sizes(hf_config["num_hidden_layers"])
         for what in config.trainer.recomputed(size // sizes.vpp)
     ]
-    return 1 + sizes.vpp * sum(added[what] for what in layers) / useful
+    modules = len(layers) * sum(added["moe" if what == "mlp" else what] for what in config.trainer.recompute_modules)
+    return 1 + sizes.vpp * (sum(added[what] for what in layers) + modules) / useful
 
 
 def decide(config: Config, hf_config: Mapping[str, Any], fits: Fits) -> Recompute:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_megatron import trajectories
+from areal_megatron.config_file import load
 from areal_megatron.engine.client import EngineClient
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.metrics import read_metrics, read_status
@@ -149,6 +150,28 @@ def test_both_pools_run_on_the_same_slot(local_run, world):
     assert max(line["version"] - admitted for line in lines for admitted in line["admission_versions"]) <= 1
     versions = [line["version"] for line in read_metrics(run) if line["kind"] == "eval"]
     assert versions == [0, 6]
+
+
+def test_options_of_the_libraries_reach_their_processes(local_run, world, capsys):
+    passed = {
+        "rollout.vllm.speculative_config": "{method: ngram, num_speculative_tokens: 3, prompt_lookup_min: 1}",
+        "rollout.vllm.enable_prefix_caching": "false",
+        "rollout.vllm.max_num_batched_tokens": 512,
+        "trainer.megatron.recompute_granularity": "selective",
+        "trainer.megatron.recompute_modules": "[core_attn, mlp]",
+    }
+    started = local_run("passed", *small(world, **passed, **{"updates": 2, "data.eval": "", "rollout.dump": True}))
+    assert started.wait() == 0, started.output
+    assert "recomputation: core_attn, mlp by megatron-core" in started.output
+    run = Run(started.folder)
+    config = load(run.config)
+    assert config.rollout.vllm["speculative_config"]["method"] == "ngram" and len(config.rollout.vllm) == 3
+    assert config.trainer.megatron["recompute_modules"] == ["core_attn", "mlp"]
+    log = run.log("engine-0").read_text()
+    for said in ("'speculative_config': {'method': 'ngram'", "'enable_prefix_caching': False", "_tokens': 512"):
+        assert said in log
+    assert sorted(line["version"] for line in ledger(run)) == [0, 1]
+    check_ratios(run, world / "model", capsys)
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):

@@ -143,7 +143,8 @@ def test_a_killed_evaluation_goes_on_and_gives_the_figures_of_its_answers(start)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_evaluation_that_is_interrupted_ends_its_engine(start, number, code):
-    evaluation = start("interrupted")
+    """The engine has the options of vLLM that are passed through."""
+    evaluation = start("interrupted", "--vllm", "stream_interval=3", "--vllm", "enable_log_requests=true")
     deadline = time.monotonic() + 120
     endpoint = evaluation.out / "engine" / "endpoints" / "engine-0"
     members = []
@@ -151,6 +152,8 @@ def test_an_evaluation_that_is_interrupted_ends_its_engine(start, number, code):
         assert evaluation.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
         members = psutil.Process(evaluation.process.pid).children(recursive=True)
+    command = [word for member in members for word in member.cmdline()]
+    assert '{"stream_interval": 3, "enable_log_requests": true}' in command
     evaluation.process.send_signal(number)
     assert "Traceback" not in evaluation.finish(code)
     assert not left_over(members)

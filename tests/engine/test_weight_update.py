@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +29,23 @@ from launch.shared_memory import SharedMemory
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 
+METRICS = {"kv_cache_metrics": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 SERVERS = {
-    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model"),
-    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers"),
-    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers"),
+    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}),
+    "tp2-in-two-parts": (
+        "qwen3",
+        MegatronSizes(tp=2, pp=2),
+        EngineSizes(tp=2),
+        2,
+        "trainers",
+        {"kv_cache_metrics": True},
+    ),
+    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}),
+    "speculative": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {"speculative_config": NGRAM}),
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
-rollout.first_weights)."""
+rollout.first_weights, rollout.vllm)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -43,7 +54,16 @@ TOLERANCE = 1e-4
 class Server:
     """One engine of a run whose trainers live in this process; versions take turns between two checkpoints."""
 
-    def __init__(self, folder: Path, model: str, sizes: MegatronSizes, engine: EngineSizes, parts: int, first: str):
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        sizes: MegatronSizes,
+        engine: EngineSizes,
+        parts: int,
+        first: str,
+        vllm: dict[str, Any],
+    ):
         self.sizes, self.engine = sizes, engine
         self.folders = [folder / "a", folder / "b"]
         changes = {"max_position_embeddings": 8192, "initializer_range": 0.1}
@@ -62,7 +82,7 @@ class Server:
                 "machine": {"device": "cpu", "peer_timeout_s": 20},
                 "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
                 "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8}
-                | {"first_weights": first},
+                | {"first_weights": first, "vllm": vllm},
             },
             self.run.config,
         )

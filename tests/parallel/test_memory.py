@@ -35,7 +35,8 @@ def measured(world, tmp_path_factory, start_ranks):
     return found
 
 
-def config(world, name, tp, dtype, recompute, layers=0):
+def config(world, name, tp, dtype, recompute, layers=0, megatron=None):
+    trainer = TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS)
     return Config(
         name="t",
         updates=1,
@@ -43,7 +44,7 @@ def config(world, name, tp, dtype, recompute, layers=0):
         model=ModelConfig(str(world / name), dtype),
         data=DataConfig(""),
         batch_size=1,
-        trainer=TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS),
+        trainer=replace(trainer, megatron=megatron or {}),
     )
 
 

@@ -101,10 +101,12 @@ def test_texts_are_taken_as_they_are_written(tmp_path):
 
 
 def test_no_key_holds_names_of_its_own():
-    """Every setting has a key: none is a list or dict whose entries have to be looked up elsewhere."""
-    every = [(f, value) for _, f, value in config_fields(Config(environments=[EnvironmentConfig()]))]
-    kinds = {f.type for f, value in every if not is_dataclass(value) and not isinstance(value, list)}
-    assert kinds == {"str", "int", "float", "bool"}
+    """Every setting has a key: none is a list or dict whose entries have to be looked up elsewhere, but for the options
+    of other libraries."""
+    every = [(key, f, value) for key, f, value in config_fields(Config(environments=[EnvironmentConfig()]))]
+    kinds = {key: f.type for key, f, value in every if not is_dataclass(value) and not isinstance(value, list)}
+    assert {key for key, kind in kinds.items() if "dict" in kind} == {"rollout.vllm", "trainer.megatron"}
+    assert set(kinds.values()) == {"str", "int", "float", "bool", "dict[str, Any]"}
 
 
 def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
@@ -361,3 +363,49 @@ def test_environments_are_a_list_of_sections(tmp_path, text):
 def test_a_section_may_be_empty(tmp_path, section):
     config = load(tmp_path, f"name: x\nupdates: 2\nmodel: {{path: m}}\ndata: {{train: a}}\n{section}:\n")
     assert config.environments == [] and config.rollout.turns == 1
+
+
+def test_options_of_other_libraries_are_taken_from_the_file_and_from_the_command_line(tmp_path):
+    text = f"{MINIMAL}  vllm: {{kv_cache_dtype: fp8, speculative_config: {{method: ngram}}, stream_interval: 2}}\n"
+    overrides = ["rollout.vllm.stream_interval=3", "rollout.vllm.watermark=1e-2", "rollout.vllm.max_logprobs=null"]
+    overrides += ["trainer.megatron.recompute_granularity=selective", "trainer.megatron.recompute_modules=[core_attn]"]
+    config = load(tmp_path, text, overrides)
+    assert config.rollout.vllm == {
+        "kv_cache_dtype": "fp8",
+        "speculative_config": {"method": "ngram"},
+        "stream_interval": 3,
+        "watermark": 0.01,
+        "max_logprobs": None,
+    }
+    assert config.trainer.megatron == {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    config_file.save(config, tmp_path / "saved.yaml")
+    assert config_file.load(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("rollout.vllm.max_model_len=9", "rollout.vllm.max_model_len: .* use data.max_prompt_tokens and rollout.max_n"),
+        ("rollout.vllm.kv-cache-dtype=fp8", "rollout.vllm.kv-cache-dtype: .* written here: kv_cache_dtype"),
+        ("rollout.vllm={kv_cache_dtype: fp8}", r"rollout.vllm is a section: give its options one by one"),
+        ("rollout.vllm.speculative_config.method=ngram", "speculative_config.method: .* whole: .*speculative_config"),
+        ("rollout.vllm.speculative_config={rejection_sample_method: synthetic}", "that the policy did not sample"),
+        ("rollout.vllm.speculative_config=ngram", r"must be a dict such as \{method: ngram"),
+        ("rollout.vllm.gpu_memory_utilization=1.2", "must be a number above 0 and at most 1, is 1.2"),
+        ("rollout.vllm.max_num_batched_tokens=8k", "must be a whole number above 0, is '8k'"),
+        ("trainer.megatron.tensor_model_parallel_size=2", "megatron.tensor_model_parallel_size: .* use trainer.tp"),
+        ("trainer.megatron.recompute_granularity=full", "must be selective, is 'full'.* trainer.recompute=full"),
+        ("trainer.megatron.recompute_modules=[mlp]", "would change nothing without .*recompute_granularity=selective"),
+        ("trainer.megatron.moe_router_load_balancing_type=sinkhorn", "other experts than the engines do"),
+    ],
+)
+def test_options_that_cannot_be_passed_through(tmp_path, override, problem):
+    with pytest.raises(ConfigError, match=problem) as refused:
+        load(tmp_path, overrides=[override])
+    assert "\n" not in str(refused.value)
+
+
+def test_two_ways_of_recomputing_are_refused(tmp_path):
+    overrides = ["trainer.megatron.recompute_granularity=selective", "trainer.recompute=mlp"]
+    with pytest.raises(ConfigError, match="=mlp recomputes parts of layers, too: set it to none"):
+        load(tmp_path, overrides=overrides)

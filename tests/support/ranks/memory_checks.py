@@ -4,7 +4,8 @@ import itertools
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ TOKENS = 512
 CPU = torch.device("cpu")
 
 
-def measure(folder: Path, tp: int, dtype: str, recompute: str, layers: int = 0) -> dict[str, int]:
+def measure(
+    folder: Path, tp: int, dtype: str, recompute: str, layers: int = 0, megatron: dict[str, Any] = MappingProxyType({})
+) -> dict[str, int]:
     """Returns the bytes of buffers, optimizer states and tensors saved in a forward pass."""
     config = Config(
         name="t",
@@ -35,6 +38,7 @@ def measure(folder: Path, tp: int, dtype: str, recompute: str, layers: int = 0) 
         data=DataConfig(""),
         trainer=TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS),
     )
+    config.trainer.megatron = dict(megatron)
     found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
     chunk, parts = found[Policy]
     for parameter in chunk.parameters():
@@ -140,6 +144,11 @@ def write_measured(folder: Path, rank: int, models: str, tp: int) -> None:
         for model, dtype, what in itertools.product(sorted(Path(models).iterdir()), dtypes, recomputed)
         if dtype == "bfloat16" or not what[1]
     ]
+    for model in sorted(Path(models).iterdir()):
+        feed_forward = "moe" if "moe" in model.name else "mlp"
+        for modules in (None, ["core_attn"], ["layernorm"], [feed_forward], ["core_attn", "layernorm", feed_forward]):
+            fields = {"recompute_granularity": "selective"} | ({"recompute_modules": modules} if modules else {})
+            cases.append((model, tp, "bfloat16", "none", 0, fields))
     schedules = [
         (pp, vpp, stage, count * pp)
         for pp in (2, 3, 4)

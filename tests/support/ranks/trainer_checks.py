@@ -423,14 +423,18 @@ def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
 
 
 def check_recompute(folder: Path, rank: int) -> None:
-    """Whatever is recomputed, of all layers or of the first two, losses are equal and gradients but for the order in
-    which they are added up."""
+    """Whatever is recomputed, of all layers or of the first two, or by megatron-core, losses are equal and gradients
+    but for the order in which they are added up."""
     settings = [(what, layers) for what in ("none", "elementwise", "mlp", "full") for layers in (0, 2)]
     settings.remove(("none", 2))
+    settings += [("auto", 0)]  # with what megatron-core recomputes
     for model in ("qwen2", "qwen3", "qwen3_moe", "qwen3_balanced"):
         expected = {}
         for what, layers in settings:
             layout = {"recompute": what, "recompute_layers": layers}
+            if what == "auto":
+                modules = ["core_attn", "layernorm", "moe" if "3_" in model else "mlp"]
+                layout["megatron"] = {"recompute_granularity": "selective", "recompute_modules": modules}
             with open_trainer(folder, rank, make_config(folder, model, layout)) as subject:
                 MiniBatch(subject, *minibatch()).forward_backward(40)
                 found = {name: value.clone() for name, value in whole_gradients(subject.policy).items()}

@@ -29,6 +29,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.engine import kv_cache
 from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.staging import reserve
@@ -669,3 +670,62 @@ def test_links_through_the_host_have_no_communicators():
     for rank in (host.trainer, host.engine):
         assert rank.of("links") == rank.of("link") == 0
     assert direct.trainer.total - host.trainer.total == direct.trainer.of("links")
+
+
+def test_options_of_vllm_change_the_plan_of_an_engine():
+    """Sums by hand of Qwen2.5-32B: 64 layers with 8 key heads of 128, tp 8."""
+
+    def planned(**vllm):
+        asked = config(rollout={"tp": 8, "vllm": vllm})
+        return asked, engine_memory(asked, DENSE, 80 * GIB, on_cuda=True)
+
+    plain, before = planned()
+    assert kv_cache.bytes_per_token(plain, DENSE) == 2 * 64 * 128 * 2
+    eight, _ = planned(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0", "63"])
+    assert kv_cache.bytes_per_token(eight, DENSE) == 2 * 128 * (62 + 2 * 2)
+    _, less = planned(gpu_memory_utilization=0.5)
+    assert before.total - less.total == int(0.92 * 80 * GIB) - 40 * GIB
+    _, small = planned(max_num_batched_tokens=2048)
+    rows = 12 * 256 * 152064
+    assert small.of("a forward pass") - rows == pytest.approx((before.of("a forward pass") - rows) / 4, rel=1e-6)
+    _, given = planned(kv_cache_memory_bytes=5 * GIB)
+    assert given.of("KV cache") == 5 * GIB
+    _, blocks = planned(num_gpu_blocks_override=1000, block_size=32)
+    assert blocks.of("KV cache") == 1000 * 32 * 2 * 64 * 128 * 2
+
+
+def test_a_draft_model_is_counted(tmp_path):
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text((ROOT / "configs/models/Qwen3-30B-A3B/config.json").read_text())
+    (folder / "model.safetensors").write_bytes(b"0" * 4000)
+    speculation = {"model": str(folder), "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2}
+    asked = config(rollout={"tp": 8, "vllm": {"speculative_config": speculation}})
+    d = architecture(HF["Qwen3-30B-A3B"]).dimensions
+    own = 2 * d.layers * (d.kv_heads // 2) * d.head_dim * 2
+    assert kv_cache.bytes_per_token(asked, DENSE) == 2 * 64 * 128 * 2 + own
+    assert engine_memory(asked, DENSE, 80 * GIB, on_cuda=True).of("draft model") == 2000
+
+
+@pytest.mark.parametrize(("size", "problem"), [(2**20, "holds .* tokens, an answer may have"), (79 * GIB, "lower it")])
+def test_a_given_size_of_the_kv_cache_that_cannot_work_is_refused(size, problem):
+    trainer = {"tp": 8, "pp": 2, "dp": 12}
+    asked = config(trainer, {"tp": 8, "engines": 24, "vllm": {"kv_cache_memory_bytes": size}})
+    with pytest.raises(ConfigError, match=rf"^rollout\.vllm\.kv_cache_memory_bytes: .*{problem}"):
+        plan_memory(asked, DENSE, 80)
+
+
+def test_recomputation_by_megatron_core_is_planned_and_costs_flops():
+    """core_attn repeats the attention, mlp its three products."""
+    trainer = {"tp": 8, "pp": 2, "dp": 12, "recompute": "auto"}
+    modules = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    asked = config(trainer | {"megatron": modules}, {"tp": 8, "engines": 24})
+    found = plan_memory(asked, DENSE, 80 * 4)
+    none = plan_memory(config(trainer | {"recompute": "none"}, {"tp": 8, "engines": 24}), DENSE, 80 * 4)
+    assert (found.recompute.recompute, found.recompute.modules) == ("none", ("core_attn", "mlp"))
+    assert "recomputation: core_attn, mlp by megatron-core; trainer FLOPs" in found.table()
+    assert found.trainer.of("activations") < none.trainer.of("activations")
+    d, n = architecture(DENSE).dimensions, asked.longest_sequence
+    again = d.layers * (2 * d.query * n * (n + 1) + 6 * d.hidden * d.ffn * n)
+    useful = 3 * float(SequenceFlops.of(DENSE)(n, n - 1))
+    assert found.recompute.flops == pytest.approx(1 + again / useful, rel=1e-9)

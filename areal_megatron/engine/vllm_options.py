@@ -1,0 +1,151 @@
+"""What a config passes through to vLLM (`rollout.vllm`), as vLLM's own parser reads it.
+
+    python -m areal_megatron.engine.vllm_options < CONFIG
+
+checks it before anything starts: exit code 2, and one line, if vLLM refuses an option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_megatron import config_file
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.engine import server
+from areal_megatron.errors import printable
+from areal_megatron.passed_through import SPECULATIVE, VLLM
+from areal_megatron.run import Run
+
+
+def parse(parser: argparse.ArgumentParser, command: Sequence[str]) -> argparse.Namespace:
+    """Returns what vLLM's parser reads from a command line of ours, which may end with `server.passed_through`.
+
+    `parser` is the one that knows vLLM's options. Raises ConfigError, which names the key, for an option that it
+    refuses.
+    """
+    command, given = list(command), {}
+    if server.PASSED_THROUGH in command:
+        given = json.loads(command.pop())
+        command.pop()
+    for name, value in given.items():
+        own = list(_words(parser, name, value))
+        _parsed(parser, own, f"{VLLM}.{name}")
+        command += own
+    return _parsed(parser, command, VLLM)
+
+
+def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator[str]:
+    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    if name not in actions:
+        raise ConfigError(f"{VLLM}.{name}: vLLM has no such option{_nearest(name, actions)}")
+    action, key = actions[name], f"{VLLM}.{name}"
+    if value is None:  # vLLM's default
+        return
+    if (action.nargs == 0) != isinstance(value, bool):
+        raise ConfigError(f"{key}: must {'' if action.nargs == 0 else 'not '}be true or false, is {_shown(value)}")
+    if isinstance(value, list | dict) and action.type in (str, int, float) and action.nargs not in ("+", "*"):
+        raise ConfigError(f"{key}: must be one value, is {_shown(value)}")
+    if name == SPECULATIVE:
+        _check_speculation(key, value)
+    flag = max(action.option_strings, key=len) if action.nargs != 0 else _switch(action, value)
+    if action.nargs == 0:
+        yield from [flag] * bool(flag)
+    elif isinstance(value, list) and action.nargs in ("+", "*"):
+        yield from [flag, *map(str, value)]
+    else:
+        yield f"{flag}={json.dumps(value) if isinstance(value, list | dict) else value}"
+
+
+def _switch(action: argparse.Action, on: bool) -> str:
+    """Returns the flag that turns a switch on or off; "" if there is none."""
+    flags = [flag for flag in action.option_strings if flag.startswith("--no-") != on and flag.startswith("--")]
+    return flags[0] if flags else ""
+
+
+def _check_speculation(key: str, value: Mapping[str, Any]) -> None:
+    """vLLM's parser takes any dict here, and refuses it only once the model's config is there."""
+    from dataclasses import fields
+
+    from vllm.config import SpeculativeConfig
+
+    known = {field.name for field in fields(SpeculativeConfig)}
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"{key}: vLLM has no field {name}{_nearest(name, known)}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _parsed(parser: argparse.ArgumentParser, words: Sequence[str], key: str) -> argparse.Namespace:
+    def refuse(message: str) -> None:
+        raise ConfigError(f"{key}: vLLM refuses it: {_one_line(re.sub('^argument [^:]*: ', '', message))}")
+
+    parser.error = refuse
+    try:
+        return parser.parse_args(list(words))
+    finally:
+        del parser.error
+
+
+def _one_line(message: str) -> str:
+    """The message without what pydantic appends to it."""
+    return printable(" ".join(message.split()).partition(" For further information visit")[0], 600)
+
+
+def check_engine(options: argparse.Namespace) -> None:
+    """Raises ConfigError if vLLM makes no engine of these options, as where they contradict each other. Takes up
+    neither the device nor much time."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        AsyncEngineArgs.from_cli_args(options).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except Exception as e:
+        raise ConfigError(f"{VLLM}: vLLM refuses it: {_one_line(str(e) or type(e).__name__)}") from None
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError if vLLM refuses an option of the config, with which its engine would start here."""
+    run = Run(config.run_dir)
+    os.environ.update(server.server_environment(config, run, sorted(os.sched_getaffinity(0))))
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    parse(parser, server.passed_through(config))
+    if not (current_platform.is_cpu() if config.machine.is_cpu else current_platform.is_cuda()):
+        return  # of what the engines run on, vLLM can tell nothing here
+    command = ["--model", config.model.path, *server.engine_arguments(config)]
+    try:
+        check_engine(parser.parse_args(command))
+    except ConfigError:
+        return  # not for what is passed through
+    check_engine(parse(parser, [*command, *server.passed_through(config)]))
+
+
+def main() -> int:
+    try:
+        check(config_file.load("/dev/stdin"))
+    except ConfigError as e:
+        print(f"error: {str(e).removeprefix('/dev/stdin: ')}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

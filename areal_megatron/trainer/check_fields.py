@@ -1,0 +1,50 @@
+"""Checks what a config passes through to megatron-core (`trainer.megatron`), where that is installed.
+
+    python -m areal_megatron.trainer.check_fields < CONFIG
+
+prints one line and ends with exit code 2 if megatron-core refuses a field.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoConfig
+
+from areal_megatron import config_file
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.trainer.model import parallel_sizes, transformer_config
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError if megatron-core refuses a field of the config, or all of them together, for its model."""
+    on_cuda = not config.machine.is_cpu and torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    held = architecture(read_config(config.model.path))
+    transformer_config(config, parallel_sizes(config, device), hf, held, device)
+
+
+def require(config: Config) -> None:
+    """Ends this process, with one line and exit code 2, if `check` fails."""
+    try:
+        if config.trainer.megatron:
+            check(config)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> int:
+    try:
+        check(config_file.load("/dev/stdin"))
+    except ConfigError as e:
+        print(f"error: {str(e).removeprefix('/dev/stdin: ')}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What a config passes through to megatron-core's TransformerConfig."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig, TrainerConfig
+from areal_megatron.passed_through import MEGATRON_OWNED
+from areal_megatron.trainer import check_fields
+from areal_megatron.trainer.megatron_fields import with_fields
+from tests.support.owned_rows import rows_of_owned
+from tests.support.tiny_models import save_model
+
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+OWNED = [name for group in MEGATRON_OWNED for name in group.names]
+
+
+def test_fields_have_the_types_of_megatron_core():
+    given = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], "moe_aux_loss_coeff": 1}
+    made = with_fields(SIZES, given)
+    assert (made.recompute_modules, made.recompute_granularity) == (["core_attn", "mlp"], "selective")
+    assert (made.num_layers, made.moe_aux_loss_coeff) == (2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"recompute_module": ["mlp"]}, r"\.recompute_module: .* has no such field, did you mean recompute_modules\?"),
+        ({"recompute_modules": "mlp"}, r"\.recompute_modules: Expected `array \| null`, got `str`, is 'mlp'"),
+        ({"deterministic_mode": 1}, r"\.deterministic_mode: Expected `bool`, got `int`, is 1"),
+        ({"moe_router_dtype": "fp16"}, r"\.moe_router_dtype: Invalid enum value 'fp16'"),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 9}, r": megatron-core refuses it: CPU offloading .*"),
+    ],
+)
+def test_a_mistake_is_refused_in_a_line_that_names_the_key(given, problem):
+    with pytest.raises(ConfigError, match=r"^trainer\.megatron" + problem) as refused:
+        with_fields(SIZES, given)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_field_is_checked_with_the_model(tmp_path):
+    save_model("qwen3", tmp_path)
+    config = Config(
+        name="t",
+        updates=1,
+        model=ModelConfig(str(tmp_path)),
+        data=DataConfig(""),
+        machine=MachineConfig(device="cpu"),
+        trainer=TrainerConfig(megatron={"moe_z_loss_coeff": 1e-3}),
+    )
+    check_fields.check(config)
+    config.trainer.megatron = {"cpu_offloading": True, "cpu_offloading_num_layers": 99}
+    with pytest.raises(ConfigError, match="only for layers less than"):
+        check_fields.check(config)
+
+
+def test_the_page_says_of_every_field_whether_it_is_passed_through():
+    known = [field.name for field in fields(TransformerConfig)]
+    assert sorted(OWNED) == sorted({*OWNED}) and {*OWNED} <= {*known}
+    page = (Path(__file__).parents[3] / "docs" / "options.md").read_text()
+    assert rows_of_owned(MEGATRON_OWNED) in page
+    assert "\n" + ", ".join(f"`{name}`" for name in known if name not in OWNED) + "\n" in page
