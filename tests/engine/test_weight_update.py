@@ -33,14 +33,7 @@ METRICS = {"kv_cache_metrics": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 SERVERS = {
     "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}),
-    "tp2-in-two-parts": (
-        "qwen3",
-        MegatronSizes(tp=2, pp=2),
-        EngineSizes(tp=2),
-        2,
-        "trainers",
-        {"kv_cache_metrics": True},
-    ),
+    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers", METRICS),
     "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}),
     "speculative": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {"speculative_config": NGRAM}),
 }
