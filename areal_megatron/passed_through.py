@@ -253,11 +253,18 @@ def check_vllm(given: Mapping[str, Any], on_cpu: bool | None, shared: bool, requ
 
 
 def check_sizes(vllm: Mapping[str, Any], require: Require) -> None:
-    """Requires that what the plan of memory counts with is a number."""
+    """Requires of what the plan of memory counts with that it has the right type."""
     for name in SIZES:
         value = vllm.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
         require(value is None or whole, f"{VLLM}.{name}", f"must be a whole number above 0, is {value!r}")
+    dtype, skipped = vllm.get("kv_cache_dtype"), vllm.get("kv_cache_dtype_skip_layers")
+    require(dtype is None or isinstance(dtype, str), f"{VLLM}.kv_cache_dtype", f"must be a text, is {dtype!r}")
+    require(
+        skipped is None or isinstance(skipped, list),
+        f"{VLLM}.kv_cache_dtype_skip_layers",
+        f"must be a list such as ['0', '1'], is {skipped!r}",
+    )
     share = vllm.get("gpu_memory_utilization")
     number = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
     require(
@@ -280,6 +287,11 @@ def check_speculation(vllm: Mapping[str, Any], starts_empty: bool, require: Requ
         key,
         "rejection_sample_method=synthetic accepts tokens that the policy did not sample; leave it out",
     )
+    model, ranks = speculation.get("model"), speculation.get("draft_tensor_parallel_size", 1)
+    require(model is None or isinstance(model, str), key, f"model must be a folder, is {model!r}")
+    require(
+        isinstance(ranks, int) and ranks > 0, key, f"draft_tensor_parallel_size must be a whole number, is {ranks!r}"
+    )
     require(
         not (starts_empty and "model" in speculation),
         key,
@@ -299,9 +311,9 @@ def check_modules(megatron: Mapping[str, Any], experts: bool, require: Require) 
 
 def check_balance(megatron: Mapping[str, Any], require: Require) -> None:
     """Requires that tokens go to the experts to which engines send them."""
-    kinds = megatron.get("moe_router_load_balancing_type") or ()
+    kinds = megatron.get("moe_router_load_balancing_type")
     require(
-        "sinkhorn" not in ([kinds] if isinstance(kinds, str) else kinds),
+        "sinkhorn" not in str(kinds),
         f"{MEGATRON}.moe_router_load_balancing_type",
         "sinkhorn sends tokens to other experts than the engines do",
     )
@@ -325,7 +337,12 @@ def check_recomputation(megatron: Mapping[str, Any], recompute: str, require: Re
         f"{MEGATRON}.recompute_granularity",
         f"trainer.recompute={recompute} recomputes parts of layers, too: set it to none",
     )
-    for module in modules if isinstance(modules, list) else []:
+    require(
+        modules is None or isinstance(modules, list),
+        f"{MEGATRON}.recompute_modules",
+        f"must be a list such as [core_attn], is {modules!r}",
+    )
+    for module in modules or []:
         require(
             module in RECOMPUTED,
             f"{MEGATRON}.recompute_modules",

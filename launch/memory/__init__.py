@@ -187,10 +187,13 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     if not is_long:
         yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
     kinds, part = ("none", "elementwise", "mlp", "full"), t.recompute_layers
+    if t.recompute_modules:  # megatron-core's recomputation goes with none
+        kinds = kinds[:1]
+    most = kinds[-1]
     t = replace(t, recompute_layers=0)
     for recompute in kinds[kinds.index(t.recompute) + (not part) :]:
         yield f"trainer.recompute={recompute}{' recompute_layers=0' * (part > 0)}", replace(t, recompute=recompute)
-    for recompute in dict.fromkeys((t.recompute, "full")):
+    for recompute in dict.fromkeys((t.recompute, most)):
         extra = f" trainer.recompute={recompute}" if recompute != t.recompute else ""
         for factor in (2, 4, 8, 16, 32, 64):
             if t.dp % factor:
@@ -201,9 +204,9 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
             if t.tp * t.cp * factor <= 8:
                 yield f"trainer.tp={t.tp * factor} dp={less.dp}{extra}", replace(less, tp=t.tp * factor)
             yield f"trainer.pp={t.pp * factor} dp={less.dp}{extra}", replace(less, pp=t.pp * factor)
-    t = replace(t, recompute="full")
+    t = replace(t, recompute=most)
     for factor in (2, 4, 8):
-        more = f"recompute=full on {factor} times as many GPUs"
+        more = f"recompute={most} on {factor} times as many GPUs"
         yield f"trainer.dp={t.dp * factor} {more}", replace(t, dp=t.dp * factor)
         if is_long:
             yield f"trainer.cp={t.cp * factor} {more}", replace(t, cp=t.cp * factor)

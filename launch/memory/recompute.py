@@ -40,9 +40,8 @@ class Recompute:
         """Describes what a config that is not `auto` asks for."""
         t = config.trainer
         tokens = longest(config)
-        flops, full = (
-            flops_ratio(each, hf_config, tokens) for each in (config, with_recompute(config, recompute="full"))
-        )
+        without = replace(config, trainer=replace(t, megatron={}))
+        flops, full = (flops_ratio(each, hf_config, tokens) for each in (config, with_recompute(without, "full")))
         return cls(
             t.recompute,
             t.recompute_layers,

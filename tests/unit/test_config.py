@@ -392,9 +392,13 @@ def test_options_of_other_libraries_are_taken_from_the_file_and_from_the_command
         ("rollout.vllm.speculative_config={rejection_sample_method: synthetic}", "that the policy did not sample"),
         ("rollout.vllm.speculative_config=ngram", r"must be a dict such as \{method: ngram"),
         ("rollout.vllm.gpu_memory_utilization=1.2", "must be a number above 0 and at most 1, is 1.2"),
+        ("rollout.vllm.speculative_config={model: 3}", "model must be a folder, is 3"),
+        ("rollout.vllm.kv_cache_dtype=[fp8]", r"kv_cache_dtype: must be a text, is \['fp8'\]"),
+        ("rollout.vllm.kv_cache_dtype_skip_layers=3", "must be a list such as .*, is 3"),
         ("rollout.vllm.max_num_batched_tokens=8k", "must be a whole number above 0, is '8k'"),
         ("trainer.megatron.tensor_model_parallel_size=2", "megatron.tensor_model_parallel_size: .* use trainer.tp"),
         ("trainer.megatron.recompute_granularity=full", "must be selective, is 'full'.* trainer.recompute=full"),
+        ("trainer.megatron.moe_router_load_balancing_type=[3, sinkhorn]", "other experts than the engines do"),
         ("trainer.megatron.recompute_modules=[mlp]", "would change nothing without .*recompute_granularity=selective"),
         ("trainer.megatron.moe_router_load_balancing_type=sinkhorn", "other experts than the engines do"),
     ],
@@ -403,6 +407,14 @@ def test_options_that_cannot_be_passed_through(tmp_path, override, problem):
     with pytest.raises(ConfigError, match=problem) as refused:
         load(tmp_path, overrides=[override])
     assert "\n" not in str(refused.value)
+
+
+def test_modules_to_recompute_are_a_list_of_known_ones(tmp_path):
+    overrides = ["trainer.megatron.recompute_granularity=selective", "trainer.megatron.recompute_modules=mlp"]
+    with pytest.raises(ConfigError, match=r"must be a list such as \[core_attn\], is 'mlp'"):
+        load(tmp_path, overrides=overrides)
+    with pytest.raises(ConfigError, match=r"'moe_act' is none of core_attn, layernorm, mlp, moe"):
+        load(tmp_path, overrides=[overrides[0], "trainer.megatron.recompute_modules=[moe_act]"])
 
 
 def test_two_ways_of_recomputing_are_refused(tmp_path):

@@ -715,6 +715,15 @@ def test_a_given_size_of_the_kv_cache_that_cannot_work_is_refused(size, problem)
         plan_memory(asked, DENSE, 80)
 
 
+def test_advice_for_trainers_with_megatron_cores_recomputation_keeps_it():
+    modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    trainer = {"recompute": "none", "tp": 4, "dp": 16, "megatron": modules, "microbatch_tokens": 1}
+    with pytest.raises(ConfigError, match="a GPU has 80") as refused:
+        plan_memory(config(trainer, {"tp": 8, "max_new_tokens": 12288}), DENSE, 80)
+    _, found, advice = str(refused.value).partition("with trainer.")
+    assert found and "recompute=" not in advice
+
+
 def test_recomputation_by_megatron_core_is_planned_and_costs_flops():
     """core_attn repeats the attention, mlp its three products."""
     trainer = {"tp": 8, "pp": 2, "dp": 12, "recompute": "auto"}
