@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from areal_megatron.command import COMMANDS, parser_of
-from areal_megatron.config import Config, config_fields
+from areal_megatron.config import Config, EnvironmentConfig, config_fields
 from tests.unit.test_docs import DOCS, ROOT
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -23,7 +23,18 @@ SHELL = ("", "sh", "bash")
 OURS = ("areal", "make", "mpirun", "python", "python3", "python3.12", "sbatch", "bash")
 OTHERS = ("cd", "curl", "exec", "export", "git", "mkdir", "pip", "scancel", "squeue", "tensorboard", "unzip", ".")
 """Programs whose arguments are none of our business."""
-KEYS = {key: is_dataclass(value) for key, _, value in config_fields(Config())}
+EVERY = [(key, value) for key, _, value in config_fields(Config(environments=[EnvironmentConfig()]))]
+KEYS = {key: is_dataclass(value) or isinstance(value, list | dict) for key, value in EVERY}
+"""Key → whether it is a section."""
+OF_OTHERS = tuple(f"{key}." for key, value in EVERY if isinstance(value, dict))
+"""How keys begin that are options of another library."""
+
+
+def is_key(name: str) -> bool:
+    name = re.sub(r"^environments\.\d+\.", "environments.0.", name)
+    return name.startswith(OF_OTHERS) or KEYS.get(name) is False
+
+
 """Key or section of a config → whether it is a section."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -109,7 +120,7 @@ def arguments_problem(known: set[str], words: list[str]) -> str:
         flag, _, _ = word.partition("=")
         if word.startswith("--") and len(word) > 2 and flag not in known:
             return f"no option {flag}"
-        if word != "key=value" and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=.*", word) and KEYS.get(flag, True):
+        if word != "key=value" and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=.*", word) and not is_key(flag):
             return f"no key {flag}"
     return ""
 
@@ -146,11 +157,11 @@ def test_keys_in_the_text_and_in_yaml_are_keys_of_a_config(doc):
     for span in SPAN.findall(FENCE.sub("", text)):
         for word in span.split():
             key = re.match(rf"((?:{'|'.join(sections)})(?:\.[a-z_0-9]+)+)(?:=|$)", word)
-            if key and key[1] not in KEYS and not key[1].endswith((".py", ".jsonl", ".yaml")):
+            if key and key[1] not in KEYS and not is_key(key[1]) and not key[1].endswith((".py", ".jsonl", ".yaml")):
                 wrong.add(key[1])
     for language, block in FENCE.findall(text):
         if language == "yaml":
-            wrong |= {key for key in keys_of(yaml.safe_load(block)) if key not in KEYS}
+            wrong |= {key for key in keys_of(yaml.safe_load(block)) if key not in KEYS and not is_key(key)}
     assert wrong == set()
 
 
@@ -159,6 +170,8 @@ def keys_of(tree: dict, prefix: str = ""):
         yield prefix + name
         if isinstance(value, dict):
             yield from keys_of(value, f"{prefix}{name}.")
+        for number, entry in enumerate(value if isinstance(value, list) else ()):
+            yield from keys_of(entry, f"{prefix}{name}.{number}.")
 
 
 @pytest.mark.parametrize(
@@ -168,6 +181,8 @@ def keys_of(tree: dict, prefix: str = ""):
         ("areal train conf.yaml --dry", "no option --dry"),
         ("areal train conf.yaml rollout.engine=2", "no key rollout.engine"),
         ("areal train conf.yaml rollout=2", "no key rollout"),
+        ("areal train conf.yaml environments.1.rewards=math", "no key environments.1.rewards"),
+        ("areal train conf.yaml environments.1.reward=math rollout.vllm.block_size=32", ""),
         ("areal engines drain RUN --count 1", "no option --count"),
         ("python -m launch.local conf.yaml --nodes 2", "no option --nodes"),
         ("python tools/nosuch.py", "no tools/nosuch.py"),
