@@ -7,11 +7,13 @@ import re
 import shlex
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
+from areal_megatron import passed_through
 from areal_megatron.command import COMMANDS, parser_of
 from areal_megatron.config import Config, EnvironmentConfig, config_fields
 from tests.unit.test_docs import DOCS, ROOT
@@ -30,9 +32,15 @@ OF_OTHERS = tuple(f"{key}." for key, value in EVERY if isinstance(value, dict))
 """How keys begin that are options of another library."""
 
 
+OWNED = {name for group in (*passed_through.VLLM_OWNED, *passed_through.MEGATRON_OWNED) for name in group.names}
+"""Options of theirs that may not be passed through."""
+
+
 def is_key(name: str) -> bool:
     name = re.sub(r"^environments\.\d+\.", "environments.0.", name)
-    return name.startswith(OF_OTHERS) or KEYS.get(name) is False
+    if section := next((section for section in OF_OTHERS if name.startswith(section)), ""):
+        return name.removeprefix(section).partition(".")[0] not in OWNED
+    return KEYS.get(name) is False
 
 
 """Key or section of a config → whether it is a section."""
@@ -116,8 +124,10 @@ def problem(words: list[str]) -> str:
 
 
 def arguments_problem(known: set[str], words: list[str]) -> str:
-    for word in words:
+    for before, word in pairwise(["", *words]):
         flag, _, _ = word.partition("=")
+        if before == "--vllm":
+            flag = f"rollout.vllm.{flag}"
         if word.startswith("--") and len(word) > 2 and flag not in known:
             return f"no option {flag}"
         if word != "key=value" and re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*=.*", word) and not is_key(flag):
@@ -181,6 +191,7 @@ def keys_of(tree: dict, prefix: str = ""):
         ("areal train conf.yaml --dry", "no option --dry"),
         ("areal train conf.yaml rollout.engine=2", "no key rollout.engine"),
         ("areal train conf.yaml rollout=2", "no key rollout"),
+        ("areal train conf.yaml rollout.vllm.tensor_parallel_size=2", "no key rollout.vllm.tensor_parallel_size"),
         ("areal train conf.yaml environments.1.rewards=math", "no key environments.1.rewards"),
         ("areal train conf.yaml environments.1.reward=math rollout.vllm.block_size=32", ""),
         ("areal engines drain RUN --count 1", "no option --count"),
