@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError
 from areal_megatron.run import Run, RunError
 from areal_megatron.trainer import checkpoint
@@ -73,12 +73,26 @@ class Export(threading.Thread):
         return 0
 
 
+class Companion(Protocol):
+    """Who keeps the part of a checkpoint that is not the trainers': the controller, by its port, or in supervised runs
+    progress.py. Every rank has one."""
+
+    def checkpoint(self, version: int, batches: int) -> None:
+        """Returns on the first rank when that part of the checkpoint of `version` is set aside."""
+
+    def wait_for_checkpoint(self, version: int) -> None:
+        """Returns when the part is in the folder of the checkpoint; from any thread. Raises OSError."""
+
+    def saved(self, version: int, stall_s: float, seconds: float, error: str = "", warning: str = "") -> None:
+        """Takes note of how the checkpoint of `version` went; from any thread."""
+
+
 class Checkpoints:
     """Saves every checkpoint.every versions; every rank calls it alike."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
+    def __init__(self, config: Config, run: Run, trainer: Trainer, companion: Companion):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
-        self._trainer, self._controller = trainer, controller
+        self._trainer, self._companion = trainer, companion
         self._saver = checkpoint.Saver(trainer)
         self._version = 0
         """Version of the checkpoint that was begun last."""
@@ -123,7 +137,7 @@ class Checkpoints:
     def stop(self, version: int, batches: int) -> None:
         """Saves `version`, whatever checkpoint.every is: the run is to end before its last update.
 
-        If `version` was saved already, only the controller's part is written again, which has the answers that were
+        If `version` was saved already, only the companion's part is written again, which has the answers that were
         interrupted since.
         """
         with self._removed_if_it_fails():
@@ -146,7 +160,7 @@ class Checkpoints:
         self._version = version
         with self._trainer.timeline.span("checkpoint", version=version), self._removed_if_it_fails():
             self._run.check_current()
-            self._controller.checkpoint(version, batches)
+            self._companion.checkpoint(version, batches)
             seal, lost = partial(self._seal, version, batches, begun), partial(self._lost, version, begun)
             self._saver.begin(path / "trainer", seal, lost)
         self._stall_s = time.monotonic() - begun
@@ -155,8 +169,8 @@ class Checkpoints:
         self._wait_for_exports()  # one may be reading what is replaced
         try:
             known = checkpoint_folder.again(self._run, version, folder)
-            self._controller.checkpoint(version, batches)
-            self._controller.wait_for_checkpoint(version)
+            self._companion.checkpoint(version, batches)
+            self._companion.wait_for_checkpoint(version)
             checkpoint_folder.seal(self._run, version, batches, known)
         except (OSError, ControllerError, ConfigError) as e:
             self._remove(version)
@@ -178,9 +192,9 @@ class Checkpoints:
     def _seal(self, version: int, batches: int, begun: float, written: dict[str, Written]) -> None:
         """Completes the checkpoint when all ranks' files are there; rank 0, on the saver's thread. Raises OSError."""
         folder = checkpoint_folder.partial(self._run, version)
-        self._controller.wait_for_checkpoint(version)
+        self._companion.wait_for_checkpoint(version)
         (folder / "hf").mkdir()
-        copy_description(Path(self._model.path), folder / "hf", self._model.dtype)
+        copy_description(Path(self._model.path), folder / "hf", self._model.dtype, self._trainer.hf_config)
         known = {f"trainer/{name}": file for name, file in written.items()}
         sealed = checkpoint_folder.seal(self._run, version, batches, known)
         self._saved, self._folder = version, sealed.folder
@@ -188,7 +202,7 @@ class Checkpoints:
         if self._settings.hf_every and version % self._settings.hf_every == 0:
             out = self._run.exports / sealed.folder.name
             self._exports.append(Export(sealed.folder, out, after=self._exports[-1] if self._exports else None))
-        self._controller.saved(version, self._stall_s, time.monotonic() - begun, warning=warning)
+        self._companion.saved(version, self._stall_s, time.monotonic() - begun, warning=warning)
 
     def _tidied(self, sealed: Path) -> str:
         """Removes what need not be kept; returns a warning if there is no room for the next ones, or ""."""
@@ -206,7 +220,7 @@ class Checkpoints:
     def _lost(self, version: int, begun: float, reason: str) -> None:
         """Gives up a checkpoint that the file system does not take; rank 0, on the saver's thread."""
         with contextlib.suppress(OSError, ControllerError):
-            self._controller.wait_for_checkpoint(version)  # until then it may write into the folder
+            self._companion.wait_for_checkpoint(version)  # until then it may write into the folder
         self._remove(version)
         last = f"the last one is {self._folder.name}" if self._folder else "there is none before it"
         error = (
@@ -215,7 +229,7 @@ class Checkpoints:
             "checkpoint.keep before the next one"
         )
         log.error("%s", error)
-        self._controller.saved(version, self._stall_s, time.monotonic() - begun, error)
+        self._companion.saved(version, self._stall_s, time.monotonic() - begun, error)
 
     def _free(self) -> str:
         try:

@@ -58,7 +58,8 @@ class ModelConfig:
 class DataConfig:
     train: str = ""
     """JSONL, Parquet or a folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub; a row has `prompt`
-    and `answer` (RL) or `prompt` and `response` (SFT), or is of another format (docs/data.md). Several:
+    and `answer` (RL), `prompt` and `response` (SFT) or `prompt`, `chosen` and `rejected` (DPO, reward models), or is of
+    another format (docs/data.md, docs/supervised.md). Several:
     `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
     """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
@@ -297,6 +298,16 @@ class PPOConfig:
 
 
 @dataclass
+class DPOConfig:
+    """Direct preference optimisation (docs/supervised.md); the reference is the model of model.path."""
+
+    beta: float = key(0.1, above=0)
+    """How strongly the policy is kept near the reference."""
+    label_smoothing: float = key(0.0, at_least=0, below=0.5)
+    """Share of the pairs that are taken to be the wrong way round."""
+
+
+@dataclass
 class RolloutConfig:
     engines: int = key(1, at_least=1)
     tp: int = key(1, at_least=1)
@@ -426,7 +437,7 @@ class RewardConfig:
 
 @dataclass
 class EvalConfig:
-    """How data.eval is evaluated during a run (docs/evaluation.md)."""
+    """How data.eval is evaluated during a run (docs/evaluation.md); supervised runs know `every` alone."""
 
     every: int = key(0, at_least=0)
     """Updates between evaluations; 0: only before the first and after the last."""
@@ -477,19 +488,21 @@ class Config:
     runs_dir: str = "runs"
     resume: str = ""
     """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
-    mode: str = key("rl", choices=("rl", "sft", "replay"))
-    """`replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
+    mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay"))
+    """`sft`, `dpo`, `reward_model`: supervised training on examples or on pairs of answers (docs/supervised.md).
+    `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
     seed: int = 1
     updates: int = key(MISSING, at_least=1)
-    """PPO updates (rl) or optimizer steps (sft)."""
+    """PPO updates, or optimizer steps of supervised training."""
     batch_size: int = key(512, at_least=1)
-    """Trajectories of a PPO update (B), or examples of an SFT step."""
+    """Trajectories of a PPO update (B), or examples or pairs of a supervised step."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -540,7 +553,21 @@ class Config:
     @property
     def optimizer_steps(self) -> int:
         """The most steps that the policy's optimizer makes in the run."""
-        return self.updates * (1 if self.mode == "sft" else self.ppo.minibatches)
+        return self.updates * (1 if self.is_supervised else self.ppo.minibatches)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run learns from data alone: it has neither controller nor engines, nor a critic."""
+        return self.mode in ("sft", "dpo", "reward_model")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether trainers keep a frozen model beside the policy."""
+        return self.ppo.has_reference if not self.is_supervised else self.mode == "dpo"
+
+    @property
+    def has_critic(self) -> bool:
+        return self.ppo.has_critic and not self.is_supervised
 
     @property
     def groups_per_batch(self) -> int:
@@ -615,7 +642,11 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_options(config, require)
     _check_ppo(config, require)
     _check_environments(config, require)
-    if config.mode != "sft":
+    for f in fields(DPOConfig) if config.mode != "dpo" else ():
+        require(_is_default(config.dpo, f.name), f"dpo.{f.name}", "has no meaning without mode=dpo")
+    if config.is_supervised:
+        _check_supervised(config, require)
+    else:
         _check_batch(config, require)
 
 
@@ -651,11 +682,6 @@ def _check_run(config: Config, require: Require) -> None:
         config.eval.temperature > 0 or config.eval.n == 1,
         "eval.temperature",
         f"0 gives the same answer eval.n={config.eval.n} times: set eval.n=1, or a temperature above 0",
-    )
-    require(
-        config.mode != "sft" or (not every and not config.resume),
-        "checkpoint.every" if every else "resume",
-        "supervised runs are short and save no checkpoints",
     )
     require(
         not config.trainer.recompute_layers or config.trainer.recompute not in ("auto", "none"),
@@ -710,7 +736,7 @@ def _check_ppo(config: Config, require: Require) -> None:
             "would change nothing: sapo has gates in place of clipping, see ppo.sapo_positive and ppo.sapo_negative",
         )
     if ppo.has_critic:
-        require(config.mode != "sft", "ppo.critic.lr", "supervised runs have no critic")
+        require(not config.is_supervised, "ppo.critic.lr", "supervised runs have no critic")
         require(ppo.rewards, "ppo.critic.lr", "without ppo.rewards there is no return for a critic to learn")
         require(
             ppo.algorithm in CRITIC_ALGORITHMS,
@@ -798,6 +824,14 @@ def _check_penalties(ppo: PPOConfig, require: Require) -> None:
 
 def _is_default(section: Any, name: str) -> bool:
     return getattr(section, name) == type(section).__dataclass_fields__[name].default
+
+
+def _check_supervised(config: Config, require: Require) -> None:
+    require(
+        config.batch_size >= config.trainer.dp,
+        "batch_size",
+        f"{config.batch_size} cannot be split over trainer.dp={config.trainer.dp}",
+    )
 
 
 def _check_batch(config: Config, require: Require) -> None:

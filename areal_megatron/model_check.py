@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, PPOConfig
-from areal_megatron.models.architecture import Dimensions, architecture, read_config, shown
+from areal_megatron.models.architecture import Dimensions, architecture, as_reward_model, read_config, shown
 from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -28,6 +28,10 @@ def check_model(config: Config, weights: bool = True) -> None:
         raise ConfigError(f"model.path: there is no folder {path}")
     hf = read_config(path)
     model = architecture(hf)
+    if model.is_reward_model and config.mode != "reward_model":
+        raise ConfigError(
+            f"model.path: {path} is a reward model ({model.name}), mode={config.mode} trains language models"
+        )
     _check_computation(hf, path)
     if model.dimensions.experts:
         _check_experts(config, hf, model.dimensions)
@@ -49,8 +53,15 @@ def check_model(config: Config, weights: bool = True) -> None:
         _check_length(config, hf, path)
     if weights and not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
-    if config.mode != "sft" and config.ppo.penalty.kl_model:
+    if not config.is_supervised and config.ppo.penalty.kl_model:
         _check_teacher(config, weights)
+
+
+def trained_config(config: Config, pad_token: int | None = None) -> dict[str, Any]:
+    """Returns config.json of the model that the run trains: that of model.path, but in mode reward_model with a score
+    in place of logits, and `pad_token` as in `as_reward_model`. Raises ConfigError."""
+    described = read_config(config.model.path)
+    return as_reward_model(described, pad_token) if config.mode == "reward_model" else described
 
 
 def reference_config(config: Config) -> Config:

@@ -31,7 +31,7 @@ from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
-from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
 from areal_megatron.run import Run, is_engine, is_trainer
 
@@ -44,6 +44,9 @@ FEW_POINTS = 15
 WAITS = ("wait", "publish", "pause")
 """Spans whose name starts with one of these do not count as work of their pool."""
 
+WHAT = {"sft": "supervised fine-tuning", "dpo": "direct preference optimisation", "reward_model": "reward model"}
+"""Supervised modes in words."""
+
 STYLE = Path(__file__).with_name("report.css").read_text()
 
 
@@ -55,7 +58,7 @@ class RunData:
     config: Config
     status: dict[str, Any]
     steps: list[dict[str, Any]]
-    """The lines of kind `update` or `sft` of metrics.jsonl."""
+    """The lines of metrics.jsonl that tell of an update."""
     evaluations: list[dict[str, Any]]
     spans: list[Span]
 
@@ -76,7 +79,7 @@ def load(run: Run) -> RunData:
         run,
         config,
         read_status(run),
-        [r for r in records if r["kind"] in ("update", "sft")],
+        [r for r in records if r["kind"] in STEPS],
         sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]),
         read_spans(run),
     )
@@ -85,25 +88,29 @@ def load(run: Run) -> RunData:
 def write_report(run: Run, out: Path) -> None:
     data = load(run)
     merge(run)
-    page = _page(data, _sft_sections(data) if data.config.mode == "sft" else _rl_sections(data))
+    page = _page(data, _supervised_sections(data) if data.config.is_supervised else _rl_sections(data))
     write_atomically(out, page)
 
 
 # ---------------------------------------------------------------- sections
 
 
-def _sft_sections(data: RunData) -> list[str]:
-    return [
-        _section(
-            "Training",
-            "",
-            [
-                _lines(data, "Loss", "nats per token", {"loss": TRAIN}),
-                _lines(data, "Speed", "tokens/s", {"tokens_per_s": THIRD}, zero=True),
-                _lines(data, "Learning rate", "", {"lr": GREY}),
-            ],
-        ),
+def _supervised_sections(data: RunData) -> list[str]:
+    unit, right = "nats per pair", "share of pairs ranked right"
+    if data.config.mode == "sft":
+        unit, right = "nats per token", "share of tokens that are the likeliest"
+    figures = [_with_held_out(data, "Loss", unit, "loss"), _with_held_out(data, "Accuracy", right, "accuracy")]
+    if data.config.mode == "dpo":
+        names = {"reward_chosen": "chosen", "reward_rejected": "rejected", "margin": "margin"}
+        colors = dict(zip(names, (THIRD, HELD_OUT, TRAIN), strict=True))
+        figures += [_lines(data, "Implicit rewards", "nats", colors, names), _with_held_out(data, "KL", "nats", "kl")]
+    if data.config.mode == "reward_model":
+        figures.append(_with_held_out(data, "Margin", "difference of scores", "margin"))
+    figures += [
+        _lines(data, "Speed", "tokens/s", {"tokens_per_s": THIRD}, zero=True),
+        _lines(data, "Learning rate", "", {"lr": GREY}),
     ]
+    return [_section("Training", "", figures)]
 
 
 def _rl_sections(data: RunData) -> list[str]:
@@ -365,6 +372,12 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _files(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The figures of each file of data.eval, if there are several."""
+    files = list(evaluation["files"].items())
+    return files if len(files) > 1 else []
+
+
 def _with_interval(value: float, low: float, high: float) -> str:
     return f"{100 * value:.1f}% ({100 * low:.1f} – {100 * high:.1f})"
 
@@ -375,7 +388,11 @@ def _final_rows(data: RunData) -> list[tuple[str, str]]:
         return form.format(mean(values)) if values else "–"
 
     rows = [("duration", _duration(data.status.get("elapsed_s", _time_covered(data))))]
-    if data.config.mode == "sft":
+    if data.config.is_supervised:
+        for evaluation in data.evaluations:
+            title = f"held-out, step {evaluation['version']}"
+            for name, figures in {title: evaluation, **{f"{title}, {f}": e for f, e in _files(evaluation)}}.items():
+                rows.append((name, f"loss {figures['loss']:.4f}, accuracy {100 * figures['accuracy']:.1f}%"))
         return [
             *rows,
             ("loss, last 10 steps", last("loss", "{:.3f}")),
@@ -437,7 +454,7 @@ def _svg(figure: plt.Figure, wide: bool = False) -> str:
 
 
 def _over_versions(data: RunData, axes: Axes) -> None:
-    axes.set_xlabel("step" if data.config.mode == "sft" else "policy version")
+    axes.set_xlabel("step" if data.config.is_supervised else "policy version")
     axes.set_xlim(0, data.config.updates)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -472,6 +489,17 @@ def _lines(
         axes.set_ylim(bottom=0)
     if labels:
         axes.legend(frameon=False, fontsize=9)
+    return _svg(figure)
+
+
+def _with_held_out(data: RunData, title: str, unit: str, key: str) -> str:
+    """Draws a metric of supervised steps, and what it is on held-out items."""
+    figure, axes = _axes(title, unit)
+    axes.plot(*data.series(key), color=TRAIN, linewidth=1.8, label="training batch")
+    if found := [(e["version"], e[key]) for e in data.evaluations if e.get(key) is not None]:
+        axes.plot(*zip(*found, strict=True), "o-", color=HELD_OUT, linewidth=1.8, markersize=5, label="held-out")
+        axes.legend(frameon=False, fontsize=9)
+    _over_versions(data, axes)
     return _svg(figure)
 
 
@@ -545,8 +573,8 @@ def _utilisation(data: RunData) -> str:
 
 def _page(data: RunData, sections: list[str]) -> str:
     name = html.escape(data.config.name)
-    what = "supervised fine-tuning" if data.config.mode == "sft" else "asynchronous PPO"
-    unit = "steps" if data.config.mode == "sft" else "updates"
+    what = WHAT.get(data.config.mode, "asynchronous PPO")
+    unit = "steps" if data.config.is_supervised else "updates"
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.steps[0]["time"])) if data.steps else "no step yet"
     return "\n".join(
         [
@@ -578,7 +606,7 @@ def _banner(data: RunData) -> str:
 
 
 def _cards(data: RunData) -> str:
-    if data.config.mode == "sft":
+    if data.config.is_supervised:
         losses = data.values("loss")
         cards = [
             (f"{losses[0]:.2f} → {losses[-1]:.3f}" if losses else "–", "loss"),

@@ -117,7 +117,7 @@ Event = NodeHello | Ended | Cleared | Alive
 
 def module_of(config: Config, pool: str) -> str:
     """Returns the module that processes of a pool run."""
-    return _MODULES.get(pool) or ("areal_megatron.sft" if config.mode == "sft" else "areal_megatron.train")
+    return _MODULES.get(pool, "areal_megatron.supervised" if config.is_supervised else "areal_megatron.train")
 
 
 def start_order(

@@ -20,8 +20,7 @@ from areal_megatron.algorithms import PUBLISHED
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
-from areal_megatron.model_check import check_model
-from areal_megatron.models.architecture import read_config
+from areal_megatron.model_check import check_model, trained_config
 from launch.memory import MemoryPlan, plan_memory
 from launch.memory.parts import GIB
 from launch.option_check import check_for_device, check_options, uncounted
@@ -77,13 +76,13 @@ def plan(
     check_model(config, weights)
     check_for_device(config)
     said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), *uncounted(config))
-    memory = plan_memory(config, read_config(config.model.path), gpu_gib)
+    memory = plan_memory(config, trained_config(config), gpu_gib)
     return ClusterPlan(placement, memory, [line for line in said if line])
 
 
 def _sudden_steps(config: Config) -> str:
     o = config.optimizer
-    if config.mode == "sft" or o.lr <= 5e-6 or o.eps >= 1e-6:
+    if config.is_supervised or o.lr <= 5e-6 or o.eps >= 1e-6:
         return ""
     return (
         f"optimizer.lr: with optimizer.eps={o.eps:g} each step moves every weight by nearly the whole rate of "
@@ -94,7 +93,7 @@ def _sudden_steps(config: Config) -> str:
 def _unusual_clip(config: Config) -> str:
     """Clips are of the size of an algorithm's ratios: those of whole sequences are hundreds of times nearer to 1."""
     algorithm = config.ppo.algorithm
-    for name in ("clip_low", "clip_high") if config.mode != "sft" else ():
+    for name in ("clip_low", "clip_high") if not config.is_supervised else ():
         value, published = getattr(config.ppo, name), getattr(PUBLISHED[algorithm], name)
         if value < 1 and not 0.1 <= value / published <= 10:
             return f"ppo.{name}: {value:g}, where {algorithm} is published with {published:g}, its default"

@@ -119,7 +119,7 @@ def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node
         for pool in pools:
             places[pool.name] = _place(pool, own, free, pools)
             _check_alike(pool, own, places[pool.name])
-    processes = [Process("controller", "controller", 0, nodes[0].name, ())] if config.mode != "sft" else []
+    processes = [Process("controller", "controller", 0, nodes[0].name, ())] if not config.is_supervised else []
     ranks = [slot for group in places["trainer"] for slot in group]
     processes += [Process(trainer_name(rank), "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
     engines = enumerate(places.get("rollout", []))

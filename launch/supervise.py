@@ -153,9 +153,10 @@ class _Watch:
 
     def kept(self) -> set[str]:
         """Returns the engines that the next incarnation can use: those alive that the controller has not given up, but
-        none if the controller itself failed."""
+        none if the controller itself failed, or there is none."""
         processes = self._hosts.by_name
-        if (processes["controller"].exit_code or 0) > 0:
+        controller = processes.get("controller")
+        if controller is None or (controller.exit_code or 0) > 0:
             return set()
         engines = {whole(name) for name in processes if is_engine(name)} - self._health.given_up
         return {name for name in engines if all(processes[part].exit_code is None for part in self.parts({name}))}

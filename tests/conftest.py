@@ -17,6 +17,7 @@ from tests.support.living import command_of
 from tests.support.traces import Traces
 
 ROOT = Path(__file__).parent.parent
+TRAINERS = {"areal_megatron.train", "areal_megatron.supervised"}
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +92,7 @@ class LocalRun:
         role, _, index = name.partition("-")
         sign = {
             "controller": lambda command: "areal_megatron.controller.controller" in command,
-            "trainer": lambda command: "areal_megatron.train" in command and command[-1] == index,
+            "trainer": lambda command: TRAINERS & {*command} and command[-1] == index,
             "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
         }[role]
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))

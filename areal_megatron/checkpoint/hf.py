@@ -84,9 +84,9 @@ def export(
     """Writes the trainer's weights as a Hugging Face folder; every trainer rank calls it, rank 0 writes.
 
     Tensors travel one at a time to rank 0 over `group` (gloo, all trainer ranks; None: the default group), which holds
-    one of them while it writes the one before. config.json, tokenizer and generation config come from the folder
-    `source`. The folder appears under `path` whole or not at all; an older one is replaced. Raises LayoutError where
-    the parameters are not the layout's.
+    one of them while it writes the one before. config.json is `hf_config`; tokenizer and generation config come from
+    the folder `source`. The folder appears under `path` whole or not at all; an older one is replaced. Raises
+    LayoutError where the parameters are not the layout's.
     """
     layouts = trainer_layout.layouts(hf_config, sizes)
     layouts[rank].check({name: parameter.shape for name, parameter in parameters.items()}, f"trainer rank {rank}")
@@ -106,7 +106,7 @@ def export(
         return
     with whole_folder(Path(path)) as folder:
         write_weights(folder, tensors, gathered, shard_bytes)
-        copy_description(Path(source), folder, dtype)
+        copy_description(Path(source), folder, dtype, hf_config)
 
 
 def _gather(

@@ -162,9 +162,9 @@ def write_weights(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def copy_description(source: Path, folder: Path, dtype: str) -> None:
+def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str, Any] | None = None) -> None:
     """Copies what describes a model, by name (DESCRIPTION), out of its folder; config.json gets the dtype of the new
-    weights.
+    weights. `config`: what it holds besides; by default what it holds in `source`.
 
     Everything else is named in one line of the log, also a link that leads out of the model's folder (and out of its
     folder in the Hugging Face cache): what it leads to may be private. Raises OSError, and ConfigError for config.json.
@@ -186,7 +186,7 @@ def copy_description(source: Path, folder: Path, dtype: str) -> None:
             folder,
             ", ".join(skipped),
         )
-    config = read_config(source)
+    config = dict(read_config(source) if config is None else config)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     write_json(folder / "config.json", config)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.controller.schedule import ScheduleState
+from areal_megatron.data.prompts import Drawing
 from areal_megatron.data.trajectory import Trajectory, decoder, store
 from areal_megatron.engine.client import Completion
 
@@ -60,18 +61,8 @@ def read(
         state = _decode(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as e:
         raise ConfigError(f"{path}: no readable state of a controller: {e}") from None
-    if state.prompts != prompts:
-        raise ConfigError(
-            f"data.train: {prompts} prompts, but the checkpoint was made with {state.prompts}: continue with "
-            "the same file, or start a new run from the exported model"
-        )
-    if state.seed != seed:
-        raise ConfigError(f"seed: {seed}, but the checkpoint was made with {state.seed}, which orders the prompts")
-    if state.mixture != list(mixture):
-        raise ConfigError(
-            "data.train: the checkpoint was made with other weights, which order the prompts: continue with the "
-            "same, or start a new run from the exported model"
-        )
+    drawing = Drawing(rows=state.prompts, seed=state.seed, mixture=state.mixture, cursor=state.cursor)
+    drawing.check(prompts, seed, mixture)
     if state.order != order:
         raise ConfigError(
             "rollout.easiest_first: the checkpoint was made with prompts in another order: continue with the same "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
@@ -14,9 +15,9 @@ from areal_megatron.data.prompts import (
     cursor,
     is_easiest_first,
     no_problems,
-    read_examples,
     read_prompts,
 )
+from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
 
 _REASONS = 5
@@ -35,8 +36,8 @@ def check_data(
     ProblemsOf.
     """
     tokenizer = Tokenizer(config.model.path)
-    if config.mode == "sft":
-        cursor(config, read_examples(config.data.train, tokenizer))
+    if config.is_supervised:
+        _check_supervised(config, tokenizer, say)
         return
     if config.ppo.penalty.kl_model:
         tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
@@ -91,7 +92,16 @@ def _read(
     return prompts
 
 
-def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Prompt], say: Callable[[str], None]) -> None:
+def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+    _check_weights(config)
+    train = read_items(config, "train", tokenizer)
+    cursor(config, train)
+    if config.data.eval:
+        held_out = read_items(config, "eval", tokenizer)
+        _check_overlap(config, compare(train, held_out, say), held_out, say)
+
+
+def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Any], say: Callable[[str], None]) -> None:
     if overlap.equal:
         asked, trained = overlap.equal[0]
         problem = (
@@ -111,7 +121,7 @@ def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Prompt],
         )
 
 
-def _number(some: Sequence, prompts: Sequence[Prompt], several: str = "are", one: str = "is") -> str:
+def _number(some: Sequence, prompts: Sequence[Any], several: str = "are", one: str = "is") -> str:
     return f"{len(some)} of {len(prompts)} prompts {several if len(some) > 1 else one}"
 
 

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
@@ -51,6 +53,10 @@ class Example:
     source: int = 0
     """Number of the data set in a mixture, from 0."""
     environment: int = 0
+    text: str = ""
+    """The prompt without the chat template."""
+    where: str = ""
+    """`path:row`, for messages."""
 
 
 @dataclass
@@ -163,11 +169,12 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
     Raises ConfigError for the reasons that `read_prompts` does.
     """
     found = list(records(text))
-    prompts = tokenizer.prompts([prompt_of(record.row, record.where) for record in found], [r.where for r in found])
+    asked = [prompt_of(record.row, record.where) for record in found]
+    prompts = tokenizer.prompts(asked, [record.where for record in found])
     responses = tokenizer.responses([field(record.row, "response", (str,), record.where) for record in found])
     return [
-        Example(np.array([*prompt, *response], np.int32), len(prompt), record.source)
-        for record, prompt, response in zip(found, prompts, responses, strict=True)
+        Example(np.array([*tokens, *response], np.int32), len(tokens), record.source, text_of(prompt), record.where)
+        for record, prompt, tokens, response in zip(found, asked, prompts, responses, strict=True)
     ]
 
 
@@ -230,8 +237,36 @@ class Cursor:
         return members
 
 
-def cursor(config: Config, members: Sequence[Prompt] | Sequence[Example], at: tuple[int, int] = (0, 0)) -> Cursor:
-    """Returns a cursor over the prompts or examples of data.train. Raises ConfigError for the reasons `shares` does."""
+class Drawing(msgspec.Struct, kw_only=True):
+    """Where the drawing of rows stands, as a checkpoint keeps it, and what their order depends on."""
+
+    rows: int
+    """Number of rows of data.train."""
+    seed: int
+    mixture: list[tuple[int, int]]
+    """(rows, rows drawn an epoch) of each file of data.train, if the files have weights."""
+    cursor: tuple[int, int]
+    """`Cursor.at`."""
+
+    def check(self, rows: int, seed: int, mixture: Sequence[tuple[int, int]]) -> None:
+        """Raises ConfigError if this data and seed give another order."""
+        if self.rows != rows:
+            raise ConfigError(
+                f"data.train: {rows} rows, but the checkpoint was made with {self.rows}: continue with the same file, "
+                "or start a new run from the exported model"
+            )
+        if self.seed != seed:
+            raise ConfigError(f"seed: {seed}, but the checkpoint was made with {self.seed}, which orders the rows")
+        if self.mixture != list(mixture):
+            raise ConfigError(
+                "data.train: the checkpoint was made with other weights, which order the rows: continue with the "
+                "same, or start a new run from the exported model"
+            )
+
+
+def cursor(config: Config, members: Sequence[Any], at: tuple[int, int] = (0, 0)) -> Cursor:
+    """Returns a cursor over the prompts, examples or pairs of data.train. Raises ConfigError for the reasons that
+    `shares` does."""
     ranks = ranks_of(config, (member.pass_rate for member in members))
     return Cursor(len(members), config.seed, at, row_shares(config, members), ranks)
 

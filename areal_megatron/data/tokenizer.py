@@ -66,6 +66,12 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
 
+    @property
+    def pad_token(self) -> int | None:
+        """The token that fills up batches; None if the tokenizer has none, or it ends answers as well."""
+        token = self._tokenizer.token_to_id(self._special("pad_token"))
+        return None if token in self.stop_tokens else token
+
     def longest_token(self) -> int:
         """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""
         return max(len(token.encode()) for token in self._tokenizer.get_vocab())

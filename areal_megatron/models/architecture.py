@@ -14,7 +14,7 @@ from areal_megatron.json_input import parse_json
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
-from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, Dimensions, Family
+from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, SCORE, Dimensions, Family, Row
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
@@ -23,6 +23,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 """The class that config.json names in `architectures` → the table."""
+
+_LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
+"""How the names of the classes of language models end, and of reward models."""
 
 _CLASS_OF_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
@@ -48,11 +51,19 @@ class Architecture:
     dimensions: Dimensions
     tied: bool
     """Whether the output layer is the embedding; the checkpoint has no lm_head then."""
+    is_reward_model: bool = False
+    """Whether the output layer gives a score in place of logits."""
+
+    @property
+    def output_layer(self) -> Row | None:
+        """None: it is the embedding."""
+        return SCORE if self.is_reward_model else None if self.tied else HEAD
 
     @cached_property
     def canonical(self) -> dict[str, tuple[int, ...]]:
         """The canonical tensors, in the order of the model: the checkpoint's name as a pattern → shape."""
-        rows = [EMBEDDING, *(row.of_layers() for row in self.family.layer), FINAL_NORM, *([] if self.tied else [HEAD])]
+        rows = [EMBEDDING, *(row.of_layers() for row in self.family.layer), FINAL_NORM]
+        rows += [self.output_layer] if self.output_layer else []
         return {name: self.dimensions.shape(axes) for row in rows for name, axes in row.tensors.items()}
 
 
@@ -78,6 +89,9 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     classes = hf_config.get("architectures")
     named = (classes[0] if isinstance(classes, list) and classes else classes) or hf_config.get("model_type")
     name = _CLASS_OF_MODEL_TYPE.get(named, named) if isinstance(named, str) else None
+    is_reward_model = name is not None and name.endswith(_REWARD)
+    if is_reward_model:
+        name = name.removesuffix(_REWARD) + _LANGUAGE
     if name not in FAMILIES:
         raise ConfigError(
             f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}"
@@ -124,7 +138,31 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"model.path: config.json has {dimensions.layers} layers of {dimensions.experts} experts; {tensors} are "
             f"more than the {_MOST_TENSORS} that any model has"
         )
+    if is_reward_model:
+        if not isinstance(labels := hf_config.get("id2label"), dict) or len(labels) != 1:
+            raise ConfigError(f"model.path: config.json names {shown(named)} without one label; a reward model has one")
+        return Architecture(shown(named), family, dimensions, tied=False, is_reward_model=True)
     return Architecture(name, family, dimensions, bool(hf_config.get("tie_word_embeddings", False)))
+
+
+def as_reward_model(hf_config: Mapping[str, Any], pad_token: int | None = None) -> dict[str, Any]:
+    """Returns the config.json of the reward model that has a language model's layers, and a score in place of its
+    output layer, as transformers' class for the classification of sequences; one of a reward model is returned as it
+    is.
+
+    `pad_token`: the token with which callers fill up batches; None: they must not. The score is that of the last other
+    token.
+    """
+    model = architecture(hf_config)
+    if model.is_reward_model:
+        return dict(hf_config)
+    added = {
+        "architectures": [model.name.removesuffix(_LANGUAGE) + _REWARD],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": pad_token,
+    }
+    return dict(hf_config) | added
 
 
 def shown(value: Any) -> str:

@@ -61,6 +61,11 @@ class Dimensions:
     expert_ffn: int = 0
 
     @property
+    def scores(self) -> int:
+        """The outputs of a reward model."""
+        return 1
+
+    @property
     def query(self) -> int:
         return self.heads * self.head_dim
 
@@ -94,6 +99,8 @@ EMBEDDING = Row(
 )
 FINAL_NORM = Row(Cut.WHOLE, "decoder.final_layernorm.weight", "model.norm.weight", {"model.norm.weight": "hidden"})
 HEAD = Row(Cut.VOCABULARY, "output_layer.weight", "lm_head.weight", {"lm_head.weight": "vocabulary hidden"})
+SCORE = Row(Cut.WHOLE, HEAD.megatron, "score.weight", {"score.weight": "scores hidden"})
+"""The output layer of a reward model."""
 TIED_HEAD = Row(Cut.VOCABULARY, HEAD.megatron, EMBEDDING.vllm, EMBEDDING.tensors)
 
 ATTENTION = (

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_megatron.config import Config
-from areal_megatron.observe.metrics import MetricsReader, read_status, surviving
+from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.observe.status import EngineStatus, engines_of
 from areal_megatron.run import Run
 
@@ -85,6 +85,8 @@ class Console:
             lines.append(f"held-out accuracy {self._held_out()}")
         elif self._steps:
             lines.append(f"loss {_number(self._steps[0].get('loss'), 3)} → {_number(self._steps[-1].get('loss'), 3)}")
+            if self._evaluations:
+                lines.append(f"held-out accuracy {self._held_out()}")
         return "\n".join(lines)
 
     def _update(self) -> None:
@@ -102,12 +104,12 @@ class Console:
 
     @property
     def _unit(self) -> str:
-        return "steps" if self._config.mode == "sft" else "updates"
+        return "steps" if self._config.is_supervised else "updates"
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
             self._evaluations = sorted([*self._evaluations, record], key=lambda e: e["version"])
-        elif record["kind"] in ("update", "sft"):
+        elif record["kind"] in STEPS:
             self._steps.append(record)
         elif record["kind"] == "resume":
             self._steps = surviving(self._steps, record["version"])
@@ -116,9 +118,12 @@ class Console:
 
     def _tell(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
+            measured = (
+                f"held-out loss {_number(record['loss'], 4)}, accuracy" if "loss" in record else "held-out accuracy"
+            )
             self._note(
                 record["time"],
-                f"held-out accuracy {_percent(record.get('accuracy'))} at version {record['version']}, "
+                f"{measured} {_percent(record.get('accuracy'))} at version {record['version']}, "
                 f"{record.get('items', '?')} prompts{_by_file(record)}",
             )
         elif record["kind"] == "start":
@@ -133,7 +138,7 @@ class Console:
             self._note(record["time"], f"resumed at version {record['version']}")
         if record["kind"] == "update":
             self._warn(record)
-        if not self._live and (record["kind"] == "update" or (record["kind"] == "sft" and self._is_twentieth())):
+        if not self._live and (record["kind"] == "update" or (record["kind"] in STEPS and self._is_twentieth())):
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
     def _warn(self, record: dict[str, Any]) -> None:
@@ -165,7 +170,7 @@ class Console:
 
     def _panel(self, status: dict[str, Any]) -> Panel:
         body = [self._progress(), Text()]
-        body.append(_facts(self._sft_facts() if self._config.mode == "sft" else self._rl_facts(status)))
+        body.append(_facts(self._supervised_facts() if self._config.is_supervised else self._rl_facts(status)))
         if self._config.mode == "rl":
             body += [Text(), _engine_table(engines_of(status), self._config.rollout.engines)]
         body += [Text(), Text("\n".join(self._events), style="dim")]
@@ -221,11 +226,12 @@ class Console:
             return accuracy
         return f"{accuracy} → {_percent(last.get('accuracy'))} (version {last['version']})"
 
-    def _sft_facts(self) -> dict[str, str]:
+    def _supervised_facts(self) -> dict[str, str]:
         last = self._steps[-1] if self._steps else {}
         return {
             "loss": f"{_number(last.get('loss'), 3):<6}  {_trend(self._steps, 'loss')}",
             "trained": f"{_number(last.get('tokens_per_s'), 0)} tokens/s",
+            **({"held-out": self._held_out()} if self._evaluations else {}),
             "learning rate": "–" if last.get("lr") is None else f"{last['lr']:.2e}",
         }
 
@@ -235,7 +241,7 @@ def _stamped(when: float, text: str) -> str:
 
 
 def _line(record: dict[str, Any], count: int, total: int) -> str:
-    if record["kind"] == "sft":
+    if record["kind"] != "update":
         return (
             f"step {count}/{total}  loss {_number(record.get('loss'), 4)}  "
             f"{_number(record.get('tokens_per_s'), 0)} tokens/s"
@@ -262,7 +268,8 @@ def _facts(facts: dict[str, str]) -> Table:
 def _by_file(evaluation: dict[str, Any]) -> str:
     """The accuracy of each file, if there are several."""
     files, average = evaluation.get("files", {}), f"avg@{evaluation.get('n')}"
-    parts = [f"{name} {_percent(figures.get(average, {}).get('value'))}" for name, figures in files.items()]
+    shares = {name: figures.get("accuracy", figures.get(average, {}).get("value")) for name, figures in files.items()}
+    parts = [f"{name} {_percent(share)}" for name, share in shares.items()]
     return f": {', '.join(parts)}" if len(parts) > 1 else ""
 
 

@@ -24,6 +24,9 @@ from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
 from areal_megatron.run import Run
 
+STEPS = ("update", "sft", "dpo", "reward_model")
+"""The kinds of lines that tell of an update: `update` in RL, the mode in supervised runs."""
+
 
 class MetricsWriter:
     """Appends to metrics.jsonl and to the TensorBoard folder of a run; one process of the run has a writer.
@@ -46,8 +49,8 @@ class MetricsWriter:
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Has the line {"time", "kind", "version", **values} appended soon, with the time in seconds since the epoch.
 
-        `kind` is `update`, `eval`, `checkpoint`, `start`, `resume` or `sft`; `version` is the policy version (sft: the
-        step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
+        `kind` is one of STEPS, `eval`, `checkpoint`, `start` or `resume`; `version` is the policy version (supervised:
+        the step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
         dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
         values, and Replaced once a line was found to come from a process that has been replaced.
         """

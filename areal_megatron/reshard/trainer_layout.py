@@ -182,8 +182,8 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
             shard.add(row, prefix + "decoder.layers.{}." + _name(row, model, sizes), layers)
         if last:
             shard.add(FINAL_NORM, prefix + FINAL_NORM.megatron)
-            if not model.tied:
-                shard.add(HEAD, prefix + HEAD.megatron)
+            if model.output_layer:
+                shard.add(model.output_layer, prefix + HEAD.megatron)
             elif not first:
                 shard.add(TIED_HEAD, prefix + HEAD.megatron)
     return shard.build()

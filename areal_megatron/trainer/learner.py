@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,3 +67,19 @@ class Learner:
             steps.norms.append(norm)
         else:
             steps.skipped += 1
+
+
+def step_metrics(optimizer: ModelOptimizer, steps: Steps, tokens: float, start: float) -> dict[str, float]:
+    """Returns the metrics of a batch that say how its steps went: the mean gradient norm and the last learning rate of
+    those taken, counts, and the speed. `start`: when it began, by time.monotonic()."""
+    seconds = time.monotonic() - start
+    return {
+        **({"grad_norm": sum(steps.norms) / len(steps.norms)} if steps.norms else {}),
+        "lr": optimizer.lr,
+        **({} if (scale := optimizer.loss_scale) is None else {"loss_scale": scale}),
+        "skipped_steps": steps.skipped,
+        "idle_steps": steps.idle,
+        "trained_tokens": tokens,
+        "step_s": seconds,
+        "tokens_per_s": tokens / seconds,
+    }

@@ -64,12 +64,35 @@ def token_logprobs(
     sequence parallelism). weight: [padded vocabulary / tp, h]. rows, labels: int64 [N]. Both results are the same on
     all tensor-parallel ranks.
     """
+    group = parallel_state.get_tensor_model_parallel_group()
+    return _TokenLogprobs.apply(_predicting(hidden, rows, vocabulary), weight, labels, vocabulary, group, entropy)
+
+
+@torch.no_grad()
+def likeliest(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Returns whether no token is likelier than labels[i] after the token at rows[i], bool [N]; the arguments are those
+    of `token_logprobs`."""
+    shard = _Shard(weight, labels, vocabulary, parallel_state.get_tensor_model_parallel_group())
+    hidden = _predicting(hidden, rows, vocabulary)
+    target = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+    top = torch.full_like(target, torch.finfo(torch.float32).min)
+    for columns in shard.columns:
+        layer = shard.layer(columns)
+        for tokens in shard.tokens:
+            logits = shard.logits(hidden[tokens], layer)
+            own, column = shard.labels(tokens, columns)
+            target[tokens] += logits.gather(1, column)[:, 0].where(own, 0)
+            top[tokens] = torch.maximum(top[tokens], logits.amax(-1))
+    return shard.reduce(target, dist.ReduceOp.SUM) >= shard.reduce(top, dist.ReduceOp.MAX)
+
+
+def _predicting(hidden: Tensor, rows: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """The hidden states of the tokens at `rows` [N, h], on every tensor-parallel rank."""
     if vocabulary.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
-    group = parallel_state.get_tensor_model_parallel_group()
-    return _TokenLogprobs.apply(hidden.squeeze(1).index_select(0, rows), weight, labels, vocabulary, group, entropy)
+    return hidden.squeeze(1).index_select(0, rows)
 
 
 class _TokenLogprobs(torch.autograd.Function):

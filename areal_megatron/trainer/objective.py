@@ -26,7 +26,7 @@ from areal_megatron.trainer.token_sums import LEFT_OUT, TokenSums
 class Objective:
     """The losses, computed on the last pipeline stage.
 
-    `vocabulary` has the temperature that answers are sampled with; supervised losses use temperature 1.
+    `vocabulary` has the temperature that answers are sampled with.
     """
 
     def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPOConfig):
@@ -49,13 +49,6 @@ class Objective:
         """Returns the log-probability of each trained token, float32 [N], by the distribution that answers are sampled
         from; by that of temperature 1 if they are `written`."""
         return trained_logprobs(self._policy, self._written if written else self._sampled, hidden, microbatch)[0]
-
-    def sft(self, hidden: Tensor, microbatch: MicroBatch, sums: TokenSums) -> Tensor:
-        """Returns the sum of the negative log-probabilities, and adds it to `sums`."""
-        logprobs, _ = trained_logprobs(self._policy, self._written, hidden, microbatch)
-        loss = -logprobs.sum()
-        sums.add({"tokens": _count(logprobs), "loss": loss}, {})
-        return loss
 
     def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, sums: TokenSums) -> Tensor:
         """Returns the sum of the tokens' losses, and adds the metrics of the micro-batch to `sums`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -16,32 +16,33 @@ from torch import Tensor
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart
-from areal_megatron.model_check import check_model
+from areal_megatron.model_check import check_model, trained_config
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.packing.partition import partition
 from areal_megatron.ppo import diagnostics
 from areal_megatron.ppo.advantage import Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.ppo.correction import within_second_moment
 from areal_megatron.ppo.loss import effective_share
 from areal_megatron.ppo.penalty import COVARIANT, most_covariant
-from areal_megatron.reshard.trainer_layout import layout
+from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
 from areal_megatron.run import Run
 from areal_megatron.trainer import attention_kernels, hardware, pipeline
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_trajectories
 from areal_megatron.trainer.critic import Critic
-from areal_megatron.trainer.learner import Learner, Steps
+from areal_megatron.trainer.learner import Learner, Steps, step_metrics
+from areal_megatron.trainer.lessons import lesson_of
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of
-from areal_megatron.trainer.model import build_model, parallel_sizes, tensors
+from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes, tensors
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.recompute import decided
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.routing import Routing
+from areal_megatron.trainer.supervised import Supervised
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.update_size import UpdateSize
 
@@ -93,7 +94,8 @@ class Trainer:
                 weights.publish(result.version + 1)
     """
 
-    def __init__(self, config: Config, run: Run, rank: int):
+    def __init__(self, config: Config, run: Run, rank: int, pad_token: int | None = None):
+        """`pad_token`: of the reward model that mode reward_model trains, see `as_reward_model`."""
         check_model(config)
         config = decided(config)
         self.config, self.run = config, run
@@ -101,28 +103,31 @@ class Trainer:
         self.parallel = process_groups.initialise(config, run, rank)
         self.device = self.parallel.device
         self.sizes = parallel_sizes(config, self.device)
-        self.hf_config = read_config(config.model.path)
+        self.hf_config = trained_config(config, pad_token)
         self._choose_kernels()
         self._flops = SequenceFlops.of(self.hf_config)
-        chunks = build_model(config, self.sizes, self.device, replays_routes=True)
-        hf.load(tensors(chunks), layout(self.hf_config, self.sizes, rank), config.model.path)
+        chunks = self._chunks()
         self._reference, self.critic = None, None
-        if config.mode != "sft" and config.ppo.has_critic:
+        if config.has_critic:
             self.critic = Critic(config, self.sizes, self.parallel, self.timeline)
         self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
-            temperature=config.rollout.temperature,
+            temperature=1.0 if config.is_supervised else config.rollout.temperature,
             tile=tile_of(self.device),
             sequence_parallel=self.sizes.tp > 1,
             rounded=config.model.head_dtype == "model",
         )
-        if config.mode != "sft" and config.ppo.has_reference:  # copied before a checkpoint brings other weights
+        if config.has_reference:  # copied before a checkpoint brings other weights
             self._reference = Reference(config, self.parallel, vocabulary, tensors(chunks))
         self._objective = Objective(chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._part = RowPart.of(chunks[0].config, self.device, self._flops)
         self._routing = Routing.of(chunks[0].config)
+        lesson = lesson_of(config, chunks[-1].module, replace(vocabulary, temperature=1.0))
+        self.supervised = Supervised(
+            config.trainer, self.policy, lesson, self._reference, self.parallel, self._part, self._flops, self.timeline
+        )
 
     def __enter__(self) -> Trainer:
         return self
@@ -145,6 +150,18 @@ class Trainer:
         """The models that are trained, by name: `policy` and, if there is one, `critic`."""
         return {"policy": self.policy, **({"critic": self.critic.learner} if self.critic else {})}
 
+    def _chunks(self) -> pipeline.Chunks:
+        """Builds the policy, with the weights of model.path; in mode reward_model a value model, whose head is zero
+        unless model.path has one."""
+        config, held = self.config, layout(self.hf_config, self.sizes, self.parallel.rank)
+        kind = ValueModel if config.mode == "reward_model" else Policy
+        chunks = build_model(config, self.sizes, self.device, kind, replays_routes=True)
+        loaded, own = tensors(chunks), architecture(read_config(config.model.path))
+        if kind is ValueModel and not own.is_reward_model:
+            held, loaded = without_head(held), {name: each for name, each in loaded.items() if not is_head(name)}
+        hf.load(loaded, held, config.model.path)
+        return chunks
+
     def _choose_kernels(self) -> None:
         """Chooses what computes attention, and says on the first rank which kernels are used."""
         config, d = self.config, architecture(self.hf_config).dimensions
@@ -161,7 +178,7 @@ class Trainer:
     def _steps(self) -> int:
         """The number of optimizer steps of the policy in the whole run."""
         config = self.config
-        if config.mode == "sft":
+        if config.is_supervised:
             return config.updates
         return (config.updates - (self.critic.warmup if self.critic else 0)) * config.ppo.minibatches
 
@@ -205,32 +222,6 @@ class Trainer:
         found = self._logprobs("logprobs", list(chain(*minibatches)))
         return torch.cat([torch.zeros(0, device=self.device), *found])
 
-    def sft_step(
-        self, examples: Sequence[tuple[np.ndarray, int]], before_step: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
-        """Makes one supervised step on a batch of (tokens int32 [n], length of the prompt), the same on all ranks.
-
-        The loss is the mean over the response tokens of the batch. `before_step` is as in `train_batch`. Returns the
-        metrics of the step.
-        """
-        start = time.monotonic()
-        trainer = self.config.trainer
-        lengths, prompts = [len(tokens) for tokens, _ in examples], [prompt for _, prompt in examples]
-        costs = self._flops(lengths, np.subtract(lengths, prompts))
-        plan = partition(
-            lengths, trainer.dp, 1, trainer.microbatch_tokens, seed=0, costs=costs, multiple=trainer.microbatch_multiple
-        )
-        sums, steps, work = TokenSums(), Steps(before_step), []
-        for members in plan[self.parallel.replica][0]:
-            sequences = [examples[i][0] for i in members]
-            trained = [np.arange(prompts[i], lengths[i]) for i in members]
-            microbatch = pack(sequences, trained, self._part)
-            work.append((microbatch, partial(self._objective.sft, microbatch=microbatch, sums=sums)))
-        self._step(work, steps)
-        self.policy.optimizer.settle()
-        totals = sums.totals(self.parallel, ("tokens", "loss"))
-        return self._metrics(totals, ("loss",), steps, start)
-
     def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
         with self.timeline.span("train", tokens=pipeline.token_count(work)):
             gradient_norm = self.policy.gradient(work)
@@ -248,21 +239,8 @@ class Trainer:
             metrics["logprob_diff_p99"] = sums.quantile(self.parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
-        return metrics | self._metrics(totals, means, steps, start)
-
-    def _metrics(self, totals: dict[str, float], means: Sequence[str], steps: Steps, start: float) -> dict[str, float]:
-        seconds = time.monotonic() - start
-        return {
-            **{name: totals[name] / max(totals["tokens"], 1) for name in means},
-            **({"grad_norm": sum(steps.norms) / len(steps.norms)} if steps.norms else {}),
-            "lr": self.policy.optimizer.lr,
-            **({} if (scale := self.policy.optimizer.loss_scale) is None else {"loss_scale": scale}),
-            "skipped_steps": steps.skipped,
-            "idle_steps": steps.idle,
-            "trained_tokens": totals["tokens"],
-            "step_s": seconds,
-            "tokens_per_s": totals["tokens"] / seconds,
-        }
+        per_token = {name: totals[name] / max(totals["tokens"], 1) for name in means}
+        return metrics | per_token | step_metrics(self.policy.optimizer, steps, totals["tokens"], start)
 
     def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[bool], dict[str, float]]:
         """Returns the micro-batches of each mini-batch, with advantages, whether there is anything to learn from each,

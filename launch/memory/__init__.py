@@ -183,7 +183,7 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
     t, longest = config.trainer, longest_row(config)
-    is_long = config.mode == "sft" or microbatch_tokens(config) * t.cp <= longest + t.tp * t.cp
+    is_long = config.is_supervised or microbatch_tokens(config) * t.cp <= longest + t.tp * t.cp
     if not is_long:
         yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
     kinds, part = ("none", "elementwise", "mlp", "full"), t.recompute_layers

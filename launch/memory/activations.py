@@ -126,7 +126,7 @@ def microbatch_tokens(config: Config) -> int:
     ranks have equal parts."""
     t, longest = config.trainer, longest_row(config)
     cap = max(longest, t.microbatch_tokens)
-    if config.mode != "sft":
+    if not config.is_supervised:
         cap = max(longest, min(t.microbatch_tokens, config.batch_size // config.ppo.minibatches * longest))
     return -(-cap // (t.tp * t.cp)) * t.tp
 
@@ -134,7 +134,7 @@ def microbatch_tokens(config: Config) -> int:
 def longest_row(config: Config) -> int:
     """Returns the tokens that a micro-batch has to hold at least: those of the longest trajectory; in supervised
     training, whose examples have any length, 1."""
-    return config.longest_sequence if config.mode != "sft" else 1
+    return config.longest_sequence if not config.is_supervised else 1
 
 
 def in_flight(config: Config, stage: int) -> int:
@@ -144,7 +144,7 @@ def in_flight(config: Config, stage: int) -> int:
     (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches), and the one at hand.
     """
     t = config.trainer
-    minibatches = config.ppo.minibatches if config.mode != "sft" else 1
+    minibatches = config.ppo.minibatches if not config.is_supervised else 1
     most = max(config.batch_size // (minibatches * t.dp), 1)
     if t.vpp == 1:
         return min(t.pp - stage, most)

@@ -127,7 +127,7 @@ def host_memory(config: Config, hf_config: Mapping[str, Any]) -> int:
     if not config.optimizer.on_host:
         return 0
     sizes = MegatronSizes.of(config.trainer)
-    critics = (False, True) if config.mode != "sft" and config.ppo.has_critic else (False,)
+    critics = (False, True) if config.has_critic else (False,)
     return max(
         sum((2 * MAIN + MOMENTS) * _own_elements(sizes, held(hf_config, sizes, stage, critic)) for critic in critics)
         for stage in range(sizes.pp)
@@ -141,7 +141,7 @@ def _own_elements(sizes: MegatronSizes, own: Held) -> int:
 
 def _reference(config: Config, hf_config: Mapping[str, Any], policy: Held, stage: int) -> MemoryPart:
     """The frozen model of ppo.penalty: as large as the policy, or a teacher of its own size."""
-    if config.mode == "sft" or not config.ppo.has_reference:
+    if not config.has_reference:
         return MemoryPart("reference", 0)
     own, who = policy, "frozen parameters"
     if teacher := config.ppo.penalty.kl_model:
@@ -155,7 +155,7 @@ def _critic(
 ) -> MemoryPart:
     """The critic's parameters, gradients and optimizer states. Its activations are never there at the same time as
     the policy's."""
-    if config.mode == "sft" or not config.ppo.has_critic:
+    if not config.has_critic:
         return MemoryPart("critic", 0)
     own = held(hf_config, sizes, stage, critic=True)
     optimizer = _optimizer(config, sizes, own).bytes if on_device else 0
@@ -216,7 +216,7 @@ def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     """
     model = architecture(hf_config)
     elements = sum(map(prod, model.canonical.values()))
-    if config.mode != "sft" and config.ppo.has_critic:
+    if config.has_critic:
         head = 0 if model.tied else model.dimensions.vocabulary * model.dimensions.hidden
         elements += elements - head + model.dimensions.hidden
     return (ITEMSIZE[config.model.dtype] + MAIN + MOMENTS) * elements

@@ -13,6 +13,7 @@ import torch
 
 from areal_megatron.config import Config
 from areal_megatron.controller.probe import excerpts
+from areal_megatron.data.prompts import Example
 from areal_megatron.data.trajectory import Excerpt, Trajectory
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
@@ -176,8 +177,8 @@ def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:
     return trajectories, [set(half.tolist()) for half in np.array_split(order, 2)]
 
 
-def sft_examples(step: int) -> list[tuple[np.ndarray, int]]:
-    return [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
+def sft_examples(step: int) -> list[Example]:
+    return [Example(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
 
 
 def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, TrainerConfig
+from areal_megatron.data.prompts import Example
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.run import Run
 from areal_megatron.trainer import checkpoint
@@ -68,7 +69,7 @@ def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[fl
         saver = checkpoint.Saver(trainer)
         random = np.random.default_rng(0)
         size = trainer.hf_config["vocab_size"]
-        examples = [(random.integers(0, size, TOKENS, dtype=np.int32), 8) for _ in range(SEQUENCES)]
+        examples = [Example(random.integers(0, size, TOKENS, dtype=np.int32), 8) for _ in range(SEQUENCES)]
         for kind in (KINDS[0], KINDS[2]):  # the first save lays the file out
             steps(trainer, saver, examples, kind, folder / "checkpoint")
         for repetition in range(repetitions):
@@ -101,7 +102,7 @@ def steps(trainer, saver, examples, kind: str, path: Path) -> tuple[list[float],
     begun = time.monotonic() - edges[0]
     for _ in range(STEPS):
         saver.done()
-        trainer.sft_step(examples, before_step=saver.wait_until_read)
+        trainer.supervised.step(examples, before_step=saver.wait_until_read)
         edges.append(time.monotonic())
     if not saver.done():
         raise RuntimeError(f"the checkpoint took longer than {STEPS} steps: the figures miss a part of its cost")

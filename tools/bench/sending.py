@@ -190,6 +190,7 @@ def _step(trainer):
     change."""
     from areal_megatron.trainer import pipeline
     from areal_megatron.trainer.batch import RowPart, pack
+    from areal_megatron.trainer.lessons import Sequences
     from areal_megatron.trainer.token_sums import TokenSums
 
     generator = torch.Generator().manual_seed(0)
@@ -197,7 +198,8 @@ def _step(trainer):
     rows = [torch.randint(size, (32,), generator=generator, dtype=torch.int32).numpy() for _ in range(TOKENS // 32)]
     places = [torch.arange(8, 32).numpy() for _ in rows]
     microbatch = pack(rows, places, RowPart(trainer.device))
-    loss = partial(trainer._objective.sft, microbatch=microbatch, sums=TokenSums())
+    own = Sequences(microbatch, torch.zeros(microbatch.trained, dtype=torch.int64), len(rows))
+    loss = partial(trainer.supervised._lesson.loss, own=own, sums=TokenSums(), held_out=False)
     return lambda: pipeline.forward_backward(trainer.policy.chunks, [(microbatch, loss)])
 
 

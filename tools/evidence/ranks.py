@@ -80,7 +80,7 @@ def train(rank: int, model: str, run: str, layout: dict[str, int], device: str) 
             with _counted(synchronised):
                 trainer.train_batch(parts[trainer.parallel.replica])
         for step in range(len(expected["sft_losses"])):
-            trainer.sft_step(sft_examples(step))
+            trainer.supervised.step(sft_examples(step))
         held = pieces(trainer, trainer.parameters(), canonical(expected["parameters"]))
         worst = max(float((ours.cpu() - theirs).abs().max()) for _, ours, theirs in held)
     return {"worst": worst, "synchronizations": synchronised[-1]}

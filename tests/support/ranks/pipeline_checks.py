@@ -76,7 +76,7 @@ def check_messages(folder: Path, rank: int, cases: dict[str, list]) -> None:
             assert len({len(t.response) for t in parts[0].trajectories}) > 5
             with counted() as seen:
                 assert subject.train_batch(parts[0]).applied
-                subject.sft_step(sft_examples(0))
+                subject.supervised.step(sft_examples(0))
             assert set(seen) == {torch.float32}, seen
 
 

@@ -322,7 +322,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
         assert_advantages(result.metrics, trajectories, config.ppo.algorithm)
         assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
     for step, loss in enumerate(expected["sft_losses"]):
-        assert abs(subject.sft_step(sft_examples(step))["loss"] - loss) < 1e-4
+        assert abs(subject.supervised.step(sft_examples(step))["loss"] - loss) < 1e-4
     assert_parameters(subject, expected["parameters"], atol=3e-5)
     if subject.parallel.is_leader:
         subject.settle_ledger()
@@ -438,7 +438,7 @@ def check_recompute(folder: Path, rank: int) -> None:
             with open_trainer(folder, rank, make_config(folder, model, layout)) as subject:
                 MiniBatch(subject, *minibatch()).forward_backward(40)
                 found = {name: value.clone() for name, value in whole_gradients(subject.policy).items()}
-                loss = subject.sft_step(sft_examples(0))["loss"]
+                loss = subject.supervised.step(sft_examples(0))["loss"]
                 expected = expected or {"loss": loss, "gradient": found}
             assert loss == expected["loss"]
             norm = torch.stack([gradient.norm() for gradient in expected["gradient"].values()]).norm()
@@ -471,10 +471,10 @@ def check_variants(folder: Path, rank: int) -> None:
         config = make_config(folder, model, {}, dtype=dtype)
         with open_trainer(folder, rank, config) as subject:
             assert {value.dtype for value in subject.parameters().values()} == {getattr(torch, dtype)}
-            examples = [(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0)]
+            examples = sft_examples(0)
             learner = oracle.Learner(load_oracle(folder / model), config)
             for _ in range(3):
-                assert abs(subject.sft_step(examples)["loss"] - learner.sft_step(examples)) < 0.05
+                assert abs(subject.supervised.step(examples)["loss"] - learner.sft_step(examples)) < 0.05
 
 
 def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None:

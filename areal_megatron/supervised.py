@@ -1,0 +1,77 @@
+"""One trainer rank of a supervised run: fine-tuning on examples, or DPO or a reward model on pairs of answers.
+
+The kinds differ in what is read (data/supervised.py) and in what a step learns from it (trainer/lessons.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from areal_megatron import config_file
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.supervised import SupervisedData
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.run import Replaced, Run, RunError, from_command_line
+from areal_megatron.versions import require
+
+if TYPE_CHECKING:
+    from areal_megatron.checkpoints import Checkpoints
+    from areal_megatron.progress import Progress
+    from areal_megatron.trainer.trainer import Trainer
+
+
+def teach(
+    config: Config, run: Run, trainer: Trainer, data: SupervisedData, checkpoints: Checkpoints, progress: Progress
+) -> None:
+    from areal_megatron.weights import save_hf
+
+    def evaluate(step: int) -> None:
+        if data.held_out:
+            progress.evaluated(step, trainer.supervised.evaluate(data.held_out))
+
+    step, _ = checkpoints.resume()
+    if not step:
+        evaluate(step)
+    while step < config.updates:
+        if progress.is_to_stop():
+            checkpoints.stop(step, step)
+            break
+        values = trainer.supervised.step(data.next(), before_step=checkpoints.wait_until_read)
+        step += 1
+        progress.trained(step, values)
+        last = step == config.updates
+        if last or (config.eval.every and step % config.eval.every == 0):
+            evaluate(step)
+        checkpoints.after_update(step, step, last)
+    else:
+        try:
+            save_hf(config, run, trainer)
+        except OSError as e:
+            checkpoints.finish()  # the last one holds the model, too
+            raise RunError(f"the trained model could not be written: {e}; make room, and resume=auto writes it") from e
+    checkpoints.finish()
+    progress.finish(stopped=step < config.updates)
+
+
+def main() -> None:
+    run, rank = from_command_line("areal_megatron.supervised")
+    config = config_file.load(run.config)
+    require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
+    from areal_megatron.checkpoints import Checkpoints
+    from areal_megatron.progress import Progress
+    from areal_megatron.trainer.trainer import Trainer
+
+    try:
+        tokenizer = Tokenizer(config.model.path)
+        data = SupervisedData(config, tokenizer, resumed=run.start.checkpoint)
+        with Trainer(config, run, rank, tokenizer.pad_token) as trainer:
+            progress = Progress(config, run, trainer.parallel, data)
+            teach(config, run, trainer, data, Checkpoints(config, run, trainer, progress), progress)
+    except (ConfigError, Replaced, RunError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Supervised runs: stopped, killed and resumed; what they learn from pairs."""
+
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_megatron.checkpoint.folder import complete
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run import Run
+
+UPDATES = 24
+
+
+@pytest.fixture
+def fine_tuning(world, tmp_path):
+    """Overrides of a supervised run with a learning rate that falls; 300 examples, so that a second epoch begins."""
+    lines = (world / "sft.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:300]))
+    (tmp_path / "held-out.jsonl").write_text("".join(lines[-20:]))
+    return [
+        "mode=sft",
+        f"model.path={world / 'model'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"data.eval={tmp_path / 'held-out.jsonl'}",
+        "data.allow_overlap=true",
+        f"updates={UPDATES}",
+        "batch_size=16",
+        "optimizer.schedule=cosine",
+        "optimizer.lr=1e-3",
+        "checkpoint.every=8",
+        "checkpoint.keep=10",
+        "checkpoint.hf_every=24",
+        "eval.every=12",
+    ]
+
+
+def steps(run: Run, kind: str = "sft") -> list[dict]:
+    return [line for line in read_metrics(run) if line["kind"] == kind]
+
+
+def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fine_tuning):
+    """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer; a third goes on from the
+    middle of the first with two replicas."""
+    straight = local_run("straight", *fine_tuning)
+    stopped = local_run("stopped", *fine_tuning)
+    run = Run(stopped.folder)
+    stopped.wait_for(lambda: steps(run))
+    run.stop.touch()
+    assert stopped.wait() == 75, stopped.output
+    first = len(steps(run))
+    assert 0 < first < UPDATES and complete(run)[-1].name == f"version-{first:06d}"
+    again = local_run("stopped", *fine_tuning, "resume=auto", "--restarts=1", output="again")
+    again.wait_for(lambda: complete(run)[-1].name > f"version-{first:06d}")
+    os.kill(again.pid("trainer-0"), signal.SIGKILL)
+    assert again.wait() == 0, again.output
+    assert "starting again, 0 restarts are left" in again.output
+    assert straight.wait() == 0, straight.output
+
+    whole = Run(straight.folder)
+    assert [line["version"] for line in steps(run)] == [*range(1, UPDATES + 1)]
+    for name in ("loss", "lr", "grad_norm"):
+        assert [line[name] for line in steps(run)] == [line[name] for line in steps(whole)]
+    assert steps(whole)[-1]["lr"] < 1e-5 < max(line["lr"] for line in steps(whole))
+    expected, found = (load_file(each.hf / "model.safetensors") for each in (whole, run))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    exported = load_file(run.exports / f"version-{UPDATES:06d}" / "model.safetensors")
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+
+    evaluations = steps(whole, "eval")
+    assert [line["version"] for line in evaluations] == [0, 12, 24]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"] and evaluations[-1]["accuracy"] > 0.3
+    assert evaluations == [
+        line | {"time": own["time"]} for line, own in zip(steps(run, "eval"), evaluations, strict=True)
+    ]
+
+    middle = whole.checkpoints / "version-000016"
+    replicas = ["trainer.dp=2", "machine.slots=2", f"resume={middle}", "checkpoint.every=0", "data.eval="]
+    other = local_run("other", *fine_tuning, *replicas, "checkpoint.hf_every=0")
+    assert other.wait() == 0, other.output
+    losses = {line["version"]: line["loss"] for line in steps(whole)}
+    for line in steps(Run(other.folder)):
+        assert line["loss"] == pytest.approx(losses[line["version"]], abs=1e-4)
+    assert len(steps(Run(other.folder))) == UPDATES - 16
