@@ -9,7 +9,8 @@ from the seed.
     python tools/make_arithmetic.py OUT_DIR [--seed 1]
 
 writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl (prompt,
-answer). No prompt of heldout.jsonl is in the other two.
+answer), pairs.jsonl and heldout-pairs.jsonl (prompt, chosen, rejected: a good answer and a wrong one). No prompt of
+heldout.jsonl or heldout-pairs.jsonl is in the others.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ def corpus_answer(a: int, b: int, rng: random.Random) -> str:
     return slipped_answer(a, b) if rng.random() < SLIP_RATE else good_answer(a, b)
 
 
+def wrong_answer(a: int, b: int, rng: random.Random) -> str:
+    """Returns a hasty answer or a slip, as often; never the right result."""
+    is_right = a % 10 + b % 10 == 0
+    return slipped_answer(a, b) if is_right or rng.random() < 0.5 else hasty_answer(a, b)
+
+
+def make_pairs(sums: list[tuple[int, int]], rng: random.Random) -> list[dict[str, str]]:
+    return [{"prompt": f"{a}+{b}=", "chosen": good_answer(a, b), "rejected": wrong_answer(a, b, rng)} for a, b in sums]
+
+
 def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
     """Returns file name → lines."""
     rng = random.Random(seed)
@@ -65,6 +76,8 @@ def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
         "sft.jsonl": [{"prompt": f"{a}+{b}=", "response": corpus_answer(a, b, rng)} for a, b in corpus],
         "train.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in known],
         "heldout.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in heldout],
+        "pairs.jsonl": make_pairs(known, rng),
+        "heldout-pairs.jsonl": make_pairs(heldout, rng),
     }
 
 

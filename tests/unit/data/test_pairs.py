@@ -1,0 +1,114 @@
+"""Pairs of answers, in the shapes in which they are published."""
+
+import json
+
+import numpy as np
+import pytest
+
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig
+from areal_megatron.data.check import check_data
+from areal_megatron.data.pairs import read_pair, read_pairs
+from areal_megatron.data.supervised import SupervisedData, write
+from areal_megatron.data.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "What is 1+1?"}
+RIGHT, WRONG = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}
+SYSTEM = {"role": "system", "content": "Add."}
+SHAPES = {
+    "texts": ({"prompt": "What is 1+1?", "chosen": "2", "rejected": "3"}, "What is 1+1?"),
+    "messages": ({"prompt": [SYSTEM, USER], "chosen": [RIGHT], "rejected": [WRONG]}, [SYSTEM, USER]),
+    "conversations": (
+        {"prompt": "What is 1+1?", "chosen": [USER, RIGHT | {"extra": 1}], "rejected": [USER, WRONG]},
+        [USER],
+    ),
+    "no prompt": ({"chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]}, [SYSTEM, USER]),
+    "question and system": (
+        {"system": "Add.", "question": "What is 1+1?", "chosen": "2", "rejected": "3"},
+        [SYSTEM, USER],
+    ),
+    "instruction": ({"instruction": "What is 1+1?", "system": "", "chosen": "2", "rejected": "3"}, "What is 1+1?"),
+    "one text": (
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 1+1?\n\nAssistant: 2",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 1+1?\n\nAssistant: 3",
+        },
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, USER],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_published_shape_is_read(shape):
+    row, prompt = SHAPES[shape]
+    assert read_pair(row, "x:1") == (prompt, "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "1+1", "chosen": "2"}, "x:1: field 'rejected' is missing"),
+        ({"chosen": "2", "rejected": "3"}, "x:1: field 'prompt' is missing"),
+        ({"prompt": "1+1", "chosen": "", "rejected": "3"}, "x:1: field 'chosen' is empty"),
+        ({"prompt": "1+1", "chosen": 2, "rejected": "3"}, "x:1: field 'chosen' is int"),
+        ({"prompt": "1+1", "chosen": [{"role": "assistant"}], "rejected": "3"}, "x:1: message 0 of 'chosen' needs"),
+        ({"prompt": "1+1", "chosen": [USER], "rejected": "3"}, "x:1: the last message of 'chosen' is of role 'user'"),
+        ({"chosen": [USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]}, "x:1: 'chosen' and 'rejected' differ before"),
+    ],
+)
+def test_other_rows_are_refused_in_a_line(row, problem):
+    with pytest.raises(ConfigError) as error:
+        read_pair(row, "x:1")
+    assert str(error.value).startswith(problem) and "\n" not in str(error.value)
+
+
+def save(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_pairs_are_tokenized_as_examples_are(world, tmp_path):
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(3)]
+    tokenizer = Tokenizer(world / "model")
+    same = {"prompt": "5+1=", "chosen": "6", "rejected": "6"}
+    pairs = read_pairs(save(tmp_path / "pairs.jsonl", [rows[0], same, *rows[1:]]), tokenizer)
+    assert [pair.where for pair in pairs] == [f"{tmp_path}/pairs.jsonl:{line}" for line in (1, 3, 4)]
+    (prompt,), (chosen,) = tokenizer.prompts(["2+1="]), tokenizer.responses(["3"])
+    assert pairs[2].chosen.tolist() == prompt + chosen and pairs[2].chosen.dtype == np.int32
+    assert pairs[2].rejected[: len(prompt)].tolist() == prompt and pairs[2].prompt_length == len(prompt)
+    with pytest.raises(ConfigError, match="in every row `chosen` and `rejected` are the same"):
+        read_pairs(save(tmp_path / "same.jsonl", [same]), tokenizer)
+
+
+@pytest.fixture
+def config(world, tmp_path):
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(10)]
+    held_out = [{"prompt": f"{n}+2=", "chosen": str(n + 2), "rejected": str(n)} for n in range(4)]
+    data = DataConfig(train=save(tmp_path / "pairs.jsonl", rows), eval=save(tmp_path / "held-out.jsonl", held_out))
+    model = ModelConfig(path=str(world / "model"))
+    return Config(name="x", mode="dpo", updates=9, batch_size=4, model=model, data=data)
+
+
+def test_a_resumed_run_draws_what_the_other_would_have_drawn(config, tmp_path):
+    tokenizer = Tokenizer(config.model.path)
+    data = SupervisedData(config, tokenizer)
+    assert {name: len(items) for name, items in data.held_out.items()} == {"held-out": 4}
+    before = [pair.where for _ in range(3) for pair in data.next()]
+    write(data.drawing, tmp_path / "checkpoint")
+    again = SupervisedData(config, tokenizer, tmp_path / "checkpoint")
+    after = [[pair.where for _ in range(5) for pair in each.next()] for each in (data, again)]
+    assert after[0] == after[1] and set(before[:10]) == {*before} and len(set(before)) == 10
+    save(tmp_path / "pairs.jsonl", [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])
+    with pytest.raises(ConfigError, match=r"data.train: 1 rows, but the checkpoint was made with 10: "):
+        SupervisedData(config, tokenizer, tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="no readable state of a supervised run"):
+        SupervisedData(config, tokenizer, tmp_path)
+
+
+def test_held_out_pairs_that_are_trained_are_refused(config, tmp_path):
+    check_data(config)
+    config.data.eval = f"{config.data.eval},{config.data.train}"
+    with pytest.raises(ConfigError, match=r"data.eval: 10 of 14 prompts are in data.train too, such as .*pairs.jsonl:"):
+        check_data(config)
+    config.data.eval = save(tmp_path / "answers.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    with pytest.raises(ConfigError, match=r"answers.jsonl:1: field 'chosen' is missing"):
+        check_data(config)
