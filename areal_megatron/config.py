@@ -410,8 +410,15 @@ class CheckpointConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """`math`; `choice`; `code`; the http:// or https:// address of a service; or the import path
+    """`math`; `choice`; `code`; `model`; the http:// or https:// address of a service; or the import path
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
+    model: str = ""
+    """For reward.function=model: Hugging Face directory of the reward model, which engines of a pool of their own serve
+    (docs/rewards.md)."""
+    model_engines: int = key(1, at_least=1)
+    """Engines that serve the reward model."""
+    model_tp: int = key(1, at_least=1)
+    """Tensor-parallel size of such an engine."""
     group_function: str = ""
     """Adds named terms to the rewards of a group's answers: the import path `package.module:function` of
     `f(prompt, answer, answers) -> {name: [a number for each]}` (docs/rewards.md). Empty: nothing is added."""
@@ -433,6 +440,11 @@ class RewardConfig:
     """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
     `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
     before max_new_tokens."""
+
+    @property
+    def of_model(self) -> bool:
+        """Whether a reward model scores the answers."""
+        return self.function == "model"
 
 
 @dataclass
@@ -642,6 +654,7 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_options(config, require)
     _check_ppo(config, require)
     _check_environments(config, require)
+    _check_reward_model(config, require)
     for f in fields(DPOConfig) if config.mode != "dpo" else ():
         require(_is_default(config.dpo, f.name), f"dpo.{f.name}", "has no meaning without mode=dpo")
     if config.is_supervised:
@@ -702,6 +715,18 @@ def _check_options(config: Config, require: Require) -> None:
     passed_through.check_speculation(rollout.vllm, starts_empty=False, require=require)
     passed_through.check_balance(trainer.megatron, require)
     passed_through.check_recomputation(trainer.megatron, trainer.recompute, require)
+
+
+def _check_reward_model(config: Config, require: Require) -> None:
+    reward, wanted = config.reward, any(own.reward.of_model for own in config.by_environment())
+    require(not wanted or reward.model != "", "reward.model", "reward.function=model needs the folder of the model")
+    for name in ("model", "model_engines", "model_tp") if not wanted else ():
+        require(_is_default(reward, name), f"reward.{name}", "has no meaning without reward.function=model")
+    require(
+        not wanted or not config.machine.shared,
+        "machine.shared",
+        "engines of a reward model have slots of their own: set it to false",
+    )
 
 
 def _check_ppo(config: Config, require: Require) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.config import Config, ConfigError, PPOConfig
+from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
 from areal_megatron.models.architecture import Dimensions, architecture, as_reward_model, read_config, shown
 from areal_megatron.reshard import engine_layout, trainer_layout
 
@@ -51,6 +51,8 @@ def check_model(config: Config, weights: bool = True) -> None:
                 )
         engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
         _check_length(config, hf, path)
+        if config.reward.model:
+            _check_reward_model(config, weights)
     if weights and not list(Path(path).glob("*.safetensors")):
         raise ConfigError(f"model.path: {path} holds no *.safetensors file")
     if not config.is_supervised and config.ppo.penalty.kl_model:
@@ -85,6 +87,20 @@ def _check_teacher(config: Config, weights: bool) -> None:
             raise ConfigError(f"model.path: {path} has {size} tokens, fewer than the {own} of {config.model.path}")
     except ConfigError as e:
         raise ConfigError(str(e).replace("model.path", "ppo.penalty.kl_model", 1)) from None
+
+
+def _check_reward_model(config: Config, weights: bool) -> None:
+    path = config.reward.model
+    try:
+        if not Path(path).is_dir():
+            raise ConfigError(f"model.path: there is no folder {path}")
+        alone = replace(config, mode="reward_model", trainer=TrainerConfig(), model=replace(config.model, path=path))
+        check_model(alone, weights)
+        model = architecture(read_config(path))
+        if not model.is_reward_model:
+            raise ConfigError(f"model.path: {path} is no reward model but a {model.name}; mode=reward_model trains one")
+    except ConfigError as e:
+        raise ConfigError(str(e).replace("model.path", "reward.model", 1)) from None
 
 
 def _check_kernels(config: Config, model: Dimensions) -> None:

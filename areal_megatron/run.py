@@ -7,7 +7,8 @@ runs/NAME/ (0700) config.yaml · secret, *.key (0600) · endpoints/PROCESS · lo
            trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py) · exports/version-000012/
            faults.json · stop
 ```
-Processes are named `controller`, `engine-E` and `trainer-RANK`: CONTROLLER, `engine_name`, `trainer_name`.
+Processes are named `controller`, `engine-E`, `reward-E` and `trainer-RANK`: CONTROLLER, `engine_name`,
+`reward_engine_name`, `trainer_name`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
+_REWARD_ENGINE = "reward-"
 _WHOLE_ENGINE = re.compile(rf"{_ENGINE}(0|[1-9]\d{{0,8}})")
 _TRAINER = "trainer-"
 _SECRET = "secret"
@@ -338,6 +340,15 @@ def engine_index(name: str) -> int:
 def is_engine(name: str) -> bool:
     """Whether a process of this name is an engine, or the part of one on another node (`engine-E.1`)."""
     return name.startswith(_ENGINE)
+
+
+def reward_engine_name(index: int) -> str:
+    return f"{_REWARD_ENGINE}{index}"
+
+
+def is_server(name: str) -> bool:
+    """Whether a process of this name serves until the run is over: an engine, of the policy or of a reward model."""
+    return name.startswith((_ENGINE, _REWARD_ENGINE))
 
 
 def trainer_name(rank: int) -> str:

@@ -14,14 +14,18 @@ import msgspec
 
 from areal_megatron.config import Config
 from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS
-from areal_megatron.run import Run, is_engine
+from areal_megatron.run import Run, is_server
 from launch import caches, gpus
 from launch.gpus import VISIBLE
 from launch.memory.parts import GpuShares
 from launch.pools import Process
 from launch.processes import Child, Children
 
-_MODULES = {"controller": "areal_megatron.controller.controller", "rollout": "areal_megatron.engine.server"}
+_MODULES = {
+    "controller": "areal_megatron.controller.controller",
+    "rollout": "areal_megatron.engine.server",
+    "reward": "areal_megatron.engine.reward_server",
+}
 ON_CPU = {
     VISIBLE: "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
@@ -182,7 +186,7 @@ def _on_gpus(name: str, own: Mapping[str, str], cores: int) -> dict[str, str]:
     """The settings of a process that computes on GPUs and whose share of the node is so many cores; whoever has set one
     of them in the supervisor's environment `own` knows better."""
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | caches.settings()  # numbers mean what they do for nvidia-smi
-    if not is_engine(name):  # vLLM chooses both for itself
+    if not is_server(name):  # vLLM chooses both for itself
         settings["OMP_NUM_THREADS"] = str(min(cores, _MOST_THREADS))
         if "PYTORCH_CUDA_ALLOC_CONF" not in own:  # the older name of the same
             # micro-batches of every length would leave holes in memory of which nothing can be made

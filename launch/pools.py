@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.run import engine_name, trainer_name
+from areal_megatron.run import engine_name, reward_engine_name, trainer_name
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LISTED = 16
@@ -43,9 +43,9 @@ class Slot:
 @dataclass(frozen=True)
 class Process:
     name: str
-    """`controller`, `engine-E` or `trainer-RANK`, as in the run folder."""
+    """`controller`, `engine-E`, `reward-E` or `trainer-RANK`, as in the run folder."""
     pool: str
-    """`trainer`, `rollout` or `controller`."""
+    """`trainer`, `rollout`, `reward` (the engines of a reward model) or `controller`."""
     index: int
     node: str
     """Where the process is started; the first node of an engine that has slots on several."""
@@ -102,10 +102,10 @@ class Placement:
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Returns the pools of the config's trainers and engines: disjoint, unless machine.shared. SFT has no engines and
-    no controller, a replay no engines.
+    """Returns the pools of the config's trainers and engines, and of those of a reward model: disjoint, unless
+    machine.shared. Supervised runs have no engines and no controller, a replay no engines.
 
-    Both pools are on `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
+    All pools are on `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
     what was found, what was asked for and what to change, for: node names that are malformed or occur twice, nodes
     without slots or with too few cores, too few slots, nodes of several sizes in one pool, sizes that leave a part of
     each node unused, and slots that are to be shared though the pools have different nodes.
@@ -124,6 +124,11 @@ def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node
     processes += [Process(trainer_name(rank), "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
     engines = enumerate(places.get("rollout", []))
     processes += [Process(engine_name(e), "rollout", e, slots[0].node, tuple(slots)) for e, slots in engines]
+    scorers = enumerate(places.get("reward", []))
+    processes += [Process(reward_engine_name(e), "reward", e, slots[0].node, tuple(slots)) for e, slots in scorers]
+    if several := [process for process in processes if process.pool == "reward" and len(process.parts) > 1]:
+        nodes_of = len(several[0].parts)
+        raise ConfigError(f"reward.model_tp: {several[0].name} would be on {nodes_of} nodes, and has to be on one")
     placement = Placement(everyone, tuple(processes))
     _check_cores(placement)
     return placement
@@ -154,6 +159,10 @@ def _wanted(config: Config) -> list[_Pool]:
     if config.mode == "rl":
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
+        if config.reward.model:
+            tp, engines = config.reward.model_tp, config.reward.model_engines
+            asked = f"reward.model_engines={engines} × model_tp={tp} is {engines * tp}"
+            pools.append(_Pool("reward", tp, engines, "reward.model_tp", asked))
     return pools
 
 
@@ -169,7 +178,9 @@ def _together(
         )
     if not config.machine.shared and not rollout_nodes:
         return [(pools, nodes)]
-    return [([pool], rollout_nodes if pool.name == "rollout" and rollout_nodes else nodes) for pool in pools]
+    if rollout_nodes:
+        return [(pools[:1], nodes), (pools[1:], rollout_nodes)][: len(pools)]
+    return [([pool], nodes) for pool in pools]
 
 
 def _place(

@@ -20,6 +20,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import files
 from areal_megatron.data.check import check_data
 from areal_megatron.data.dumps import recorded
+from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.model_check import check_model
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
@@ -227,7 +228,10 @@ def check_input(config: Config, weights: bool = True) -> None:
     if config.mode != "replay":
         check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
     for own in config.by_environment() if config.mode == "rl" else ():
-        load_function(own.reward.function, own.reward.timeout_s)
+        if own.reward.of_model:
+            Tokenizer(own.reward.model)
+        else:
+            load_function(own.reward.function, own.reward.timeout_s)
         if own.reward.group_function:
             load_group_function(own.reward.group_function)
         check_workflow(own)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import read_status
-from areal_megatron.run import Replaced, is_engine
+from areal_megatron.run import Replaced, is_engine, is_server
 from launch import output, start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
@@ -115,7 +115,7 @@ class _Watch:
                     return said
                 self._end_parts(whole(failed.name))
                 self._start(whole(failed.name))
-            if all(c.exit_code == 0 for c in processes.values() if not is_engine(c.name)):
+            if all(c.exit_code == 0 for c in processes.values() if not is_server(c.name)):
                 return ""
             self.console.refresh()
             self._lease.check()
@@ -189,7 +189,8 @@ class _Watch:
     def _start(self, name: str) -> None:
         self._health.started(name)
         process, rendezvous = self._processes[name], f"rendezvous-{name}-{secrets.token_hex(4)}"
-        python, shares = self._python.get(process.pool, ()), self._beginning.plan.memory.shares
+        pool = "rollout" if process.pool == "reward" else process.pool  # both run vLLM
+        python, shares = self._python.get(pool, ()), self._beginning.plan.memory.shares
         for part in process.parts:
             supervisor = self._hosts.supervisor(part)
             self._hosts.start(
@@ -225,8 +226,8 @@ class _Watch:
 
     def _is_dispensable(self, name: str) -> bool:
         """Returns whether this is an engine of a run that generates already: the others can do without it for a
-        while."""
-        return is_engine(name) and _phase(self._beginning) == "training"
+        while, or wait for its scores."""
+        return is_server(name) and _phase(self._beginning) == "training"
 
 
 def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:
@@ -247,7 +248,7 @@ def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collectio
         return [
             c
             for c in processes.values()
-            if c.exit_code is not None and c.name not in left and (c.exit_code != 0 or (is_engine(c.name) and not over))
+            if c.exit_code is not None and c.name not in left and (c.exit_code != 0 or (is_server(c.name) and not over))
         ]
 
     if not bad():

@@ -94,6 +94,7 @@ class LocalRun:
             "controller": lambda command: "areal_megatron.controller.controller" in command,
             "trainer": lambda command: TRAINERS & {*command} and command[-1] == index,
             "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
+            "reward": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
         }[role]
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))
 

@@ -114,7 +114,7 @@ class Controller:
         )
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
         self.metrics, self.status = MetricsWriter(run), StatusWriter(run)
-        self.environments = Environments(config, tokenizer)
+        self.environments = Environments(config, tokenizer, run)
         self.changed = Changed()
         self.fleet = Fleet(config, run, self.hf_config, self.schedule, self.changed, events=self)
         self.sampler = Sampler(

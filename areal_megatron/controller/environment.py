@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from areal_megatron.config import Config
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.run import Run
 from areal_megatron.workflows.runner import EpisodeRunner, runner_of
 from areal_megatron.workflows.scoring import Scorer
 
@@ -31,13 +32,16 @@ class Environment:
 class Environments:
     """All of a run, with their reward workers; those with equal rewards share them."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer):
+    def __init__(self, config: Config, tokenizer: Tokenizer, run: Run):
         self.all: list[Environment] = []
         self._workers: list[RewardWorkers] = []
         configs = config.by_environment()
         for number, own in enumerate(configs):
             same = next((k for k in range(number) if configs[k].reward == own.reward), None)
-            workers = RewardWorkers(own.reward, config.model.path) if same is None else self.all[same].scorer.workers
+            if same is None:
+                workers = RewardWorkers(own.reward, config.model.path, run=run.folder)
+            else:
+                workers = self.all[same].scorer.workers
             scorer = Scorer(own.reward, workers, own.rollout.max_new_tokens)
             self.all.append(Environment(own, scorer, runner_of(own, tokenizer, scorer)))
             self._workers += [workers] if same is None else []

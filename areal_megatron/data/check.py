@@ -145,10 +145,13 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def _check_rewards(config: Config, prompts: Sequence[Prompt], key: str) -> None:
-    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one."""
+    """Raises ConfigError if a row's format is made for a built-in reward other than the configured one. A
+    reward model takes any."""
     functions = [own.reward.function for own in config.by_environment()]
     for prompt in prompts:
         function = functions[prompt.environment]
+        if function == "model":
+            continue
         if ":" not in function and prompt.reward not in ("", function):
             raise ConfigError(
                 f"reward.function: {function}, but row {prompt.id + 1} of data.{key} is of a format that is scored "

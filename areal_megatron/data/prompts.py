@@ -125,10 +125,10 @@ def read_prompts(
     data.max_prompt_tokens included; `problems_of` and `left_out` are those of `usable_rows`.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
-    length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. Raises ConfigError, which
-    names the file and the row, for an unreadable or empty file, an unknown format, a missing field, a wrong type, a
-    prompt that the chat template refuses or a forced length above rollout.max_new_tokens; also if every prompt is too
-    long, or no row can be used.
+    length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. For a reward model no
+    answer is needed. Raises ConfigError, which names the file and the row, for an unreadable or empty file, an unknown
+    format, a missing field, a wrong type, a prompt that the chat template refuses or a forced length above
+    rollout.max_new_tokens; also if every prompt is too long, or no row can be used.
     """
     usable, by_environment = usable_rows(config, key, problems_of, left_out), config.by_environment()
     found, items = [record for record, _ in usable], [item for _, item in usable]
@@ -157,7 +157,8 @@ def read_prompts(
 
 
 def _item(record: Record, seed: int, function: str, problem_with: Callable[[str], str]) -> Item:
-    item = read_item(record.row, record.where, [seed, record.id])
+    row = {"answer": "not used"} | record.row if function == "model" else record.row
+    item = read_item(row, record.where, [seed, record.id])
     if item.reward in ("", function) and (problem := problem_with(item.answer)):
         raise ConfigError(f"{record.where}: reward.function={function} cannot use the answer: {problem}")
     return item
@@ -173,7 +174,13 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
     prompts = tokenizer.prompts(asked, [record.where for record in found])
     responses = tokenizer.responses([field(record.row, "response", (str,), record.where) for record in found])
     return [
-        Example(np.array([*tokens, *response], np.int32), len(tokens), record.source, text_of(prompt), record.where)
+        Example(
+            tokens=np.array([*tokens, *response], np.int32),
+            prompt_length=len(tokens),
+            source=record.source,
+            text=text_of(prompt),
+            where=record.where,
+        )
         for record, prompt, tokens, response in zip(found, asked, prompts, responses, strict=True)
     ]
 

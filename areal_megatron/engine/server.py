@@ -165,15 +165,24 @@ def reserve_port(host: str) -> tuple[int, socket.socket]:
     return reservation.getsockname()[1], reservation
 
 
-def main() -> None:
-    run, index = from_command_line("areal_megatron.engine.server")
-    config = load(run.config)
-    require("rollout", config)
+def own_cores(config: Config) -> list[int]:
+    """Returns the cores that the launcher gave this process, and on CPU keeps it to them."""
     allowed = os.environ.get(CPUS) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     cpus = [int(cpu) for cpu in allowed.split(",")]
     if config.machine.is_cpu:
         os.sched_setaffinity(0, cpus)
-    host = address(config.machine.host)
+    return cpus
+
+
+def url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def main() -> None:
+    run, index = from_command_line("areal_megatron.engine.server")
+    config = load(run.config)
+    require("rollout", config)
+    cpus, host = own_cores(config), address(config.machine.host)
     number, parts = map(int, os.environ.get(PART, "0/1").split("/"))
     if number:
         part = NodePart(number, parts, run.endpoint(os.environ[RENDEZVOUS], config.machine.peer_timeout_s))
@@ -186,7 +195,7 @@ def main() -> None:
             part = NodePart(0, parts, f"{host}:{master_port}")
             run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
-        run.announce(engine_name(index), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        run.announce(engine_name(index), url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
     os.execve(command[0], command, environment)

@@ -29,8 +29,9 @@ _OWN_SHARE = 0.8
 """The share of reward.timeout_s that rewards with a time limit of their own get, so that no worker is killed."""
 
 
-def load_function(name: str, timeout_s: float = RewardConfig.timeout_s) -> RewardFunction:
-    """Returns the function that `reward.function` names; its module may be in the current folder.
+def load_function(name: str, timeout_s: float = RewardConfig.timeout_s, run: str = "") -> RewardFunction:
+    """Returns the function that `reward.function` names; its module may be in the current folder. `run`: the run's
+    folder, if there is a run.
 
     Raises ConfigError if there is no such function, and for `code` if this machine cannot isolate programs.
     """
@@ -39,6 +40,10 @@ def load_function(name: str, timeout_s: float = RewardConfig.timeout_s) -> Rewar
         from areal_megatron.reward import remote  # aiohttp takes a while to import
 
         return remote.function(name, limit_s)
+    if name == "model":
+        from areal_megatron.reward import model
+
+        return model.function(run, limit_s)
     function = _import(name)
     if name == "code":
         from areal_megatron.reward.sandbox import check_isolation
@@ -53,7 +58,7 @@ def _import(name: str) -> Callable:
     if not all(path.partition(":")):
         near = difflib.get_close_matches(name, BUILT_IN, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        expected = f"{', '.join(BUILT_IN)}, an http:// or https:// address, or package.module:function"
+        expected = f"{', '.join(BUILT_IN)}, model, an http:// or https:// address, or package.module:function"
         raise ConfigError(f"reward.function: {name!r} is no reward, expected {expected}{hint}")
     return import_function(path, "reward.function")
 

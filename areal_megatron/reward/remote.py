@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -46,46 +47,54 @@ def function(url: str, limit_s: float):
 
 
 def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
-    """Returns the service's score and feedback, unchecked.
+    """Returns the service's score and feedback, unchecked. Raises as `ask` does."""
+    reply = ask(url, {"prompt": prompt, "response": response, "answer": answer}, limit_s)
+    try:
+        return reply["score"], reply.get("feedback")
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f'{url} answered {repr(reply)[:100]}, expected {{"score": number}}') from None
+
+
+def ask(url: str, question: dict[str, Any], limit_s: float, token: str = "") -> Any:
+    """Returns what a service answers to a question, both JSON; `token`: the secret that it asks for.
 
     Raises ServiceAway, ValueError for any other reply, and OSError (TimeoutError among them) if there is no reply.
     """
-    question = {"prompt": prompt, "response": response, "answer": answer}
-    return asyncio.run(_ask(url, question, limit_s))
-
-
-async def _ask(url: str, question: dict[str, str], limit_s: float) -> tuple[object, object]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    body = asyncio.run(_asked(url, question, limit_s, headers))
     try:
-        body = await within(limit_s, _reply(url, question))
+        return parse_json(body)
+    except ValueError:
+        raise ValueError(f"{url} answered {body[:100]!r}, which is not JSON") from None
+
+
+async def _asked(url: str, question: dict[str, Any], limit_s: float, headers: dict[str, str]) -> bytes:
+    try:
+        return bytes(await within(limit_s, _reply(url, question, headers)))
     except TimeoutError:
         raise TimeoutError(f"{url} did not answer within {limit_s:g} s") from None
     except aiohttp.ClientConnectorError as e:
         raise ServiceAway(f"{url}: {e}") from None
     except aiohttp.ClientError as e:
         raise OSError(f"{url}: {e}") from None
-    try:
-        reply = parse_json(bytes(body))
-        return reply["score"], reply.get("feedback")
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f'{url} answered {bytes(body[:100])!r}, expected {{"score": number}}') from None
 
 
-async def _reply(url: str, question: dict[str, str]) -> bytearray:
+async def _reply(url: str, question: dict[str, Any], headers: dict[str, str]) -> bytearray:
     for _ in range(_HANG_UPS - 1):
         try:
-            return await _post(url, question)
+            return await _post(url, question, headers)
         except aiohttp.ClientConnectorError:
             raise
         except aiohttp.ClientConnectionError:
             await asyncio.sleep(_PAUSE_S)
-    return await _post(url, question)
+    return await _post(url, question, headers)
 
 
-async def _post(url: str, question: dict[str, str]) -> bytearray:
+async def _post(url: str, question: dict[str, Any], headers: dict[str, str]) -> bytearray:
     body = bytearray()
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-        session.post(url, json=question, allow_redirects=False) as reply,
+        session.post(url, json=question, headers=headers, allow_redirects=False) as reply,
     ):
         if reply.status in _AWAY:
             raise ServiceAway(f"{url} answered with status {reply.status}")

@@ -96,10 +96,16 @@ class Scored(msgspec.Struct):
 
 
 def serve(
-    function_name: str, group_function_name: str, timeout_s: float, model: str, requests: BinaryIO, replies: BinaryIO
+    function_name: str,
+    group_function_name: str,
+    timeout_s: float,
+    model: str,
+    run: str,
+    requests: BinaryIO,
+    replies: BinaryIO,
 ) -> None:
-    """Answers requests until their stream ends; `model` is the folder of the tokenizer, or empty, and so may be the
-    group function's name."""
+    """Answers requests until their stream ends; `model` is the folder of the tokenizer and `run` the run's, or empty,
+    and so may be the group function's name."""
 
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
@@ -140,7 +146,7 @@ def serve(
             return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError))
 
     try:
-        function = load_function(function_name, timeout_s)
+        function = load_function(function_name, timeout_s, run)
         group_function = load_group_function(group_function_name) if group_function_name else None
         tokenizer = Tokenizer(model) if model else None
     except ConfigError as e:
@@ -185,9 +191,9 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    function, group_function, timeout_s, model = sys.argv[1:]
+    function, group_function, timeout_s, model, run = sys.argv[1:]
     try:
-        serve(function, group_function, float(timeout_s), model, sys.stdin.buffer, replies)
+        serve(function, group_function, float(timeout_s), model, run, sys.stdin.buffer, replies)
     except BrokenPipeError:  # the controller is gone
         os._exit(1)
 

@@ -46,10 +46,11 @@ class RewardWorkers:
         await workers.close()
     """
 
-    def __init__(self, config: RewardConfig, model: str | Path = "", count: int = 0):
+    def __init__(self, config: RewardConfig, model: str | Path = "", count: int = 0, run: str | Path = ""):
         """`model` is the folder whose tokenizer decodes answers that are given as token ids; `count` is the number of
-        processes, 0 for `default_count`."""
+        processes, 0 for `default_count`; `run` the run's folder, which reward.function=model needs."""
         self._config, self._model, self._count = config, str(model), count or default_count()
+        self._run = str(run)
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
@@ -175,7 +176,7 @@ class RewardWorkers:
                 await asyncio.sleep(_RETRY_S)
 
     async def _new_worker(self) -> _Worker:
-        worker = await _Worker.start(self._config, self._model)
+        worker = await _Worker.start(self._config, self._model, self._run)
         self._workers.add(worker)
         return worker
 
@@ -199,9 +200,9 @@ class _Worker:
         self.dead = False
 
     @classmethod
-    async def start(cls, config: RewardConfig, model: str) -> _Worker:
+    async def start(cls, config: RewardConfig, model: str, run: str) -> _Worker:
         pipe, function = asyncio.subprocess.PIPE, config.function
-        given = [function, config.group_function, str(config.timeout_s), model]
+        given = [function, config.group_function, str(config.timeout_s), model, run]
         command = [sys.executable, "-m", "areal_megatron.reward.worker", *given]
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         try:

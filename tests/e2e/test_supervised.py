@@ -1,15 +1,22 @@
 """Supervised runs: stopped, killed and resumed; what they learn from pairs."""
 
+import math
 import os
 import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from areal_megatron.checkpoint.folder import complete
+from areal_megatron.data.dumps import dumped
+from areal_megatron.data.dumps import read as read_dump
+from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
+from tests.e2e.test_run import small
+from tools.make_arithmetic import make_tokenizer
 
 UPDATES = 24
 
@@ -84,3 +91,51 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     for line in steps(Run(other.folder)):
         assert line["loss"] == pytest.approx(losses[line["version"]], abs=1e-4)
     assert len(steps(Run(other.folder))) == UPDATES - 16
+
+
+@pytest.fixture
+def reward_model(world, tmp_path):
+    """The folder of a reward model with a random head, which prefers some texts by far."""
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(world / "model", num_labels=1, dtype=torch.float32)
+    model.score.weight.data = 0.3 * torch.randn_like(model.score.weight)
+    model.save_pretrained(tmp_path / "scorer")
+    make_tokenizer().save_pretrained(tmp_path / "scorer")
+    return tmp_path / "scorer"
+
+
+def test_answers_are_trained_on_the_scores_of_a_reward_model(local_run, world, reward_model):
+    """Its engine is killed meanwhile: answers wait until it is there again, and no reward fails. The prompts have no
+    right answers."""
+    prompts = world / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{a}+{a + 1}="}}\n' for a in range(10, 90)))
+    changes = {
+        "data.train": prompts,
+        "data.eval": "",
+        "reward.function": "model",
+        "reward.model": reward_model,
+        "reward.truncated": "scored",
+        "rollout.dump": True,
+        "rollout.max_staleness": 1,
+        "machine.slots": 3,
+        "updates": 5,
+    }
+    started = local_run("scored", *small(world, **changes), "--restarts=1")
+    run = Run(started.folder)
+    started.wait_for(lambda: steps(run, "update"))
+    os.kill(started.pid("reward-0"), signal.SIGKILL)
+    assert started.wait() == 0, started.output
+    assert "reward-0 was killed by SIGKILL" in started.output
+    updates = steps(run, "update")
+    assert len(updates) == 5 and updates[-1]["reward_failures"] == 0
+
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    tokenizer, spread = Tokenizer(reward_model), []
+    for path in dumped(run.trajectories).values():
+        for trajectory in read_dump(path).trajectories:
+            (response,) = tokenizer.responses([tokenizer.decode(trajectory.response.tolist())])
+            with torch.no_grad():
+                score = float(model(torch.tensor([[*trajectory.prompt.tolist(), *response]])).logits)
+            assert trajectory.reward == pytest.approx(-5 + 10 / (1 + math.exp(-score)), abs=2e-3)
+            spread.append(trajectory.reward)
+    assert len(spread) == 5 * 32 and max(spread) - min(spread) > 1
