@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -24,6 +25,7 @@ _REPLY_BYTES = 1 << 20
 _AWAY = {429, 502, 503, 504}
 _HANG_UPS = 3
 _PAUSE_S = 0.1
+Answered = TypeVar("Answered")
 
 
 def function(url: str, limit_s: float):
@@ -48,24 +50,24 @@ def function(url: str, limit_s: float):
 
 def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
     """Returns the service's score and feedback, unchecked. Raises as `ask` does."""
-    reply = ask(url, {"prompt": prompt, "response": response, "answer": answer}, limit_s)
-    try:
-        return reply["score"], reply.get("feedback")
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{url} answered {repr(reply)[:100]}, expected {{"score": number}}') from None
+    question = {"prompt": prompt, "response": response, "answer": answer}
+    return ask(url, question, limit_s, lambda reply: (reply["score"], reply.get("feedback")), '{"score": number}')
 
 
-def ask(url: str, question: dict[str, Any], limit_s: float, token: str = "") -> Any:
-    """Returns what a service answers to a question, both JSON; `token`: the secret that it asks for.
+def ask(
+    url: str, question: dict[str, Any], limit_s: float, read: Callable[[Any], Answered], expected: str, token: str = ""
+) -> Answered:
+    """Returns what `read` makes of a service's answer to a question, both JSON; it raises ValueError, KeyError,
+    TypeError or IndexError for what is not `expected`. `token`: the secret that the service asks for.
 
     Raises ServiceAway, ValueError for any other reply, and OSError (TimeoutError among them) if there is no reply.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     body = asyncio.run(_asked(url, question, limit_s, headers))
     try:
-        return parse_json(body)
-    except ValueError:
-        raise ValueError(f"{url} answered {body[:100]!r}, which is not JSON") from None
+        return read(parse_json(body))
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise ValueError(f"{url} answered {body[:100]!r}, expected {expected}") from None
 
 
 async def _asked(url: str, question: dict[str, Any], limit_s: float, headers: dict[str, str]) -> bytes:

@@ -4,6 +4,7 @@ both pools on one slot."""
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,41 @@ def test_accuracy_rises_with_both_pools_on_one_slot(tmp_path):
     before, after = demo.accuracy(out / "rl")
     print(f"both pools on one slot: {before:.3f} → {after:.3f}")
     assert before < 0.6 and after >= 0.9
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_preferences_of_the_demo_are_learned(tmp_path):
+    """A reward model ranks pairs of held-out sums; RL on its scores, which never sees a right answer, and DPO on the
+    same pairs both raise the true accuracy."""
+    out = tmp_path / "demo"
+    world, model = out / "world", f"model.path={out / 'sft' / 'hf'}"
+    pairs = [f"data.train={world / 'pairs.jsonl'}", f"data.eval={world / 'heldout-pairs.jsonl'}"]
+
+    def run(*arguments: object) -> None:
+        subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, timeout=2400)
+
+    def launch(config: str, name: str, *keys: str) -> Run:
+        run("-m", "launch.local", f"configs/{config}.yaml", f"runs_dir={out}", f"name={name}", *keys)
+        return Run(out / name)
+
+    def accuracy(model: Path) -> float:
+        figures = out / f"accuracy-{model.parent.name}"
+        evaluation = ["areal_megatron.evaluate", model, world / "heldout.jsonl", "--max-new-tokens", "24"]
+        run("-m", *evaluation, "--out", figures)
+        return json.loads((figures / "result.json").read_text())["avg@1"]["value"]
+
+    run("tools/make_arithmetic.py", world)
+    launch("tiny_sft", "sft", f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}")
+    shorter = ["updates=300", "optimizer.warmup_steps=15", "optimizer.lr=1e-3"]
+    scorer = launch("tiny_sft", "scorer", "mode=reward_model", model, *pairs, *shorter)
+    ranked = [line["accuracy"] for line in read_metrics(scorer) if line["kind"] == "eval"]
+    preferring = launch(
+        "tiny_sft", "dpo", "mode=dpo", model, *pairs, "updates=100", "optimizer.warmup_steps=5", "optimizer.lr=2e-4"
+    )
+    reward = ["reward.function=model", f"reward.model={scorer.hf}", "machine.slots=3", "data.eval="]
+    rl = launch("tiny_cpu", "rl", model, f"data.train={world / 'train.jsonl'}", *reward)
+    before, by_dpo, by_rl = (accuracy(each) for each in (out / "sft" / "hf", preferring.hf, rl.hf))
+    print(f"ranked right {ranked[-1]:.3f}; accuracy {before:.3f} → DPO {by_dpo:.3f}, RL on the scores {by_rl:.3f}")
+    assert ranked[-1] >= 0.95
+    assert before < 0.6 and by_dpo > before + 0.1 and by_rl > before + 0.2

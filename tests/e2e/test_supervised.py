@@ -1,7 +1,9 @@
 """Supervised runs: stopped, killed and resumed; what they learn from pairs."""
 
+import json
 import math
 import os
+import random
 import signal
 
 import pytest
@@ -12,11 +14,13 @@ from transformers import AutoModelForSequenceClassification
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
+from areal_megatron.data.pairs import read_pairs
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.report import write_report
 from areal_megatron.run import Run
 from tests.e2e.test_run import small
-from tools.make_arithmetic import make_tokenizer
+from tools.make_arithmetic import good_answer, hasty_answer, make_tokenizer
 
 UPDATES = 24
 
@@ -91,6 +95,46 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     for line in steps(Run(other.folder)):
         assert line["loss"] == pytest.approx(losses[line["version"]], abs=1e-4)
     assert len(steps(Run(other.folder))) == UPDATES - 16
+
+
+@pytest.mark.parametrize("mode", ["dpo", "reward_model"])
+def test_pairs_are_learned_in_seconds(local_run, world, tmp_path, mode):
+    """Answers with working against hasty ones. What is exported of a reward model is what transformers reads."""
+    sums = [(a, b) for a in range(10, 60) for b in range(10, 60)]
+    pairs = [{"prompt": f"{a}+{b}=", "chosen": good_answer(a, b), "rejected": hasty_answer(a, b)} for a, b in sums[::5]]
+    lines = [json.dumps(pair) for pair in random.Random(1).sample(pairs, len(pairs))]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines[100:]))
+    (tmp_path / "held-out.jsonl").write_text("\n".join(lines[:100]))
+    keys = {
+        "mode": mode,
+        "model.path": world / "model",
+        "data.train": tmp_path / "pairs.jsonl",
+        "data.eval": tmp_path / "held-out.jsonl",
+        "updates": 30,
+        "batch_size": 16,
+        "optimizer.lr": 1e-3,
+        "checkpoint.every": 30,
+        "checkpoint.hf_every": 30,
+    }
+    started = local_run(mode, *(f"{key}={value}" for key, value in keys.items()))
+    assert started.wait() == 0, started.output
+    run = Run(started.folder)
+    before, after = steps(run, "eval")
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-3) and before["accuracy"] < 0.6
+    assert after["loss"] < 0.3 and after["accuracy"] >= 0.95
+    assert f"held-out accuracy {100 * before['accuracy']:.0f}% (version 0) → " in started.output
+    folders = run.hf, run.exports / "version-000030"
+    whole, exported = (load_file(folder / "model.safetensors") for folder in folders)
+    assert whole.keys() == exported.keys() and all(torch.equal(whole[name], exported[name]) for name in whole)
+    if mode == "reward_model":
+        model = AutoModelForSequenceClassification.from_pretrained(folders[1], dtype=torch.float32)
+        tokenizer = Tokenizer(folders[1])
+        rows = read_pairs(tmp_path / "held-out.jsonl", tokenizer)
+        assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token is not None
+        scores = [[float(model(torch.from_numpy(t[None])).logits) for t in (row.chosen, row.rejected)] for row in rows]
+        assert sum(chosen > rejected for chosen, rejected in scores) == round(100 * after["accuracy"])
+        assert write_report(run, tmp_path / "report.html") is None
+        assert "reward model, 30 of 30 steps" in (tmp_path / "report.html").read_text()
 
 
 @pytest.fixture

@@ -4,11 +4,21 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from areal_megatron.model_check import check_model
+from areal_megatron.models.architecture import architecture, as_reward_model
 
 GOOD = {
     "model_type": "qwen3",
@@ -199,6 +209,7 @@ from areal_megatron.models.architecture import read_config
 from launch.memory import plan_memory
 from tests.unit.test_model_check import EXPERTS, GOOD, HOSTILE, config
 from areal_megatron.model_check import check_model
+from areal_megatron.models.architecture import architecture, as_reward_model
 
 folder, wrong, count = Path(sys.argv[1]), 0, 0
 keys = sorted({*GOOD, *EXPERTS, "architectures", "rope_scaling", "rope_parameters", "rope_theta", "eos_token_id",
@@ -246,3 +257,39 @@ def test_absurd_sizes_are_named(tmp_path, hf, message):
 def test_needs_neither_torch_nor_megatron():
     program = "import sys, areal_megatron.model_check as m; assert not {'torch', 'megatron', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+REWARD_MODEL = GOOD | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+def test_a_reward_model_is_trained_as_such_and_nothing_else(tmp_path):
+    check_model(replace(config(tmp_path, REWARD_MODEL), mode="reward_model"))
+    for mode in ("rl", "sft", "dpo"):
+        with pytest.raises(ConfigError, match=f"is a reward model .*, mode={mode} trains language models"):
+            check_model(replace(config(tmp_path, REWARD_MODEL), mode=mode))
+    labels = REWARD_MODEL | {"id2label": {"0": "bad", "1": "good"}}
+    with pytest.raises(ConfigError, match="without one label"):
+        check_model(replace(config(tmp_path, labels), mode="reward_model"))
+
+
+def test_the_reward_model_of_a_run_is_looked_at_before_it_starts(tmp_path):
+    for name in ("policy", "scorer"):
+        (tmp_path / name).mkdir()
+    asked = config(tmp_path / "policy")
+    asked.reward = RewardConfig(function="model", model=str(tmp_path / "scorer"))
+    with pytest.raises(ConfigError, match=r"^reward.model: cannot read .*config.json"):
+        check_model(asked)
+    config(tmp_path / "scorer")
+    with pytest.raises(ConfigError, match=r"^reward.model: .* is no reward model but a Qwen3ForCausalLM"):
+        check_model(asked)
+    config(tmp_path / "scorer", REWARD_MODEL)
+    check_model(asked)
+
+
+def test_a_language_model_is_described_as_a_reward_model():
+    described = as_reward_model(GOOD | {"tie_word_embeddings": True, "pad_token_id": 7}, pad_token=3)
+    assert described["architectures"] == ["Qwen3ForSequenceClassification"] and described["pad_token_id"] == 3
+    canonical, before = architecture(described).canonical, architecture(GOOD).canonical
+    assert canonical.pop("score.weight") == (1, 64)
+    assert canonical == {name: shape for name, shape in before.items() if name != "lm_head.weight"}
+    assert as_reward_model(REWARD_MODEL | {"pad_token_id": 9}, pad_token=3)["pad_token_id"] == 9

@@ -11,6 +11,7 @@ from areal_megatron.config import (
     DataConfig,
     MachineConfig,
     ModelConfig,
+    RewardConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -53,6 +54,26 @@ def test_sft_has_trainers_only():
     assert {p.pool for p in allocate(config(engines=3, mode="sft"), slots(1)).processes} == {"trainer"}
     replay = allocate(config(tp=2, engines=3, mode="replay"), slots(2))
     assert [p.name for p in replay.processes] == ["controller", "trainer-0", "trainer-1"]
+
+
+def test_engines_of_a_reward_model_have_slots_of_their_own():
+    asked = config(dp=2, engines=2)
+    asked.reward = RewardConfig(function="model", model="m", model_engines=2, model_tp=2)
+    placement = allocate(asked, slots(8))
+    taken = [slot for process in placement.processes for slot in process.slots]
+    assert len(taken) == len(set(taken)) == 8
+    assert [(p.name, len(p.slots)) for p in placement.pool("reward")] == [("reward-0", 2), ("reward-1", 2)]
+    with pytest.raises(ConfigError, match=r"need 8 slots .*reward.model_engines=2 × model_tp=2 is 4.*there are 7"):
+        allocate(asked, slots(7))
+    trainers, engines = ([Node(name, tuple(range(6)))] for name in ("t", "e"))
+    apart = allocate(asked, trainers, engines)
+    nodes = {"controller": "t", "trainer": "t", "rollout": "e", "reward": "e"}
+    assert {p.pool: p.node for p in apart.processes} == nodes
+    asked.reward.model_tp = 4
+    with pytest.raises(ConfigError, match=r"reward.model_tp: reward-0 would be on 2 nodes"):
+        allocate(asked, [Node(name, (0, 1)) for name in "abcdefg"])
+    asked.mode = "sft"
+    assert not allocate(asked, slots(2)).pool("reward")
 
 
 def test_pools_that_do_not_fit_say_what_was_asked_and_found():

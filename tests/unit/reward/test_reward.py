@@ -185,9 +185,8 @@ def test_groups_are_shared_out_over_the_workers_in_order(user_function):
     [
         (
             "maths",
-            "'maths' is no reward, expected math, choice, code, an http:// or https:// address, or "
-            "package.module:function; "
-            "did you mean 'math'?",
+            "'maths' is no reward, expected math, choice, code, model, an http:// or https:// address, or "
+            "package.module:function; did you mean 'math'?",
         ),
         ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),
         ("my_rewards:missing", "my_rewards has no function missing"),
