@@ -75,7 +75,7 @@ def with_recompute(config: Config, recompute: str, layers: int = 0) -> Config:
 
 def longest(config: Config) -> int:
     """Returns the tokens of the longest sequence that the plan assumes."""
-    return config.longest_sequence if config.mode != "sft" else config.trainer.microbatch_tokens
+    return config.longest_sequence if not config.is_supervised else config.trainer.microbatch_tokens
 
 
 def flops_ratio(config: Config, hf_config: Mapping[str, Any], tokens: int) -> float:
