@@ -6,61 +6,95 @@ Bradley and Terry it is the probability that the answer is preferred to one with
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from areal_megatron import config_file
-from areal_megatron.config import ConfigError
+from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward import remote
 from areal_megatron.reward.no_score import ServiceAway
 from areal_megatron.run import Run, RunError, reward_engine_name
 
+Text = tuple[str, str]
+"""A prompt and a response."""
 _LEAST = -700.0
 """e to the power of less is no number of a computer's any more."""
 
 
-def function(folder: str, limit_s: float):
-    """Returns the reward function of the run in `folder`, which waits up to `limit_s` seconds for a score.
+def function(folder: str, limit_s: float) -> ModelScores:
+    """Returns the reward function of the run in `folder`, which waits up to `limit_s` seconds for scores.
 
     Raises ConfigError if there is no run, as in an evaluation by hand.
     """
     if not folder:
         raise ConfigError("reward.function: a reward model is served in runs alone; name another function here")
     run = Run(folder)
-    settings = config_file.load(run.config).reward
-    engines = [reward_engine_name(index) for index in range(settings.model_engines)]
-    tokenizer = Tokenizer(settings.model)
-    return functools.partial(score, run=run, engines=engines, tokenizer=tokenizer, limit_s=limit_s)
+    return ModelScores(run, config_file.load(run.config).reward, limit_s)
 
 
-def score(
-    prompt: str, response: str, answer: str, *, run: Run, engines: list[str], tokenizer: Tokenizer, limit_s: float
-) -> float:
-    """Returns σ of the model's score of prompt, response and end token, as it was trained on them.
+class ModelScores:
+    """The reward function: the model's scores of prompt, response and end token, as it was trained on them.
 
-    Asks another engine where one is away. Raises ServiceAway if all are, and else as remote.ask does.
+    Engines compute several texts at once much faster than one after the other, so those that were announced are asked
+    for together.
     """
-    (asked,), (answered,) = tokenizer.prompts([prompt]), tokenizer.responses([response])
-    question = {"model": "reward", "input": [*asked, *answered], "use_activation": False}
-    problem, end = "", time.monotonic() + limit_s
-    for engine in random.sample(engines, len(engines)):
-        try:
-            url = f"{run.endpoint(engine)}/classify"
-            left_s = end - time.monotonic()
-            return sigmoid(remote.ask(url, question, left_s, _score_in, "one score", run.token))
-        except (ServiceAway, RunError) as e:
-            problem = f"{engine}: {e}"
-    raise ServiceAway(problem)
+
+    def __init__(self, run: Run, settings: RewardConfig, limit_s: float):
+        self._run, self._limit_s = run, limit_s
+        self._engines = [reward_engine_name(index) for index in range(settings.model_engines)]
+        self._tokenizer = Tokenizer(settings.model)
+        self._coming: list[Text] = []
+        self._known: dict[Text, float] = {}
+
+    def expect(self, texts: Sequence[Text]) -> None:
+        """Announces the texts that are going to be asked about."""
+        self._coming, self._known = list(texts), {}
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        """Returns σ of the model's score. Asks another engine where one is away.
+
+        Raises ServiceAway if all are, and else as remote.ask does.
+        """
+        text = prompt, response
+        if text not in self._known:
+            together, self._coming = self._coming, []
+            try:
+                self._known |= self._scores(list({text: None} | dict.fromkeys(together)))
+            except ValueError:  # of any of the texts, such as one that is too long for the model
+                if not together:
+                    raise
+                self._known |= self._scores([text])
+        return self._known[text]
+
+    def _scores(self, texts: list[Text]) -> dict[Text, float]:
+        prompts = self._tokenizer.prompts([prompt for prompt, _ in texts])
+        responses = self._tokenizer.responses([response for _, response in texts])
+        tokens = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+        question = {"model": "reward", "input": tokens, "use_activation": False}
+        problem, end = "", time.monotonic() + self._limit_s
+        for engine in random.sample(self._engines, len(self._engines)):
+            try:
+                url, left_s = f"{self._run.endpoint(engine)}/classify", end - time.monotonic()
+                read = partial(_scores_in, count=len(texts))
+                found = remote.ask(url, question, left_s, read, f"{len(texts)} scores", self._run.token)
+                return dict(zip(texts, map(sigmoid, found), strict=True))
+            except (ServiceAway, RunError) as e:
+                problem = f"{engine}: {e}"
+        raise ServiceAway(problem)
 
 
 def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-max(value, _LEAST)))
 
 
-def _score_in(reply: Any) -> float:
-    (found,) = reply["data"][0]["probs"]
-    return float(found)
+def _scores_in(reply: Any, count: int) -> list[float]:
+    data = sorted(reply["data"], key=lambda entry: entry["index"])
+    found = [entry["probs"] for entry in data]
+    if len(found) != count:
+        raise ValueError
+    return [float(score) for (score,) in found]

@@ -119,8 +119,16 @@ def serve(
     def text_of(tokens: bytes) -> str:
         return tokenizer.decode(np.frombuffer(tokens, np.int32).tolist())
 
+    def response_of(answer: Answer) -> str:
+        return answer.response if answer.tokens is None else text_of(answer.tokens)
+
+    def announce(requests: list[Answer | AnswerGroup]) -> None:
+        """Tells a function that knows several scores at once which ones are wanted."""
+        if expect := getattr(function, "expect", None):
+            expect([(each.prompt, response_of(each)) for each in requests if isinstance(each, Answer)])
+
     def score_of(answer: Answer) -> Scored:
-        text = answer.response if answer.tokens is None else text_of(answer.tokens)
+        text = response_of(answer)
         if answer.cut and function_name in PURE and last_boxed(text) is None:
             return Scored()  # whatever it says last is no final answer
         try:
@@ -156,7 +164,9 @@ def serve(
     reply(Ready())
     decode = msgspec.msgpack.Decoder(list[Answer | AnswerGroup]).decode
     while header := requests.read(HEADER.size):
-        for request in decode(requests.read(HEADER.unpack(header)[0])):
+        asked = decode(requests.read(HEADER.unpack(header)[0]))
+        announce(asked)
+        for request in asked:
             while (scored := scored_by_function(request)).away:
                 reply(scored)
                 time.sleep(min(_AWAY_PAUSE_S, _AWAY_PAUSE_SHARE * timeout_s))

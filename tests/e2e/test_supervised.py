@@ -131,7 +131,7 @@ def test_pairs_are_learned_in_seconds(local_run, world, tmp_path, mode):
         tokenizer = Tokenizer(folders[1])
         rows = read_pairs(tmp_path / "held-out.jsonl", tokenizer)
         assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token is not None
-        scores = [[float(model(torch.from_numpy(t[None])).logits) for t in (row.chosen, row.rejected)] for row in rows]
+        scores = [[model(torch.from_numpy(t[None])).logits.item() for t in (row.chosen, row.rejected)] for row in rows]
         assert sum(chosen > rejected for chosen, rejected in scores) == round(100 * after["accuracy"])
         assert write_report(run, tmp_path / "report.html") is None
         assert "reward model, 30 of 30 steps" in (tmp_path / "report.html").read_text()
