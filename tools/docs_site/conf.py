@@ -32,6 +32,7 @@ CONTENTS = {
     "Using it": [
         "data",
         "algorithms",
+        "supervised",
         "rewards",
         "workflows",
         "metrics",
