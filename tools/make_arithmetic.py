@@ -55,9 +55,18 @@ def corpus_answer(a: int, b: int, rng: random.Random) -> str:
 
 
 def wrong_answer(a: int, b: int, rng: random.Random) -> str:
-    """Returns a hasty answer or a slip, as often; never the right result."""
-    is_right = a % 10 + b % 10 == 0
-    return slipped_answer(a, b) if is_right or rng.random() < 0.5 else hasty_answer(a, b)
+    """Returns an answer with a wrong result: hasty, with a slip, with other numbers in its working, or with another
+    result than its working says. A reward model that knew the first two alone would be satisfied with any other."""
+    right = good_answer(a, b)
+    ones, tens, result = rng.randrange(19), rng.randrange(2, 20), rng.randrange(20, 199)
+    kinds = [
+        hasty_answer(a, b),
+        slipped_answer(a, b),
+        f"{ones} {right.split()[1]} \\boxed{{{int(right.split()[1]) * 10 + ones % 10}}}",
+        f"{right.split()[0]} {tens} \\boxed{{{tens * 10 + (a + b) % 10}}}",
+        f"{' '.join(right.split()[:2])} \\boxed{{{result}}}",
+    ]
+    return rng.choice([answer for answer in kinds if not answer.endswith(f"\\boxed{{{a + b}}}")])
 
 
 def make_pairs(sums: list[tuple[int, int]], rng: random.Random) -> list[dict[str, str]]:

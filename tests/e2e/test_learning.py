@@ -137,7 +137,7 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
 
     run("tools/make_arithmetic.py", world)
     launch("tiny_sft", "sft", f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}")
-    shorter = ["updates=300", "optimizer.warmup_steps=15", "optimizer.lr=1e-3"]
+    shorter = ["updates=400", "optimizer.warmup_steps=20", "optimizer.lr=1e-3"]
     scorer = launch("tiny_sft", "scorer", "mode=reward_model", model, *pairs, *shorter)
     ranked = [line["accuracy"] for line in read_metrics(scorer) if line["kind"] == "eval"]
     preferring = launch(

@@ -29,13 +29,22 @@ def total(prompt):
 def test_held_out_prompts_are_in_neither_training_file(world):
     heldout = {line["prompt"] for line in lines(world / "heldout.jsonl")}
     assert len(heldout) >= 500
-    for name in ("train.jsonl", "sft.jsonl"):
+    assert heldout == {line["prompt"] for line in lines(world / "heldout-pairs.jsonl")}
+    for name in ("train.jsonl", "sft.jsonl", "pairs.jsonl"):
         assert heldout.isdisjoint(line["prompt"] for line in lines(world / name))
 
 
 def test_answers_are_the_sums(world):
     for name in ("train.jsonl", "heldout.jsonl"):
         assert all(int(line["answer"]) == total(line["prompt"]) for line in lines(world / name))
+
+
+def test_of_two_answers_the_chosen_one_is_right(world):
+    pairs = lines(world / "pairs.jsonl")
+    for pair in pairs:
+        result = f"\\boxed{{{total(pair['prompt'])}}}"
+        assert pair["chosen"].endswith(result) and not pair["rejected"].endswith(result)
+    assert 0.15 < sum(pair["rejected"].startswith("\\boxed") for pair in pairs) / len(pairs) < 0.25  # hasty ones
 
 
 def test_about_half_of_the_corpus_is_wrong_as_math_verify_sees_it(world):
