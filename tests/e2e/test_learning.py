@@ -137,12 +137,11 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
 
     run("tools/make_arithmetic.py", world)
     launch("tiny_sft", "sft", f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}")
-    shorter = ["updates=400", "optimizer.warmup_steps=20", "optimizer.lr=1e-3"]
+    shorter = ["updates=1000", "optimizer.warmup_steps=50", "optimizer.lr=1e-3"]
     scorer = launch("tiny_sft", "scorer", "mode=reward_model", model, *pairs, *shorter)
     ranked = [line["accuracy"] for line in read_metrics(scorer) if line["kind"] == "eval"]
-    preferring = launch(
-        "tiny_sft", "dpo", "mode=dpo", model, *pairs, "updates=100", "optimizer.warmup_steps=5", "optimizer.lr=2e-4"
-    )
+    short = ["updates=100", "optimizer.warmup_steps=5", "optimizer.lr=1e-4", "dpo.beta=0.3"]
+    preferring = launch("tiny_sft", "dpo", "mode=dpo", model, *pairs, *short)
     reward = ["reward.function=model", f"reward.model={scorer.hf}", "machine.slots=3", "data.eval="]
     rl = launch("tiny_cpu", "rl", model, f"data.train={world / 'train.jsonl'}", *reward)
     before, by_dpo, by_rl = (accuracy(each) for each in (out / "sft" / "hf", preferring.hf, rl.hf))
