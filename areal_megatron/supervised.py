@@ -60,8 +60,10 @@ def main() -> None:
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
     from areal_megatron.checkpoints import Checkpoints
     from areal_megatron.progress import Progress
+    from areal_megatron.trainer import check_fields
     from areal_megatron.trainer.trainer import Trainer
 
+    check_fields.require(config)
     try:
         tokenizer = Tokenizer(config.model.path)
         data = SupervisedData(config, tokenizer, resumed=run.start.checkpoint)
