@@ -413,7 +413,7 @@ class RewardConfig:
     """`math`; `choice`; `code`; `model`; the http:// or https:// address of a service; or the import path
     `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
     model: str = ""
-    """For reward.function=model: Hugging Face directory of the reward model, which engines of a pool of their own serve
+    """For reward.function=model: the reward model, given as `model.path`, which engines of a pool of their own serve
     (docs/rewards.md)."""
     model_engines: int = key(1, at_least=1)
     """Engines that serve the reward model."""

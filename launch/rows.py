@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.prompts import LeftOut, Prompt, read_examples, read_prompts
+from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
+from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.errors import first_line
 from areal_megatron.reward.answers import problem_with_answers
@@ -32,13 +33,18 @@ def shown(config: Config, key: str, count: int) -> Iterator[str]:
     """Yields the text of the first `count` rows of data.train or data.eval (`key`), then what is left out. Raises
     ConfigError."""
     tokenizer, left_out = Tokenizer(config.model.path), LeftOut.none()
-    if config.mode == "sft":
-        examples = read_examples(config.data.train, tokenizer)
-        for number, example in enumerate(examples[:count], 1):
-            tokens, length = example.tokens.tolist(), example.prompt_length
-            yield _titled(f"row {number}: {length} + {len(tokens) - length} tokens")
-            yield f"{_text(tokenizer, tokens[:length])}\n--- response\n{_text(tokenizer, tokens[length:])}"
-        yield _titled(f"rows: {len(examples)}")
+    if config.is_supervised:
+        items = read_items(config, key, tokenizer)
+        names = ("tokens",) if config.mode == "sft" else ("chosen", "rejected")
+        for number, item in enumerate(items[:count], 1):
+            length, answers = item.prompt_length, {name: getattr(item, name).tolist() for name in names}
+            sizes = " or ".join(str(len(tokens) - length) for tokens in answers.values())
+            yield _titled(f"row {number}: {length} + {sizes} tokens")
+            texts = [_text(tokenizer, next(iter(answers.values()))[:length])]
+            for name, tokens in answers.items():
+                texts += [f"--- {'response' if name == 'tokens' else name}", _text(tokenizer, tokens[length:])]
+            yield "\n".join(texts)
+        yield _titled(f"rows: {len(items)}")
         return
     refuses, config.data.unusable_rows = config.data.unusable_rows == "refuse", "skip"
     prompts = read_prompts(config, key, tokenizer, problem_with_answers, left_out)

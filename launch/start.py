@@ -212,6 +212,9 @@ def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
     if teacher := config.ppo.penalty.kl_model:
         earlier = before.ppo.penalty.kl_model if before else ""
         config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
+    if scorer := config.reward.model:
+        earlier = before.reward.model if before else ""
+        config.reward.model = hub.model_folder(scorer, "reward.model", weights, earlier)
     if config.mode == "replay":
         return
     commits = files.commits(before) if before else {}

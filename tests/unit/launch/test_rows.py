@@ -55,6 +55,8 @@ def test_tests_are_counted_and_a_reward_that_fails_is_shown(show, isolation):
 def test_supervised_rows_and_wrong_input(show):
     code, out, _ = show([{"prompt": "1 + 1 = ", "response": "2"}], "mode=sft")
     assert code == 0 and "--- response\n2" in out and "rows: 1" in out
+    code, out, _ = show([{"prompt": "1 + 1 = ", "chosen": "2", "rejected": "33"}], "mode=dpo")
+    assert code == 0 and "--- chosen\n2" in out and "--- rejected\n33" in out and "or" in out and "rows: 1" in out
     code, _, err = show([{"text": "1"}])
     assert code == 2 and err.startswith("error: data.train: no row can be used: 1 × field 'prompt' is missing")
     assert show([GOOD], "--eval")[2] == "error: data.eval: there is none\n"
