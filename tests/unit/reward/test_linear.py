@@ -119,6 +119,7 @@ ELSEWHERE = {
     "load_function": "a name from the config",
     "function": "an address from the config",
     "score": "sends the text to a service",
+    "ask": "sends the text to a service",
     "run": "hands the program to a process of its own",
     "run_program": "hands the program to a process of its own",
     "check_isolation": "a key of the config",
