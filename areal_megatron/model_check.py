@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
+from areal_megatron.json_input import parse_json
 from areal_megatron.models.architecture import Dimensions, architecture, as_reward_model, read_config, shown
 from areal_megatron.reshard import engine_layout, trainer_layout
 
@@ -53,8 +54,8 @@ def check_model(config: Config, weights: bool = True) -> None:
         _check_length(config, hf, path)
         if config.reward.model:
             _check_reward_model(config, weights)
-    if weights and not list(Path(path).glob("*.safetensors")):
-        raise ConfigError(f"model.path: {path} holds no *.safetensors file")
+    if weights:
+        _check_files(Path(path))
     if not config.is_supervised and config.ppo.penalty.kl_model:
         _check_teacher(config, weights)
 
@@ -101,6 +102,24 @@ def _check_reward_model(config: Config, weights: bool) -> None:
             raise ConfigError(f"model.path: {path} is no reward model but a {model.name}; mode=reward_model trains one")
     except ConfigError as e:
         raise ConfigError(str(e).replace("model.path", "reward.model", 1)) from None
+
+
+def _check_files(folder: Path) -> None:
+    """Raises ConfigError if there are no weights, or not all that their index names."""
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {folder} holds no *.safetensors file")
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    try:
+        named = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+        missing = [name for name in named if not (folder / name).exists()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"model.path: {index} cannot be read as an index of weights") from None
+    if missing:
+        raise ConfigError(
+            f"model.path: {folder} lacks {missing[0]}, which its index names, and {len(missing) - 1} more"
+        )
 
 
 def _check_kernels(config: Config, model: Dimensions) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from areal_megatron import config_file, hub
+from areal_megatron import config_file, convert, evaluate, hub
 from areal_megatron.config import ConfigError
 from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.hub import HubData, HubRepo, model_folder, split_files
@@ -265,6 +265,30 @@ def test_data_that_is_not_there(server, monkeypatch):
     assert "has no revision v1" in refused(fetch, "tiny/sums@v1:train", "data.train")
     text = refused(lambda: list(records(f"tiny/more@{sums.branches['main']}")))
     assert "is not whole in the cache" in text and "all nodes see" in text
+
+
+def test_two_launchers_at_once_download_once(server, model, tmp_path):
+    code = "import sys; from areal_megatron.hub import model_folder; print(model_folder(sys.argv[1], 'model.path'))"
+    environment = os.environ | {
+        "HF_ENDPOINT": server.address,
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-c", code, "Tiny/Model-1.5B"]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first, second = (process.communicate(timeout=60)[0] for process in both)
+    assert first == second and model.branches["main"] in first
+    assert server.downloads().count("model.safetensors") == 1
+
+
+def test_commands_name_their_argument(server, model, tmp_path, capsys):
+    assert convert.main(["from-hf", "Tiny/Model-1.5B", str(tmp_path / "checkpoint")]) == 0
+    assert f"wrote {tmp_path / 'checkpoint'}" in capsys.readouterr().out
+    assert convert.main(["from-hf", "Tiny/Modell", str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err.startswith("error: HF_DIR: there is no folder Tiny/Modell")
+    for model_name, data, start_of in (("Tiny/Modell", "x.jsonl", "MODEL"), ("Tiny/Model-1.5B", "tiny/summs", "DATA")):
+        assert evaluate.main([model_name, data, f"--out={tmp_path / 'out'}"]) == 2
+        assert f"error: {start_of}: there is no " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_token_is_in_no_message(server, monkeypatch):

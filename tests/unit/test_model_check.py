@@ -194,6 +194,17 @@ def test_missing_folder_file_and_weights(tmp_path):
         check_model(subject)
 
 
+def test_a_shard_that_the_index_names_and_nobody_has(tmp_path):
+    subject, index = config(tmp_path), tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"model.path: .* lacks model-2.safetensors, which its index names, and 0 mo"):
+        check_model(subject)
+    for text in ("{", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": [1]}}'):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match=r"model.path: .*index.json cannot be read as an index of weights"):
+            check_model(subject)
+
+
 HOSTILE = [
     *(None, True, 0, -1, 3, 10**9, 10**5000, 0.5, 1e308, float("inf"), float("nan"), "", "x", "\x1b[2Jx", "8"),
     *([], [1], [[]], {}, {"type": 5}, {"rope_type": []}, {"rope_type": "yarn", "factor": "x"}),
