@@ -286,7 +286,7 @@ def submitted(tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whole(submitted, script, tmp_path):
+def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whole(submitted, script):
     hostile = ["name=a b", "data.train=*", "x=$(touch owned)", "y='\";exit 1;#", "", "z=`id`\nnext"]
     process = submitted(script, *hostile)
     out, err = process.communicate(timeout=20)
@@ -296,7 +296,7 @@ def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whol
         "launch.slurm",
         f"configs/{named_config(script)}.yaml",
         "--restarts=10",
-        f"--batch-script={tmp_path / 'slurm_script'}",
+        f"--batch-script={process.args[1]}",
         "resume=auto",
         "machine.host=auto",
         *hostile,
