@@ -1,10 +1,11 @@
 """Has Slurm start a run: `python -m launch.submit CONFIG [key=value …] --nodes 48 --gpus 8 [--time 24:00:00]`.
 
-Checks config, model, data and the plan for those nodes first, so that nothing waits in the queue that cannot start.
-Then writes a batch script, as those in slurm/ are, and hands it to sbatch: the job calls launch.slurm with this Python
-in this folder, is queued again before its time limit and when it is preempted, and resumes where it was. All nodes must
-see the folder, the model and this installation. `--dry-run` prints the plan and the script. Exit code 0: submitted, 2:
-wrong input, or Slurm refuses the job. Imports neither torch nor vllm.
+Fetches models and data that are named on the hub, and checks config, model, data and the plan for those nodes: nothing
+is to wait in the queue that cannot start. Then writes a batch script, as those in slurm/ are, and hands it to sbatch:
+the job calls launch.slurm with this Python in this folder, is queued again before its time limit and when it is
+preempted, and resumes where it was. All nodes must see the folder, the model and this installation. `--dry-run` prints
+the plan and the script. Exit code 0: submitted, 2: wrong input, or Slurm refuses the job. Imports neither torch nor
+vllm.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.run import Run
 from launch import dry_run, start
 from launch.sizes import Sizes, add_sizes
 
@@ -56,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
         overrides = [*_ASKED, *options.overrides]
         config = config_file.load(options.config, overrides)
         written = script(config, overrides, options)
+        if not options.dry_run:  # here, since nodes often have no network
+            start.fetch(config, Run(config.run_dir))
         planned = dry_run.text(dry_run.check_imagined(config, Sizes.given(options), options.python), options.python)
         if options.dry_run:
             print(f"{planned}\n\nwould submit with 'sbatch':\n{written}", end="")

@@ -14,7 +14,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.hub import HubData, HubRepo, model_folder, split_files
 from areal_megatron.run import Run
-from launch import start
+from launch import start, submit
 from tests.support.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
@@ -334,3 +334,19 @@ def test_commands_take_names_from_the_environment_of_a_user(server, model, world
         )
         assert done.returncode == 0 and "trainer-0" in done.stdout, done.stderr
     assert "model.safetensors" not in server.downloads() and not (tmp_path / "x").exists()
+
+
+def test_what_is_submitted_has_been_fetched_and_a_dry_run_needs_the_description_alone(
+    server, model, world, capsys, monkeypatch
+):
+    """Nodes often have no network; here there is no Slurm either, which is asked last."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    data = [f"data.train={world / 'train.jsonl'}", f"data.eval={world / 'heldout.jsonl'}"]
+    arguments = [str(ROOT / "configs/tiny_cpu.yaml"), "model.path=Tiny/Model-1.5B", *data, "machine.slots=2"]
+    arguments += ["machine.device=cpu", "--nodes=1", "--gpus=2"]
+    assert submit.main([*arguments, "--dry-run"]) == 0
+    written = capsys.readouterr().out
+    assert "model.path=Tiny/Model-1.5B" in written and not any("safetensors" in name for name in server.downloads())
+    assert submit.main(arguments) == 2
+    assert "there is no sbatch here" in capsys.readouterr().err
+    assert any("model.safetensors" in name for name in server.downloads())
