@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # an editable install makes tools and tests importable too
     packages=find_packages(include=["areal_megatron*", "launch*"]),
-    package_data={"areal_megatron": ["report.css"]},
+    package_data={"areal_megatron": ["report.css"], "launch": ["live.html", "live.css", "live.js"]},
     install_requires=[
         "aiohttp",
         "huggingface_hub>=2.4",
@@ -35,6 +35,10 @@ setup(
         **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
         "docs": ["furo==2025.12.19", "myst-parser==5.2.0", "sphinx==9.0.4"],  # `make docs`
         "mpi": ["mpi4py==4.1.2"],
+        "wandb": ["wandb"],
+        "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"],  # `mlflow ui`, its page, needs mlflow
+        "swanlab": ["swanlab"],
+        "trackio": ["trackio"],
     },
     entry_points={
         "console_scripts": ["areal = areal_megatron.command:main"],

@@ -467,6 +467,25 @@ class EvalConfig:
 
 
 @dataclass
+class TrackConfig:
+    to: str = ""
+    """Trackers that show the run's metrics beside TensorBoard: wandb, mlflow, swanlab, trackio; several: `wandb,mlflow`
+    (docs/watching.md). Each is an extra of setup.py."""
+    online: bool = False
+    """Send to the trackers' servers, which needs their keys or addresses in the environment, instead of writing into
+    the run folder, from where it can be sent later."""
+    project: str = "areal_megatron"
+    """The project (MLflow: experiment) that the trackers file the run under."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.to.split(",")) if self.to else ()
+
+
+TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
+
+
+@dataclass
 class EnvironmentConfig:
     """One of several kinds of prompts that a run trains on, with what it does otherwise than the rest."""
 
@@ -520,6 +539,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
     environments: list[EnvironmentConfig] = field(default_factory=list)
     """Several in one run, in place of data.train and data.eval (docs/data.md)."""
 
@@ -700,6 +720,16 @@ def _check_run(config: Config, require: Require) -> None:
         not config.trainer.recompute_layers or config.trainer.recompute not in ("auto", "none"),
         "trainer.recompute_layers",
         f"has no meaning with trainer.recompute={config.trainer.recompute}: set that to elementwise, mlp or full",
+    )
+    for name in config.track.names:
+        near = difflib.get_close_matches(name, TRACKERS, 1)
+        hint = f", did you mean {near[0]!r}?" if near else f"; expected some of {', '.join(TRACKERS)}"
+        require(name in TRACKERS, "track.to", f"{name!r} is no tracker{hint}")
+    require(len(set(config.track.names)) == len(config.track.names), "track.to", "names a tracker twice")
+    require(
+        bool(re.fullmatch(r"[\w.-]{1,100}", config.track.project, re.ASCII)),
+        "track.project",
+        f"must be letters, digits, '.', '_' and '-', is {config.track.project!r}",
     )
     require(
         config.reward.wrong < config.reward.right,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import html
 import io
-import re
 import sys
 import time
 from dataclasses import dataclass, fields, is_dataclass
@@ -24,18 +23,17 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
+from areal_megatron.observe.figures import GREY, HELD_OUT, THIRD, TRAIN, Figure, Section, sections
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
 from areal_megatron.run import Run, is_engine, is_trainer
 
-TRAIN, HELD_OUT, THIRD, GREY = "#2563eb", "#ea580c", "#0d9488", "#94a3b8"
 FILES = (HELD_OUT, THIRD, "#9333ea", "#ca8a04", "#db2777", GREY)
 """Colours of the files of data.eval."""
 UTILISATION_BINS = 60
@@ -88,259 +86,30 @@ def load(run: Run) -> RunData:
 def write_report(run: Run, out: Path) -> None:
     data = load(run)
     merge(run)
-    page = _page(data, _supervised_sections(data) if data.config.is_supervised else _rl_sections(data))
+    keys = {key for step in data.steps for key in step}
+    page = _page(data, [_drawn(data, section) for section in sections(data.config, keys)])
     write_atomically(out, page)
 
 
 # ---------------------------------------------------------------- sections
 
 
-def _supervised_sections(data: RunData) -> list[str]:
-    unit, right = "nats per pair", "share of pairs ranked right"
-    if data.config.mode == "sft":
-        unit, right = "nats per token", "share of tokens that are the likeliest"
-    figures = [_with_held_out(data, "Loss", unit, "loss"), _with_held_out(data, "Accuracy", right, "accuracy")]
-    if data.config.mode == "dpo":
-        names = {"reward_chosen": "chosen", "reward_rejected": "rejected", "margin": "margin"}
-        colors = dict(zip(names, (THIRD, HELD_OUT, TRAIN), strict=True))
-        figures += [_lines(data, "Implicit rewards", "nats", colors, names), _with_held_out(data, "KL", "nats", "kl")]
-    if data.config.mode == "reward_model":
-        figures.append(_with_held_out(data, "Margin", "difference of scores", "margin"))
-    figures += [
-        _lines(data, "Speed", "tokens/s", {"tokens_per_s": THIRD}, zero=True),
-        _lines(data, "Learning rate", "", {"lr": GREY}),
-    ]
-    return [_section("Training", "", figures)]
+def _drawn(data: RunData, section: Section) -> str:
+    table = ""
+    if section.title == "Weight updates":
+        head = ["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"]
+        table = _table(head, _publish_rows(data))
+    return _section(section.title, section.text, [_figure(data, figure) for figure in section.figures], table)
 
 
-def _rl_sections(data: RunData) -> list[str]:
-    sections = [_learning(data), _groups(data), _asynchrony(data), _weight_updates(data), _off_policy(data)]
-    return [*sections, _optimisation(data), *([_critic(data)] if data.config.ppo.has_critic else [])]
-
-
-def _learning(data: RunData) -> str:
-    return _section(
-        "Learning",
-        "Training figures are of the answers trained at each update, sampled up to "
-        f"{data.config.rollout.max_staleness} versions earlier; held-out ones of prompts never trained, with "
-        "95% intervals, at the mean version that sampled them. What each figure should look like: docs/metrics.md.",
-        [
-            _accuracy(data),
-            _lines(data, "Reward", "mean of the batch", {"reward_mean": TRAIN}),
-            _lines(
-                data,
-                "Answer length",
-                "tokens",
-                {"response_tokens_mean": TRAIN, "response_tokens_max": GREY},
-                labels={"response_tokens_mean": "mean", "response_tokens_max": "longest"},
-                zero=True,
-            ),
-            _lines(
-                data,
-                "Length of right and wrong answers",
-                "tokens, mean",
-                {"response_tokens_right": THIRD, "response_tokens_wrong": HELD_OUT},
-                labels={"response_tokens_right": "right", "response_tokens_wrong": "wrong"},
-                zero=True,
-            ),
-            _lines(
-                data,
-                "Entropy",
-                "nats per token",
-                {"entropy": TRAIN, "entropy_right": THIRD, "entropy_wrong": HELD_OUT},
-                labels={"entropy": "all", "entropy_right": "right answers", "entropy_wrong": "wrong answers"},
-                zero=True,
-            ),
-        ],
-    )
-
-
-def _groups(data: RunData) -> str:
-    return _section(
-        "Groups",
-        "All groups that were sampled since the update before, whether they were trained or not.",
-        [
-            _lines(
-                data,
-                "Solved groups",
-                "share",
-                {"solved_all": THIRD, "solved_none": HELD_OUT},
-                labels={"solved_all": "all answers right", "solved_none": "all wrong"},
-                zero=True,
-            ),
-            _lines(
-                data, "Thrown away", "tokens of groups that were filtered", {"filtered_tokens": HELD_OUT}, zero=True
-            ),
-        ],
-    )
-
-
-def _asynchrony(data: RunData) -> str:
-    return _section(
-        "Asynchrony",
-        "Staleness: versions between an answer's admission, or the sampling of a token, and its "
-        "training. Utilisation: share of the time in which a pool's processes work, averaged over them.",
-        [
-            _staleness(data, "Staleness of trained answers", "staleness_histogram"),
-            _staleness(data, "Staleness of trained tokens", "token_staleness_histogram"),
-            _lines(data, "Effective speed", "trained tokens/s", {"effective_tokens_per_s": THIRD}, zero=True),
-            _lines(
-                data,
-                "Waiting per update",
-                "seconds",
-                {"trainer_wait_s": TRAIN, "straggler_wait_s": HELD_OUT},
-                zero=True,
-                labels={"trainer_wait_s": "trainer for a batch", "straggler_wait_s": "batch for a straggler"},
-            ),
-            _utilisation(data),
-        ],
-    )
-
-
-def _weight_updates(data: RunData) -> str:
-    return _section(
-        "Weight updates",
-        "Publish: weights travel while engines generate and trainers train. "
-        "Commit: the short pause in which an engine takes them. "
-        "Probe: excerpts that both score with the same version, however stale the trained answers are.",
-        [
-            _lines(data, "Publish", "seconds", {"publish_s": TRAIN}, zero=True),
-            _lines(data, "Commit", "milliseconds", {"commit_s": HELD_OUT}, zero=True, scale=1000),
-            *(
-                _lines(
-                    data,
-                    title,
-                    "nats, difference of log-probabilities",
-                    {f"{name}_max": HELD_OUT, f"{name}_p99": THIRD, f"{name}_mean": TRAIN},
-                    log=True,
-                    labels={f"{name}_max": "largest", f"{name}_p99": "99%", f"{name}_mean": "mean"},
-                )
-                for title, name in (
-                    ("Trainer − engine, probe", "mismatch"),
-                    ("Trainer − engine, tokens of the trained version", "logprob_diff"),
-                )
-            ),
-        ],
-        _table(
-            ["trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept"],
-            _publish_rows(data),
-        ),
-    )
-
-
-def _off_policy(data: RunData) -> str:
-    return _section(
-        "Off-policy weights",
-        "w = proximal / behaviour policy of each trained token, before corrections, by the token's staleness.",
-        [
-            _lines(
-                data,
-                "Effective share",
-                "effective sample size / tokens",
-                {"effective_share": TRAIN, **_by_staleness(data, "effective_share")},
-                labels={"effective_share": "all", **_named_by_staleness(data, "effective_share")},
-                zero=True,
-            ),
-            *(
-                _lines(
-                    data,
-                    title,
-                    "of trained tokens",
-                    _by_staleness(data, key),
-                    labels=_named_by_staleness(data, key),
-                )
-                for title, key in (("Mean of w", "weight_mean"), ("Mean of log w", "log_weight_mean"))
-            ),
-            _lines(
-                data,
-                "Largest w",
-                "of trained tokens",
-                {"weight_max": HELD_OUT, "weight_p99": THIRD},
-                log=True,
-                labels={"weight_max": "largest", "weight_p99": "99%"},
-            ),
-            _lines(
-                data,
-                "Mean of w by sign of the advantage",
-                "of trained tokens",
-                {"weight_mean/advantage_above_0": THIRD, "weight_mean/advantage_below_0": HELD_OUT},
-                labels={"weight_mean/advantage_above_0": "above 0", "weight_mean/advantage_below_0": "below 0"},
-            ),
-        ],
-    )
-
-
-def _by_staleness(data: RunData, name: str) -> dict[str, str]:
-    """Returns the metrics of that name by staleness that the run has, the freshest first, each with a colour."""
-    keys = {key for step in data.steps for key in step if key.startswith(f"{name}/staleness_")}
-    ordered = sorted(keys, key=lambda key: int(re.search(r"\d+", key.rpartition("_")[2])[0]))
-    colours = plt.get_cmap("viridis")
-    return {key: to_hex(colours(place / max(len(ordered), 2))) for place, key in enumerate(ordered)}
-
-
-def _named_by_staleness(data: RunData, name: str) -> dict[str, str]:
-    return {key: key.rpartition("_")[2] for key in _by_staleness(data, name)}
-
-
-def _optimisation(data: RunData) -> str:
-    return _section(
-        "Optimisation",
-        "",
-        [
-            _lines(data, "Loss", "PPO objective", {"loss": TRAIN}),
-            _lines(data, "Gradient norm", "before clipping", {"grad_norm": TRAIN}, zero=True),
-            _lines(data, "Size of updates", "‖Δθ‖ / ‖θ‖", {"update_size": TRAIN}, log=True),
-            _lines(
-                data,
-                "Clipped, capped and masked tokens",
-                "share",
-                {"clip_share_high": TRAIN, "clip_share_low": GREY, "capped_share": HELD_OUT, "masked_share": THIRD},
-                zero=True,
-                labels={
-                    "clip_share_high": "clipped above",
-                    "clip_share_low": "clipped below",
-                    "capped_share": "weight at its cap",
-                    "masked_share": "weight 0",
-                },
-            ),
-            _lines(
-                data,
-                "Advantage",
-                "of trained tokens",
-                {"advantage_max": HELD_OUT, "advantage_mean": TRAIN, "advantage_std": GREY, "advantage_min": THIRD},
-                labels={
-                    "advantage_max": "largest",
-                    "advantage_mean": "mean",
-                    "advantage_std": "deviation",
-                    "advantage_min": "least",
-                },
-            ),
-            _lines(
-                data, "Tokens that teach nothing", "share with advantage 0", {"zero_advantage_share": GREY}, zero=True
-            ),
-            _lines(data, "Learning rate", "", {"lr": GREY}, zero=True),
-            _lines(data, "Time of an update", "seconds in the trainer", {"step_s": THIRD}, zero=True),
-        ],
-    )
-
-
-def _critic(data: RunData) -> str:
-    return _section(
-        "Critic",
-        "Values before each update, and the returns towards which it trains them.",
-        [
-            _lines(data, "Explained variance", "of returns by values", {"explained_variance": TRAIN}),
-            _lines(
-                data,
-                "Means",
-                "of trained tokens",
-                {"value_mean": TRAIN, "return_mean": HELD_OUT},
-                labels={"value_mean": "value", "return_mean": "return"},
-            ),
-            _lines(data, "Value loss", "", {"value_loss": TRAIN}, zero=True),
-            _lines(data, "Gradient norm of the critic", "before clipping", {"value_grad_norm": TRAIN}, zero=True),
-        ],
-    )
+def _figure(data: RunData, figure: Figure) -> str:
+    if figure.kind == "accuracy":
+        return _accuracy(data)
+    if figure.kind == "utilisation":
+        return _utilisation(data)
+    if figure.kind == "held_out":
+        return _with_held_out(data, figure)
+    return _staleness(data, figure) if figure.kind == "histogram" else _lines(data, figure)
 
 
 def _publish_rows(data: RunData) -> list[tuple[str, ...]]:
@@ -459,44 +228,36 @@ def _over_versions(data: RunData, axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _lines(
-    data: RunData,
-    title: str,
-    unit: str,
-    colors: dict[str, str],
-    labels: dict[str, str] | None = None,
-    zero: bool = False,
-    log: bool = False,
-    scale: float = 1.0,
-) -> str:
-    """Draws one figure with a line for each key over versions. `zero`: the axis starts at 0."""
-    figure, axes = _axes(title, unit)
-    for key, color in colors.items():
-        versions, values = data.series(key)
+def _lines(data: RunData, figure: Figure) -> str:
+    """Draws one figure with a line for each curve over versions."""
+    drawing, axes = _axes(figure.title, figure.unit)
+    for curve in figure.curves:
+        versions, values = data.series(curve.key)
         axes.plot(
             versions,
-            [value * scale for value in values],
-            color=color,
+            [value * figure.scale for value in values],
+            color=curve.colour,
             linewidth=1.8,
             marker="o" if len(values) < FEW_POINTS else "",
             markersize=3,
-            label=(labels or {}).get(key),
+            label=curve.label or None,
         )
     _over_versions(data, axes)
-    if log and any(value > 0 for key in colors for value in data.values(key)):
+    if figure.log and any(value > 0 for curve in figure.curves for value in data.values(curve.key)):
         axes.set_yscale("log")
-    if zero:
+    if figure.zero:
         axes.set_ylim(bottom=0)
-    if labels:
+    if any(curve.label for curve in figure.curves):
         axes.legend(frameon=False, fontsize=9)
-    return _svg(figure)
+    return _svg(drawing)
 
 
-def _with_held_out(data: RunData, title: str, unit: str, key: str) -> str:
+def _with_held_out(data: RunData, shown: Figure) -> str:
     """Draws a metric of supervised steps, and what it is on held-out items."""
-    figure, axes = _axes(title, unit)
-    axes.plot(*data.series(key), color=TRAIN, linewidth=1.8, label="training batch")
-    if found := [(e["version"], e[key]) for e in data.evaluations if e.get(key) is not None]:
+    figure, axes = _axes(shown.title, shown.unit)
+    (curve,) = shown.curves
+    axes.plot(*data.series(curve.key), color=curve.colour, linewidth=1.8, label="training batch")
+    if found := [(e["version"], e[curve.key]) for e in data.evaluations if e.get(curve.key) is not None]:
         axes.plot(*zip(*found, strict=True), "o-", color=HELD_OUT, linewidth=1.8, markersize=5, label="held-out")
         axes.legend(frameon=False, fontsize=9)
     _over_versions(data, axes)
@@ -535,13 +296,13 @@ def _held_out(data: RunData) -> dict[str, list[tuple[float, float, float, float]
     return points
 
 
-def _staleness(data: RunData, title: str, key: str) -> str:
+def _staleness(data: RunData, drawn: Figure) -> str:
     counts: dict[int, float] = {}
     for step in data.steps:
-        for staleness, count in (step.get(key) or {}).items():
+        for staleness, count in (step.get(drawn.curves[0].key) or {}).items():
             counts[int(staleness)] = counts.get(int(staleness), 0) + count
     bound, total = data.config.rollout.max_staleness, sum(counts.values()) or 1
-    figure, axes = _axes(title, "share")
+    figure, axes = _axes(drawn.title, drawn.unit)
     axes.bar(list(counts), [count / total for count in counts.values()], color=TRAIN, width=0.8)
     axes.axvline(bound + 0.5, color=HELD_OUT, linestyle="--", linewidth=1.4, label=f"bound η = {bound}")
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)

@@ -22,6 +22,7 @@ from areal_megatron.data.check import check_data
 from areal_megatron.data.dumps import recorded
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.model_check import check_model
+from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.group import load_group_function
@@ -154,6 +155,7 @@ def check(
         )
     for warning in [*outcome.warnings, *check_options(config, python)]:
         print(f"warning: {warning}", file=sys.stderr)
+    check_trackers(config.track)
     check_input(config, weights)
     held, run = run is not None, run or Run(config.run_dir)
     checkpoint = _resumed(config, run, held)

@@ -1,8 +1,11 @@
-"""Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all]`.
+"""Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all | --web]`.
 
 Prints how far the run is, its processes with node, version and throughput, the last checkpoint, the restarts, and where
 the logs are. If the launcher's last record is old, waits some seconds for another. Exit code 0: it is running or done,
 1: it has failed, was interrupted, or its launcher is gone, 2: no such run. Imports neither torch nor vllm.
+
+`--web` serves a page that shows the same, the report's curves and the trajectories while the run goes on, until Ctrl-C;
+it prints the address. The run need not have begun, and may have ended.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -19,21 +21,24 @@ from rich.table import Table
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.command import program
+from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.observe.status import engines_of
 from areal_megatron.run import Run
-from launch.records import LaunchRecord, ProcessRecord, read_record, state_of
-
-_LISTED = 32
-"""The most processes that have a line each; if there are more, neighbours of one pool and state share a line."""
+from launch.process_rows import HEAD, rows
+from launch.records import LaunchRecord, read_record, state_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("launch.status"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     parser.add_argument("--all", action="store_true", help="a line for each process, however many there are")
+    parser.add_argument("--web", action="store_true", help="serve a page and print its address")
+    parser.add_argument("--host", default="127.0.0.1", help="where the page listens: an address or a network interface")
+    parser.add_argument("--port", type=int, default=0, help="of the page; default: one that is free")
     options = parser.parse_args(arguments)
     run = Run(options.run)
+    if options.web:
+        return _web(run, options.host, options.port)
     record = read_record(run)
     if record is None:
         what = "has not been started by a launcher" if run.config.exists() else "is no run folder"
@@ -45,6 +50,17 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(line)
     console.print(table(run, record, options.all))
     return int(state not in ("running", "done", "stopped"))
+
+
+def _web(run: Run, host: str, port: int) -> int:
+    from launch import live  # with what reads trajectories, it takes a second to import
+
+    try:
+        live.serve(run, host, port)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterator[str]:
@@ -73,40 +89,12 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
 
 
 def table(run: Run, record: LaunchRecord, every: bool) -> Table:
-    engines = {engine.name: engine for engine in engines_of(read_status(run))}
     made = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("process", "node", "slots", "state", "version", "requests", "tokens/s"):
+    for name in HEAD:
         made.add_column(name, justify="right" if name in ("version", "requests", "tokens/s") else "left")
-    whole = every or len(record.processes) <= _LISTED
-    for members in ([p] for p in record.processes) if whole else _alike(record.processes):
-        first, last = members[0], members[-1]
-        own = [] if record.outcome else [engines[p.name] for p in members if p.name in engines and p.code is None]
-        state = "/".join(sorted({engine.state for engine in own})) or _state(first, record.outcome)
-        versions = sorted({engine.version for engine in own})
-        made.add_row(
-            first.name if first is last else f"{first.name} … {last.name.rpartition('-')[2]}",
-            first.node if first.node == last.node else f"{first.node} … {last.node}",
-            ",".join(map(str, first.slots)) if first is last else "",
-            state,
-            "–".join(str(version) for version in dict.fromkeys((versions[0], versions[-1]))) if versions else "",
-            f"{sum(engine.running for engine in own):,}" if own else "",
-            f"{sum(engine.tokens_per_s for engine in own):,.0f}" if own else "",
-        )
+    for row in rows(record, read_status(run), every):
+        made.add_row(*row)
     return made
-
-
-def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
-    """Groups neighbours of one pool that are in the same state."""
-    for _, members in groupby(processes, key=lambda p: (p.name.partition("-")[0], p.code)):
-        yield list(members)
-
-
-def _state(process: ProcessRecord, outcome: str) -> str:
-    if process.code is None:
-        return "ended with the run" if outcome else "running"
-    if process.code < 0:
-        return f"killed by signal {-process.code}"
-    return f"failed, exit code {process.code}" if process.code else "ended"
 
 
 def _ago(seconds: float) -> str:

@@ -20,6 +20,7 @@ from launch import output, start
 from launch.health import Health
 from launch.hosts import HostError, Hosts
 from launch.lease import Lease
+from launch.mirrors import Mirrors
 from launch.orders import start_order
 from launch.pools import Process, whole
 from launch.processes import Child, Log
@@ -99,6 +100,7 @@ class _Watch:
         # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
         self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)
+        self._mirrors = Mirrors(beginning.run, beginning.config.track.names, lease.number)
 
     def incarnation(self) -> str:
         """Starts the processes that are not running. Returns "" when all have ended as they should, or the description
@@ -118,6 +120,7 @@ class _Watch:
             if all(c.exit_code == 0 for c in processes.values() if not is_server(c.name)):
                 return ""
             self.console.refresh()
+            self._mirrors.look()
             self._lease.check()
             self._on_poll()
             for name, why in self._health.to_end().items():
@@ -181,6 +184,7 @@ class _Watch:
         self.console.close()
         self._recording.__exit__()
         self._record(outcome.name.lower())
+        self._mirrors.close(wait=outcome is not Outcome.INTERRUPTED)
 
     def _record(self, outcome: str = "") -> None:
         with suppress(Replaced):  # the lease says so, too

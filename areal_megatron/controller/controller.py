@@ -37,6 +37,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class Controller:
         )
         self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed)
         self.evaluations = EvaluationQueue(
-            Evaluation(config, self.sampler, held_out, self.changed), self.metrics.write_evaluation
+            Evaluation(config, self.sampler, held_out, self.changed), partial(self.metrics.write, "eval")
         )
         self.probe = Probe(config, self.fleet.engines, self.changed)
         self.batches = Batches(

@@ -1,4 +1,5 @@
 """The metrics of a run: lines of metrics.jsonl, mirrored to TensorBoard, and the current status in status.json.
+Other trackers have processes of their own, which follow metrics.jsonl (areal_megatron/mirror.py).
 
 metrics.jsonl is the record: one process writes it, and only appends. Its lines wait in memory while the disk is full or
 hangs. status.json is overwritten all the time and holds the present state only. A thread writes both (background.py):
@@ -50,35 +51,16 @@ class MetricsWriter:
         """Has the line {"time", "kind", "version", **values} appended soon, with the time in seconds since the epoch.
 
         `kind` is one of STEPS, `eval`, `checkpoint`, `start` or `resume`; `version` is the policy version (supervised:
-        the step) and the x axis in TensorBoard, which shows each number as `kind/key`. Values are numbers, strings, or
-        dicts of them (dicts stay out of TensorBoard); a non-finite number becomes null. Raises TypeError for other
-        values, and Replaced once a line was found to come from a process that has been replaced.
+        the step) and the x axis in TensorBoard, which shows the `scalars`. Values are numbers, strings, or dicts of
+        them; a non-finite number becomes null. Raises TypeError for other values, and Replaced once a line was found to
+        come from a process that has been replaced.
         """
-        self._write(kind, version, values, values)
-
-    def write_evaluation(self, version: int, values: dict[str, Any]) -> None:
-        """As `write` of kind `eval`; TensorBoard also shows the figures of each file, with their intervals:
-        `eval/FILE/avg@n`, `eval/FILE/avg@n/low`, `eval/FILE/avg@n/high`."""
-        shown = dict(values)
-        for file, figures in values["files"].items():
-            for name, figure in figures.items():
-                tag = f"{file}/{name}"
-                if isinstance(figure, dict):
-                    shown |= {tag: figure["value"], f"{tag}/low": figure["low"], f"{tag}/high": figure["high"]}
-                else:
-                    shown[tag] = figure
-        self._write("eval", version, values, shown)
-
-    def _write(self, kind: str, version: int, values: dict[str, Any], shown: dict[str, Any]) -> None:
         now = time.time()
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
         self._file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
-        scalars = [
-            Summary.Value(tag=f"{kind}/{key}", simple_value=float(value))
-            for key, value in shown.items()
-            if isinstance(value, Real)
-        ]
-        self._add_event(Event(wall_time=now, step=version, summary=Summary(value=scalars)))
+        shown = scalars(kind, values)
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()])
+        self._add_event(Event(wall_time=now, step=version, summary=summary))
 
     def flush(self) -> None:
         """Waits until everything is on the disk, at most background.FLUSH_S for each file. Raises Replaced."""
@@ -154,6 +136,23 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
             kept = surviving(kept, record["version"])
         kept.append(record)
     return kept
+
+
+def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers that trackers show of one line of metrics.jsonl, as `kind/key`.
+
+    Dicts stay out, but for the figures of each file of an evaluation, which come with their intervals:
+    `eval/FILE/avg@n`, `eval/FILE/avg@n/low`, `eval/FILE/avg@n/high`.
+    """
+    shown = dict(values)
+    for file, figures in values.get("files", {}).items() if kind == "eval" else ():
+        for name, figure in figures.items():
+            tag = f"{file}/{name}"
+            if isinstance(figure, dict):
+                shown |= {tag: figure["value"], f"{tag}/low": figure["low"], f"{tag}/high": figure["high"]}
+            else:
+                shown[tag] = figure
+    return {f"{kind}/{key}": float(value) for key, value in shown.items() if isinstance(value, Real)}
 
 
 def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:

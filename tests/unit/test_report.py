@@ -6,6 +6,7 @@ import pytest
 
 from areal_megatron import config_file, report
 from areal_megatron.config import Config
+from areal_megatron.observe.figures import sections
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
@@ -66,7 +67,7 @@ def evaluation(version_min=0, version_max=None, n=1, **files):
 
 def write_updates(run, count):
     writer = MetricsWriter(run)
-    writer.write_evaluation(0, evaluation(math=(0.41, 0.38, 0.45)))
+    writer.write("eval", 0, evaluation(math=(0.41, 0.38, 0.45)))
     for n in range(1, count + 1):
         writer.write(
             "update",
@@ -93,7 +94,7 @@ def write_updates(run, count):
                 "groups_filtered": n,
             },
         )
-    writer.write_evaluation(count, evaluation(math=(0.93, 0.9, 0.95), version_min=count))
+    writer.write("eval", count, evaluation(math=(0.93, 0.9, 0.95), version_min=count))
     writer.close()
 
 
@@ -127,7 +128,7 @@ def test_evaluations_of_several_files_are_shown_by_file(tmp_path):
     writer = MetricsWriter(run)
     for version, accuracy in ((0, 0.2), (4, 0.3)):
         sets = {"aime": (accuracy, accuracy - 0.1, accuracy + 0.1), "gsm8k": (0.9, 0.85, 0.95)}
-        writer.write_evaluation(version, evaluation(version, version + 1, n=4, **sets))
+        writer.write("eval", version, evaluation(version, version + 1, n=4, **sets))
     writer.close()
     page = Page(build(run))
     assert page.rows["held-out accuracy, version 0 (0 to 1, mean 0.5)"] == "20.0% (10.0 – 30.0)"
@@ -159,9 +160,11 @@ def test_final_figures_are_those_of_the_metrics(finished):
 
 def test_figures_by_staleness_have_a_line_for_each_that_was_trained(finished):
     data = report.load(finished[0])
-    names = report._named_by_staleness(data, "weight_mean")
-    assert [*names.values()] == ["0", "9-16", "17+"] and len({*report._by_staleness(data, "weight_mean").values()}) == 3
-    assert report._by_staleness(data, "log_weight_mean") == {}
+    keys = {key for step in data.steps for key in step}
+    shown = {figure.title: figure for section in sections(data.config, keys) for figure in section.figures}
+    curves = shown["Mean of w"].curves
+    assert [curve.label for curve in curves] == ["0", "9-16", "17+"] and len({curve.colour for curve in curves}) == 3
+    assert shown["Mean of log w"].curves == ()
 
 
 def test_page_needs_no_network_and_the_trace_lies_beside_it(finished):

@@ -20,7 +20,7 @@ def run(tmp_path):
 def test_lines_read_back_as_written(run):
     writer = MetricsWriter(run)
     writer.write("update", 1, {"reward_mean": np.float32(0.5), "staleness_histogram": {0: np.int64(3), 1: 5}})
-    writer.write_evaluation(1, {"accuracy": 0.25, "items": 4, "files": {"math": {"items": 4}}})
+    writer.write("eval", 1, {"accuracy": 0.25, "items": 4, "files": {"math": {"items": 4}}})
     writer.flush()
     update, evaluation = read_metrics(run)
     writer.close()
@@ -43,7 +43,7 @@ def test_tensorboard_holds_the_scalars(run):
 def test_tensorboard_shows_the_files_of_an_evaluation(run):
     writer = MetricsWriter(run)
     average = {"value": 0.25, "low": 0.125, "high": 0.5}
-    writer.write_evaluation(7, {"accuracy": 0.25, "files": {"a/math": {"items": 4, "avg@2": average}}})
+    writer.write("eval", 7, {"accuracy": 0.25, "files": {"a/math": {"items": 4, "avg@2": average}}})
     writer.close()
     board = EventAccumulator(str(run.folder / "tensorboard"))
     board.Reload()

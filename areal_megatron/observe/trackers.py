@@ -1,0 +1,222 @@
+"""Trackers that show a run's metrics elsewhere: W&B, MLflow, SwanLab and Trackio, behind one interface.
+
+Each keeps what it writes in the run folder, or sends it to its server. Keys are found where each tracker's own tools
+look for them, in the environment or in a file in the user's home, and are never passed on. A tracker's package is
+imported when it is opened, never before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from areal_megatron.config import ConfigError, TrackConfig
+
+
+class Tracker(Protocol):
+    """A run in a tracker; `id` is by what the tracker knows it."""
+
+    id: str
+
+    def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
+        """Adds the numbers of line `number` of metrics.jsonl, written at `time` (seconds since the epoch). `version` is
+        the x axis. Raises whatever the tracker does."""
+
+    def close(self) -> None:
+        """Returns when everything is written or sent."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker has to know of a run to begin or continue its curves."""
+
+    id: str
+    """Drawn by us for a new run; or what a tracker has called the run when it was opened before."""
+    is_new: bool
+    name: str
+    project: str
+    folder: Path
+    """Where to write, inside the run folder."""
+    online: bool
+    settings: Mapping[str, Any]
+    """The run's config, by dotted keys."""
+
+
+class _WandB:
+    def __init__(self, tracked: TrackedRun):
+        import wandb
+
+        self.id = tracked.id
+        self._run = wandb.init(
+            id=tracked.id,
+            resume="allow",
+            name=tracked.name,
+            project=tracked.project,
+            dir=tracked.folder,
+            mode="online" if tracked.online else "offline",
+            config=dict(tracked.settings),
+            settings=wandb.Settings(
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,  # command line, user, host
+                x_disable_stats=True,
+                x_save_requirements=False,
+            ),
+        )
+        self._run.define_metric("version")
+        self._run.define_metric("*", step_metric="version")
+
+    def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
+        # Its own step must grow, also over incarnations and in files that are uploaded later: versions do not.
+        self._run.log({**values, "version": version, "_timestamp": time}, step=number)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, tracked: TrackedRun):
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        self._client = MlflowClient(None if tracked.online else f"sqlite:///{tracked.folder / 'mlflow.db'}")
+        if not tracked.is_new:
+            self.id = tracked.id
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(tracked.project)
+        where = experiment.experiment_id if experiment else self._client.create_experiment(tracked.project)
+        self.id = self._client.create_run(where, run_name=tracked.name).info.run_id
+        shown = [Param(name, str(value)[:500]) for name, value in tracked.settings.items()]
+        for begin in range(0, len(shown), 100):  # the most that one request may have
+            self._client.log_batch(self.id, params=shown[begin : begin + 100])
+
+    def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
+        metrics = [self._metric(_mlflow_name(name), value, int(time * 1000), version) for name, value in values.items()]
+        for begin in range(0, len(metrics), 1000):
+            self._client.log_batch(self.id, metrics[begin : begin + 1000])
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+class _SwanLab:
+    def __init__(self, tracked: TrackedRun):
+        import swanlab
+
+        self.id = tracked.id
+        self._swanlab = swanlab
+        swanlab.init(
+            id=tracked.id,
+            resume="allow",
+            name=tracked.name,
+            project=tracked.project,
+            log_dir=str(tracked.folder),
+            mode="online" if tracked.online else "offline",
+            config=dict(tracked.settings),
+            settings=swanlab.Settings(
+                interactive=False,
+                probe=swanlab.Settings.Probe(
+                    monitor=False, hardware=False, runtime=False, requirements=False, git=False
+                ),
+                terminal=swanlab.Settings.Terminal(proxy_type="none"),
+            ),
+        )
+
+    def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(values), step=version)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class _Trackio:
+    def __init__(self, tracked: TrackedRun):
+        if not tracked.online:
+            os.environ["TRACKIO_DIR"] = str(tracked.folder)  # read when the package is imported
+            for name in _TRACKIO_SERVERS:
+                os.environ.pop(name, None)
+        import trackio
+
+        self.id = tracked.id
+        self._run = trackio.init(
+            project=tracked.project,
+            name=f"{tracked.name}-{tracked.id[:8]}",  # it knows runs by their names
+            resume="allow",
+            config=dict(tracked.settings),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=version)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_TRACKIO_SERVERS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+_OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+    "swanlab": _SwanLab,
+    "trackio": _Trackio,
+}
+
+
+def open_tracker(name: str, tracked: TrackedRun) -> Tracker:
+    """Begins or continues a run in a tracker. Raises whatever the tracker does."""
+    tracked.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _OPENERS[name](tracked)
+
+
+def check_trackers(track: TrackConfig) -> None:
+    """Raises ConfigError if a tracker of the config is not installed or, online, has no key or no server."""
+    for name in track.names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"track.to: {name} is not installed: pip install 'areal_megatron[{name}]'")
+        if track.online and (missing := _missing(name)):
+            raise ConfigError(
+                f"track.online: {name} has {missing}, or keep what it shows local with track.online=false"
+            )
+
+
+def _missing(name: str) -> str:
+    """What a tracker lacks to reach its server, and the cure; "" if nothing."""
+    if name == "wandb":
+        host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+        file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+        known = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or _has_key(file, host)
+        return "" if known else "no key: set WANDB_API_KEY or run `wandb login`"
+    if name == "swanlab":
+        home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or Path.home() / ".swanlab"
+        known = os.environ.get("SWANLAB_API_KEY") or _has_key(Path(home) / ".netrc")
+        return "" if known else "no key: set SWANLAB_API_KEY or run `swanlab login`"
+    if name == "mlflow":
+        return "" if os.environ.get("MLFLOW_TRACKING_URI") else "no server: set MLFLOW_TRACKING_URI"
+    known = any(os.environ.get(server) for server in _TRACKIO_SERVERS)
+    return "" if known else f"no server: set {' or '.join(_TRACKIO_SERVERS)}"
+
+
+def _has_key(file: Path, host: str = "") -> bool:
+    """Whether a netrc file has a password for the host; for any if none is given."""
+    try:
+        hosts = netrc.netrc(file).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return host in hosts if host else bool(hosts)
+
+
+def _mlflow_name(name: str) -> str:
+    """The name of a metric with what MLflow does not allow in it replaced: `avg@8` becomes `avg:8`."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", ":").replace("+", " or more"), flags=re.ASCII)

@@ -1,0 +1,347 @@
+"""The live page, served as users serve it and looked at with a real browser; and what is behind it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_megatron import config_file
+from areal_megatron.config import Config, DataConfig, ModelConfig
+from areal_megatron.data import dumps
+from areal_megatron.data.dumps import Dump, write
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.run import Run
+from launch import live
+from launch.live import MOST_POINTS, Browser, History, Page, Watched, thinned
+from launch.pools import Node, Placement, Process, Slot
+from launch.processes import Log
+from launch.records import Recorder
+from tests.support.chromium import Chromium
+from tests.unit.test_report import evaluation
+from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
+
+HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"&'><svg onload=window.hacked=3>"
+UPDATES = 40
+
+
+def update(v, **changes):
+    values = {"accuracy": v / 50, "sampled_accuracy": v / 60, "reward_mean": v / 10 - 1, "entropy": 2 - v / 40}
+    values |= {"response_tokens_mean": 100 + v, "response_tokens_max": 400, "loss": -1e-3, "grad_norm": 1 / v}
+    values |= {"publish_s": 0.5, "commit_s": 0.03, "mismatch_max": 1e-5 * v, "mismatch_mean": 1e-6, "lr": 1e-6 * v}
+    values |= {"effective_tokens_per_s": 1200.0, "staleness_max": 3, "staleness_histogram": {"0": 3, "2": 5, "3": 1}}
+    values |= {"trainer_idle_share": 0.1, "engine_idle_share": 0.05, "effective_share": 1 - v / 1000}
+    values |= {"weight_mean/staleness_0": 1.0, "weight_mean/staleness_9-16": 1.1, "step_s": 1.5}
+    return values | changes
+
+
+def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
+    """Returns a run that trains, its metrics, and what its launcher records."""
+    run, tokenizer = Run(tmp_path / name), Tokenizer(model)
+    run.create()
+    config = Config(name=name, updates=UPDATES, model=ModelConfig(str(model)), data=DataConfig("d"))
+    config_file.save(config, run.config)
+    run.begin()
+    metrics = MetricsWriter(run)
+    metrics.write("eval", 0, evaluation(0, math=(0.1, 0.08, 0.12)))
+    for v in range(1, updates + 1):
+        metrics.write("update", v, update(v))
+    metrics.flush()
+    show(run, updates)
+    versions = np.array([3, 3, 4, 4, 4], np.int32)
+    mask = (versions == 4).astype(np.uint8)
+    for number in range(2):
+        own = [answer(tokenizer, 100 * number + i, f"answer {i} {HOSTILE}", reward=i - 2.0) for i in range(30)]
+        own[1] = answer(tokenizer, 100 * number + 1, "abcd", versions=versions, loss_mask=mask, correct=True)
+        own[2] = answer(tokenizer, 100 * number + 2, "x" * 5000, truncated=True)
+        own[3] = answer(tokenizer, 100 * number + 3, HOSTILE, prompt=own[0].response)
+        write(Dump(number=number, version=number, trajectories=own), run.trajectories)
+    places = [Process("controller", "controller", 0, "a1", ())]
+    places += [Process("trainer-0", "trainer", 0, "a1", (Slot("a1", 0),))]
+    places += [Process("engine-0", "rollout", 0, "b1", (Slot("b1", 0),))]
+    processes = {place.name: Log(place.name, run.log(place.name)) for place in places}
+    for process in processes.values():
+        process.exit_code = None
+    recorder = Recorder(run, Placement((Node("a1", (0,)), Node("b1", (0,))), tuple(places)))
+    recorder.write(processes, 0)
+    return run, metrics, lambda outcome: recorder.write(processes, 0, outcome)
+
+
+def show(run, version, phase="training"):
+    engine = {"name": "engine-0", "state": "ready", "version": version, "running": 16, "tokens_per_s": 230.4}
+    write_status(run, {"phase": phase, "version": version, "updates": UPDATES, "elapsed_s": 75, "engines": [engine]})
+
+
+@contextlib.contextmanager
+def served(folder, *options):
+    """Yields the address that `launch.status --web` prints."""
+    command = [sys.executable, "-m", "launch.status", str(folder), "--web", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().strip()
+            assert address.startswith("http"), process.stderr.read()
+            yield address
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def looked_at(browser, folder, **window):
+    """Yields the browser with the page of a run; at the end there must be nothing on its console."""
+    with served(folder) as address:
+        browser.leave()
+        browser.errors.clear()
+        browser.open(address, **window)
+        yield browser
+        browser.value("0")  # brings what the console has had since
+        assert browser.errors == []
+        browser.leave()
+
+
+def fits(page):
+    return page.value("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_run_is_shown_while_it_goes_on(tmp_path, model, browser):  # noqa: F811
+    run, metrics, ended = make(tmp_path, model)
+    with looked_at(browser, run.folder) as page:
+        page.wait("document.querySelectorAll('.figure').length > 15 && document.title === '12/40 · run'")
+        assert page.value("document.getElementById('state').textContent") == "running"
+        assert page.value("location.hash") == "", "the token stays out of the history"
+        shown = page.value("document.body.innerText")
+        for text in ("version 12 of 40", "engine-0", "Reward", "mean of the batch", "Publish", "bound η = ", "0.5 s"):
+            assert text in shown
+        began = time.monotonic()
+        metrics.write("update", 13, update(13, reward_mean=7.25))
+        metrics.flush()
+        show(run, 13)
+        page.wait("document.title === '13/40 · run' && document.body.innerText.includes('7.25')", 15)
+        assert time.monotonic() - began < 5
+        metrics.close()
+        show(run, 13, "done")
+        ended("done")
+        page.wait("document.getElementById('state').textContent === 'done'")
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser, width):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+    with looked_at(browser, run.folder, width=width, dark=width == 400) as page:
+        page.wait("document.querySelectorAll('.figure').length > 15")
+        page.wait("document.querySelectorAll('#rows tr').length > 5")
+        assert fits(page)
+        heights = "[...document.querySelectorAll('.plot text')].map(t => t.getBoundingClientRect().height)"
+        assert min(page.value(heights)) >= 10, "pixels of the labels of axes"
+        page.value("document.querySelectorAll('#rows tr.entry')[3].click()")
+        page.wait("document.getElementById('answer').textContent.includes('onerror')")
+        assert page.value("document.getElementById('answer').textContent") == f"{HOSTILE}<eos>"
+        assert page.value("document.getElementById('prompt').textContent") == f"answer 0 {HOSTILE}<eos>"
+        assert page.value("typeof window.hacked") == "undefined"
+        assert page.value("document.querySelectorAll('main script, main img').length") == 0
+        page.value("document.querySelectorAll('#rows tr.entry')[1].click()")
+        page.wait("document.querySelectorAll('#answer span').length === 2")
+        kinds = page.value("[...document.querySelectorAll('#answer span')].map(part => part.className)")
+        assert kinds == ["v3 untrained", "v4"]
+        page.value("document.querySelectorAll('#rows tr.entry')[2].click()")
+        page.wait("document.getElementById('answer').textContent.length === 2000")
+        page.value("document.getElementById('more').click()")
+        page.wait("document.getElementById('answer').textContent.length === 4000")
+        page.value("document.getElementById('after').click()")
+        page.wait("document.getElementById('page').textContent === '26–30 of 30'")
+        page.value("document.getElementById('older').click()")
+        page.wait("document.getElementById('batch').value === '0' && document.getElementById('older').disabled")
+        assert fits(page)
+        if folder := os.environ.get("SCREENSHOTS"):
+            page.screenshot(Path(folder) / f"live-{width}.png")
+
+
+def test_a_run_that_has_not_begun(tmp_path, model, browser):  # noqa: F811
+    with looked_at(browser, tmp_path / "run", width=400) as page:
+        page.wait("document.getElementById('state').textContent === 'has not begun'")
+        assert fits(page) and "The run has not begun." in page.value("document.body.innerText")
+        if folder := os.environ.get("SCREENSHOTS"):
+            page.screenshot(Path(folder) / "live-empty.png")
+        make(tmp_path, model)[1].close()
+        page.wait("document.title === '12/40 · run' && document.querySelectorAll('.figure').length > 15")
+
+
+def test_an_address_without_the_token_shows_nothing(tmp_path, model, browser):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+    with served(run.folder) as address:
+        bare = address.partition("#")[0]
+        browser.open(bare)
+        browser.value("sessionStorage.clear()")
+        browser.open(bare)
+        browser.wait("document.getElementById('problem').textContent.includes('token')")
+        assert "answer 0" not in browser.value("document.body.innerText")
+        browser.leave()
+
+
+# ---------------------------------------------------------------- without a browser
+
+
+def ask(address, path, token=None, **changes):
+    """Returns (status, content)."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{address.partition('#')[0]}{path}", headers=headers, **changes)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read()
+
+
+def test_only_who_has_the_token_gets_data(tmp_path, model):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+    with served(run.folder) as address:
+        token = address.partition("#")[2]
+        assert token == live.token_of(run) and token not in run.token
+        for path in ("api/overview", "api/curves", "api/trajectories", "api/trajectory", "api/other", "config.yaml"):
+            for wrong in (None, "x", run.token, token[:-1], f"{token}0", f"{token}\xe9"):
+                status, content = ask(address, path, wrong)
+                assert status == 401 and b"answer" not in content and str(run.folder).encode() not in content
+        assert ask(address, "api/overview", token)[0] == 200
+        assert ask(address, "api/other", token)[0] == 404
+        assert ask(address, "api/overview", token, data=b"x", method="POST")[0] == 405
+        assert ask(address, "api/trajectories?batch=1e3", token)[0] == 400
+        assert ask(address, "api/trajectories?batch=../1", token)[0] == 400
+        rows = json.loads(ask(address, "api/trajectories?batch=0&only=right", token)[1])
+        assert [row["index"] for row in rows["rows"]] == [1] and rows["newer"] == 1 and rows["older"] is None
+        assert "note" in json.loads(ask(address, "api/trajectory?batch=0&index=99", token)[1])
+        status, content = ask(address, "")
+        assert status == 200 and run.folder.name.encode() + b"/" not in content
+
+
+def test_addresses_that_cannot_be_listened_on(tmp_path):
+    taken = ("--host", "192.0.2.7"), ("--host", "nosuchinterface")
+    for options in taken:
+        command = [sys.executable, "-m", "launch.status", str(tmp_path), "--web", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_many_updates_make_few_points(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create()
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=10_000)
+    with run.metrics.open("w") as file:
+        for v in range(10_000):
+            line = {"time": 1.0, "kind": "update", "version": v + 1, **update(v + 1, reward_mean=values[v])}
+            file.write(json.dumps(line) + "\n")
+    config = Config(name="run", updates=10_000, model=ModelConfig("m"), data=DataConfig("d"))
+    config_file.save(config, run.config)
+    watched = Watched(run)
+    began = time.monotonic()
+    watched.refresh()
+    first_s = time.monotonic() - began
+    drawn = watched.curves()
+    assert len(drawn) < 1_000_000
+    x, y = watched.history.curve("reward_mean")
+    assert len(x) <= MOST_POINTS and x == sorted(x) and (x[0], x[-1]) == (1, 10_000)
+    assert (min(y), max(y)) == (pytest.approx(values.min(), rel=1e-5), pytest.approx(values.max(), rel=1e-5))
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"time": 1.0, "kind": "update", "version": 10_001, **update(10_001)}) + "\n")
+    began = time.monotonic()
+    watched.refresh()
+    assert watched.curves() != drawn and time.monotonic() - began < max(1.0, first_s)
+    watched.refresh()
+    assert watched.overview()["version"] == 10_001
+
+
+def test_thinned_keeps_few_points_as_they_are():
+    x, y = np.arange(5.0), np.array([3.0, 1, 2, 5, 4])
+    for found, whole in zip(thinned(x, y, 5), (x, y), strict=True):
+        assert found.tolist() == whole.tolist()
+    x, y = thinned(np.arange(1000.0), np.zeros(1000), 10)
+    assert len(x) <= 10 and (x[0], x[-1]) == (0, 999)
+
+
+def test_work_that_is_done_again_is_shown_once(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create()
+    metrics, history = MetricsWriter(run), History(run)
+    for v in (1, 2, 3):
+        metrics.write("update", v, {"loss": v, "staleness_histogram": {str(v): 1}})
+    metrics.write("eval", 3, evaluation(3, math=(0.5, 0.4, 0.6)))
+    metrics.flush()
+    history.update()
+    assert history.curve("loss", 2) == [[1, 2, 3], [2, 4, 6]] and len(history.evaluations) == 1
+    metrics.write("resume", 1, {"incarnation": 1})
+    metrics.write("update", 2, {"loss": 20, "staleness_histogram": {"7": 3}})
+    metrics.close()
+    history.update()
+    assert history.curve("loss") == [[1, 2], [1, 20]] and history.evaluations == []
+    assert history.histogram("staleness_histogram") == [[1, 7], [0.25, 0.75]]
+
+
+def test_one_batch_is_read_and_no_other(tmp_path, model, monkeypatch):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+    for number in range(2, 2000):
+        (run.trajectories / f"batch-{number:06d}.msgpack").write_bytes(b"no batch")
+    config = config_file.load(run.config)
+    asked = []
+    monkeypatch.setattr(live, "read", lambda path: asked.append(path.name) or dumps.read(path))
+    browser = Browser(run)
+    page = browser.page(config, 1, 25, "")
+    assert (page["newest"], page["newer"], page["older"], page["found"], len(page["rows"])) == (1999, 2, 0, 30, 5)
+    browser.page(config, 1, 0, "")
+    browser.trajectory(config, 1, 0, 0)
+    assert asked == ["batch-000001.msgpack"]
+
+
+def test_many_who_look_cost_one_look(tmp_path, model):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+
+    async def look():
+        page, looks = Page(run, "t"), []
+        whole = page.watched.refresh
+        page.watched.refresh = lambda: looks.append(time.monotonic()) or whole()
+        for _ in range(3):
+            await asyncio.gather(*(page._fresh() for _ in range(50)))
+        return len(looks)
+
+    assert asyncio.run(look()) <= 2
+
+
+def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypatch):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+    hanging = threading.Event()
+
+    async def look():
+        page = Page(run, "t")
+        await page._fresh()
+        page.watched.refresh = hanging.wait
+        page._looked_at = float("-inf")
+        monkeypatch.setattr(live, "_PATIENCE_S", 0.2)
+        began = time.monotonic()
+        await page._fresh()
+        shown, waited_s = page.watched.overview(), time.monotonic() - began
+        hanging.set()
+        return shown, waited_s
+
+    shown, waited_s = asyncio.run(look())
+    assert shown["version"] == 12 and waited_s < 5
