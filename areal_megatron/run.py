@@ -4,7 +4,7 @@
 runs/NAME/ (0700) config.yaml · secret, *.key (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
            leases/00002.json (launch/lease.py) · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
            metrics.jsonl · status.json · processes.json · tensorboard/ · hf/ · report.html
-           trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py) · exports/version-000012/
+           trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py) · exports/version-000012/
            faults.json · stop
 ```
 Processes are named `controller`, `engine-E`, `reward-E` and `trainer-RANK`: CONTROLLER, `engine_name`,

@@ -68,6 +68,7 @@ function ticks(low, high, count) {
 // ---------------------------------------------------------------- figures
 
 const figures = new Map();
+let latest = null;
 
 function shownFigure(figure) {
   return figure.curves.some((curve) => curve.points[0].length);
@@ -174,6 +175,7 @@ function showFigure(place, figure, all) {
   if (figure.unit) caption.append(make("span", { className: "unit" }, ` ${figure.unit}`));
   place.replaceChildren(caption, box, drawn.svg);
   const move = (event) => {
+    place.dataset.held = "1";
     const bounds = drawn.svg.getBoundingClientRect();
     const at = drawn.invert(((event.clientX - bounds.left) / bounds.width) * WIDTH);
     const curve = figure.curves.find((c) => c.points[0].length);
@@ -184,12 +186,15 @@ function showFigure(place, figure, all) {
   };
   drawn.svg.addEventListener("pointermove", move);
   drawn.svg.addEventListener("pointerleave", () => {
+    delete place.dataset.held;
     drawn.cursor.setAttribute("visibility", "hidden");
     box.replaceChildren(...legend(figure, null));
+    showCurves(latest);
   });
 }
 
 function showCurves(all) {
+  latest = all;
   const names = all.sections.map((section) => section.title).join("|");
   if (by("figures").dataset.names !== names) {
     by("figures").dataset.names = names;
@@ -207,18 +212,18 @@ function showCurves(all) {
     const place = by(`figures-${i}`), shown = section.figures.filter(shownFigure);
     if (!shown.length) place.replaceChildren(make("p", { className: "empty" }, "No values yet."));
     else place.querySelectorAll(".empty").forEach((empty) => empty.remove());
-    for (const figure of shown) {
+    shown.forEach((figure, n) => {
       const key = `${i} ${figure.title}`, text = JSON.stringify([figure, all.end]);
       let known = figures.get(key);
       if (!known) {
         known = { place: make("figure", { className: "figure" }), text: "" };
         figures.set(key, known);
-        place.append(known.place);
       }
-      if (known.text === text || known.place.matches(":hover")) continue;
+      if (place.children[n] !== known.place) place.insertBefore(known.place, place.children[n] || null);
+      if (known.text === text || known.place.dataset.held) return;
       known.text = text;
       showFigure(known.place, figure, all);
-    }
+    });
   });
 }
 
@@ -239,7 +244,7 @@ function showOverview(run) {
   set("phase", run.phase);
   set("version", total ? `${run.mode === "sft" ? "step" : "version"} ${version.toLocaleString("en")} of ${total.toLocaleString("en")}` : "");
   by("done").style.width = total ? `${Math.min(100, (100 * version) / total)}%` : "0";
-  const running = run.elapsed_s ? `, running for ${ago(run.elapsed_s)}` : "";
+  const running = run.elapsed_s ? `, ${run.state === "running" ? "running" : "ran"} for ${ago(run.elapsed_s)}` : "";
   set("updated", run.updated ? `last update ${ago(run.now - run.updated)} ago${running}` : "no update yet");
   by("cards").replaceChildren(...run.cards.map(([value, label]) =>
     make("div", { className: "card" }, make("b", {}, value), make("span", {}, label))));
@@ -273,7 +278,7 @@ async function showBatch() {
     found = null;
   }
   listed = found;
-  for (const id of ["older", "newer", "newest", "batch", "only"]) by(id).disabled = !found;
+  by("batches").hidden = !found;
   by("pages").hidden = !found || found.found <= found.rows.length;
   if (!found) return by("rows").replaceChildren();
   by("older").disabled = found.older === null;
