@@ -30,7 +30,7 @@ from areal_megatron.config import TRACKERS, Config, ConfigError, config_fields
 from areal_megatron.errors import first_line
 from areal_megatron.files import read_replaced, write_json
 from areal_megatron.observe.metrics import MetricsReader, scalars
-from areal_megatron.observe.trackers import TrackedRun, Tracker, check_trackers, open_tracker
+from areal_megatron.observe.trackers import TrackedRun, Tracker, check_trackers, open_tracker, without_secrets
 from areal_megatron.run import Run
 
 END_S = 15.0
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as e:  # a tracker may raise anything
-        print(f"error: {options.tracker}: {type(e).__name__}: {first_line(e)}", file=sys.stderr)
+        print(f"error: {options.tracker}: {type(e).__name__}: {without_secrets(first_line(e))}", file=sys.stderr)
         return 1
     return 0
 

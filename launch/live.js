@@ -267,6 +267,19 @@ function complain(text) {
 
 // ---------------------------------------------------------------- trajectories
 
+// A batch may be large: it is asked for only while somebody looks at it.
+let stale = true, inView = false;
+new IntersectionObserver(([entry]) => {
+  inView = entry.isIntersecting;
+  renewBatch().catch(failed);
+}).observe(by("browser"));
+
+async function renewBatch() {
+  if (!inView || document.hidden || (!stale && listed !== null)) return;
+  stale = false;
+  if (listed === null || (place.batch === null && place.from === 0)) await showBatch();
+}
+
 let place = { batch: null, from: 0, only: "" }, listed = null, opened = null;
 
 async function showBatch() {
@@ -367,8 +380,9 @@ async function look() {
     if (run.revision !== revision) {
       if (run.revision >= 0) showCurves(await ask("api/curves"));
       revision = run.revision;
-      if (place.batch === null && place.from === 0) await showBatch();
-    } else if (listed === null && !document.hidden) await showBatch();
+      stale = true;
+    }
+    await renewBatch();
   } catch (error) {
     failed(error);
     if (error.status === 401) return;

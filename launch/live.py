@@ -23,14 +23,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.dumps import Dump, dumped, read
+from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import decoder
 from areal_megatron.network import address
 from areal_megatron.observe.figures import HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
@@ -253,12 +254,39 @@ class Watched:
         return drawn
 
 
+class ShownTrajectory(msgspec.Struct, kw_only=True):
+    """What is shown of a Trajectory: routes of experts alone may take gigabytes of a batch."""
+
+    uid: int
+    epoch: int
+    prompt_id: int
+    admission_version: int
+    prompt: np.ndarray
+    response: np.ndarray
+    versions: np.ndarray
+    loss_mask: np.ndarray
+    reward: float
+    truncated: bool
+    correct: bool = False
+    failed: bool = False
+
+
+class ShownDump(msgspec.Struct, kw_only=True):
+    """A Dump with that of its trajectories."""
+
+    version: int
+    trajectories: list[ShownTrajectory]
+
+
+_decode = decoder(ShownDump).decode
+
+
 class Browser:
     """The trajectories of a run, one batch at a time; the last ones looked at stay in memory."""
 
     def __init__(self, run: Run):
         self._run = run
-        self._batches: OrderedDict[int, tuple[float, Dump]] = OrderedDict()
+        self._batches: OrderedDict[int, tuple[float, ShownDump]] = OrderedDict()
         self._tokenizer: Tokenizer | None = None
 
     def page(self, config: Config, batch: int | None, first: int, only: str) -> dict[str, Any]:
@@ -308,10 +336,10 @@ class Browser:
             "parts": parts(tokenizer, t, first, PAGE_TOKENS),
         }
 
-    def _read(self, number: int, path: Path) -> Dump:
+    def _read(self, number: int, path: Path) -> ShownDump:
         changed = path.stat().st_mtime if path.exists() else 0.0
         if number not in self._batches or self._batches[number][0] != changed:
-            self._batches[number] = changed, read(path)
+            self._batches[number] = changed, read(path, _decode)
         self._batches.move_to_end(number)
         while len(self._batches) > _KEPT_BATCHES:
             self._batches.popitem(last=False)
@@ -322,7 +350,7 @@ class Browser:
         return self._tokenizer
 
 
-def _row(index: int, t: Trajectory, trained: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> dict[str, Any]:
     versions = t.versions.tolist() or [t.admission_version]
     excerpt = tokenizer.decode(t.response[:_EXCERPT].tolist())
     return {
@@ -340,7 +368,7 @@ def _row(index: int, t: Trajectory, trained: int, tokenizer: Tokenizer) -> dict[
     }
 
 
-def parts(tokenizer: Tokenizer, t: Trajectory, first: int, count: int) -> list[tuple[int, bool, str]]:
+def parts(tokenizer: Tokenizer, t: ShownTrajectory, first: int, count: int) -> list[tuple[int, bool, str]]:
     """Returns the text of `count` tokens of the answer as (version, whether it is trained, text), neighbours of the
     same version together."""
     found: list[tuple[int, bool, str]] = []

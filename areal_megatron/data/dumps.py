@@ -9,13 +9,16 @@ from __future__ import annotations
 import errno
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory, decoder, store
 
+Content = TypeVar("Content")
 _NAME = re.compile(r"batch-(\d+)\.msgpack")
 
 
@@ -43,10 +46,11 @@ def write(dump: Dump, folder: Path, most_bytes: float = math.inf) -> None:
     store(dump, folder / f"batch-{dump.number:06d}.msgpack")
 
 
-def read(path: Path) -> Dump:
-    """Reads one file. Raises ConfigError if it cannot be read or holds something else."""
+def read(path: Path, decode: Callable[[bytes], Content] = _decode) -> Content:
+    """Reads one file, as a Dump or as what another decoder makes of it. Raises ConfigError if it cannot be read or
+    holds something else."""
     try:
-        return _decode(path.read_bytes())
+        return decode(path.read_bytes())
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
     except msgspec.MsgspecError as e:

@@ -84,6 +84,7 @@ class _WandB:
 
 class _MLflow:
     def __init__(self, tracked: TrackedRun):
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # MLFLOW_TRACKING_URI may hold a password
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -215,6 +216,11 @@ def _has_key(file: Path, host: str = "") -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     return host in hosts if host else bool(hosts)
+
+
+def without_secrets(text: str) -> str:
+    """Returns what a tracker says without the users, passwords and tokens in addresses of servers."""
+    return re.sub(r"(?i)((?:token|key|password)=)[^&\s'\"]+", r"\1…", re.sub(r"//[^/@\s]+@", "//", text))
 
 
 def _mlflow_name(name: str) -> str:

@@ -146,7 +146,9 @@ def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser,
     metrics.close()
     with looked_at(browser, run.folder, width=width, dark=width == 400) as page:
         page.wait("document.querySelectorAll('.figure').length > 15")
-        page.wait("document.querySelectorAll('#rows tr').length > 5")
+        page.wait(
+            "document.getElementById('browser').scrollIntoView() || document.querySelectorAll('#rows tr').length > 5"
+        )
         assert fits(page)
         heights = "[...document.querySelectorAll('.plot text')].map(t => t.getBoundingClientRect().height)"
         assert min(page.value(heights)) >= 10, "pixels of the labels of axes"
@@ -302,7 +304,7 @@ def test_one_batch_is_read_and_no_other(tmp_path, model, monkeypatch):  # noqa: 
         (run.trajectories / f"batch-{number:06d}.msgpack").write_bytes(b"no batch")
     config = config_file.load(run.config)
     asked = []
-    monkeypatch.setattr(live, "read", lambda path: asked.append(path.name) or dumps.read(path))
+    monkeypatch.setattr(live, "read", lambda path, decode: asked.append(path.name) or dumps.read(path, decode))
     browser = Browser(run)
     page = browser.page(config, 1, 25, "")
     assert (page["newest"], page["newer"], page["older"], page["found"], len(page["rows"])) == (1999, 2, 0, 30, 5)

@@ -57,8 +57,8 @@ def expected():
     }
 
 
-def mirror(run, name, **environment):
-    command = [sys.executable, "-m", "areal_megatron.mirror", str(run.folder), name]
+def mirror(run, name, *options, **environment):
+    command = [sys.executable, "-m", "areal_megatron.mirror", str(run.folder), name, *options]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
@@ -192,7 +192,7 @@ def test_tensorboard_shows_the_same_numbers(tmp_path):
 
 @pytest.mark.parametrize("mirrored", ["mlflow"], indirect=True)
 def test_the_page_of_mlflow_serves_the_run(mirrored):
-    _, run = mirrored
+    name, run = mirrored
     need("flask")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -211,6 +211,11 @@ def test_the_page_of_mlflow_serves_the_run(mirrored):
         found = json.loads(ask(f"http://127.0.0.1:{port}/api/2.0/mlflow/runs/search", body))
         latest = {metric["key"]: metric["value"] for metric in found["runs"][0]["data"]["metrics"]}
         assert latest["update/reward_mean"] == UPDATES / 7
+        said = mirror(run, name, "--online", MLFLOW_TRACKING_URI=f"http://user:{KEY}@127.0.0.1:{port}")
+        found = json.loads(ask(f"http://127.0.0.1:{port}/api/2.0/mlflow/runs/search", body))["runs"]
+        assert len(found) == 2, "what was kept locally is sent whole, as another run"
+        assert [{m["key"]: m["value"] for m in run["data"]["metrics"]} for run in found] == [latest, latest]
+        assert KEY not in said
     finally:
         server.kill()
         server.wait()
@@ -279,6 +284,17 @@ def test_a_tracker_without_a_key(name, monkeypatch, tmp_path):
     given = {"wandb": "WANDB_API_KEY", "swanlab": "SWANLAB_API_KEY", "mlflow": "MLFLOW_TRACKING_URI"}
     monkeypatch.setenv(given.get(name, "TRACKIO_SERVER_URL"), KEY)
     check_trackers(TrackConfig(to=name, online=True))
+
+
+def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path):
+    need("mlflow")
+    run = make_run(tmp_path, UPDATES)
+    server = {"MLFLOW_TRACKING_URI": f"http://user:{KEY}@127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    command = [sys.executable, "-m", "areal_megatron.mirror", str(run.folder), "mlflow", "--online"]
+    done = subprocess.run(command, env=os.environ | server, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "error: mlflow: " in done.stderr and "127.0.0.1" in done.stderr
+    assert KEY not in done.stdout + done.stderr
+    assert trackers.without_secrets(f"https://host/?write_token={KEY}&b=1") == "https://host/?write_token=…&b=1"
 
 
 def test_a_key_in_netrc(monkeypatch, tmp_path):
