@@ -41,6 +41,7 @@ COMMANDS = {
     "evaluate": Command("areal_megatron.evaluate", "how good a model is: avg@n and pass@k"),
     "report": Command("areal_megatron.report", "a page about what a run has learned"),
     "trajectories": Command("areal_megatron.trajectories", "what a run has trained, answer by answer"),
+    "mirror": Command("areal_megatron.mirror", "its metrics in W&B, MLflow, SwanLab or Trackio"),
     "audit": Command("areal_megatron.audit", "check that a run lost nothing and trained nothing twice"),
     "convert": Command("areal_megatron.convert", "checkpoints from and to Hugging Face format"),
 }

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron import config_file
+from areal_megatron.command import program
 from areal_megatron.config import TRACKERS, Config, ConfigError, config_fields
 from areal_megatron.errors import first_line
 from areal_megatron.files import read_replaced, write_json
@@ -70,7 +71,8 @@ class Mirror:
         folder = run.folder / "trackers"
         self._note = folder / f"{name}.{'online' if online else 'offline'}.json"
         noted = read_replaced(self._note, json.loads)
-        settings = {key: value for key, _, value in config_fields(config) if not is_dataclass(value)}
+        fields = ((key, value) for key, _, value in config_fields(config) if not is_dataclass(value))
+        settings = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in fields}
         tracked = TrackedRun(
             id=noted["id"] if noted else secrets.token_hex(16)[:21],
             is_new=not noted,
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m areal_megatron.mirror", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.mirror"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, e.g. runs/demo")
     parser.add_argument("tracker", choices=TRACKERS)
     parser.add_argument("--follow", action="store_true", help="go on until stdin ends, e.g. with Ctrl-D")

@@ -149,7 +149,7 @@ def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
         for name, figure in figures.items():
             tag = f"{file}/{name}"
             if isinstance(figure, dict):
-                shown |= {tag: figure["value"], f"{tag}/low": figure["low"], f"{tag}/high": figure["high"]}
+                shown |= {tag if part == "value" else f"{tag}/{part}": number for part, number in figure.items()}
             else:
                 shown[tag] = figure
     return {f"{kind}/{key}": float(value) for key, value in shown.items() if isinstance(value, Real)}
