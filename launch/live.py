@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from areal_megatron import config_file
+from areal_megatron import config_file, hub
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
@@ -346,7 +346,8 @@ class Browser:
         return self._batches[number][1]
 
     def _tokenizer_of(self, config: Config) -> Tokenizer:
-        self._tokenizer = self._tokenizer or Tokenizer(config.model.path)
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(hub.model_folder(config.model.path, "model.path", weights=False))
         return self._tokenizer
 
 

@@ -146,6 +146,7 @@ def check(
     description is fetched. `python`: as check_packages.
     """
     weights = run is not None or Path(config.model.path).exists()
+    check_trackers(config.track)
     fetch(config, run, weights)
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
     if outcome.memory.shared and not gpu_gib:
@@ -155,7 +156,6 @@ def check(
         )
     for warning in [*outcome.warnings, *check_options(config, python)]:
         print(f"warning: {warning}", file=sys.stderr)
-    check_trackers(config.track)
     check_input(config, weights)
     held, run = run is not None, run or Run(config.run_dir)
     checkpoint = _resumed(config, run, held)
