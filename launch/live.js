@@ -376,7 +376,7 @@ async function look() {
   clearTimeout(timer);
   try {
     const run = await ask("api/overview");
-    showOverview(run);
+    if (run.state) showOverview(run); // it has none before the first look at a slow file server
     if (run.revision !== revision) {
       if (run.revision >= 0) showCurves(await ask("api/curves"));
       revision = run.revision;

@@ -169,6 +169,7 @@ class Watched:
             self._curves = self.history.revision, json.dumps(self._drawn()).encode()
 
     def overview(self) -> dict[str, Any]:
+        """What the last look has found; without a `state` before the first."""
         age_s = time.monotonic() - self._seen_at if self._seen_at else 0.0
         return self._overview | {"revision": self._curves[0], "age_s": round(age_s, 1)}
 

@@ -335,6 +335,7 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
 
     async def look():
         page = Page(run, "t")
+        assert "state" not in page.watched.overview()
         await page._fresh()
         page.watched.refresh = hanging.wait
         page._looked_at = float("-inf")
@@ -347,3 +348,20 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
 
     shown, waited_s = asyncio.run(look())
     assert shown["version"] == 12 and waited_s < 5
+
+
+def test_a_slow_file_server_leaves_the_page_as_it_loads(tmp_path, model, browser):  # noqa: F811
+    """Before the first look at the run folder there is nothing to show, and nothing to complain of."""
+    code = (
+        "import time; from launch import live, status; live.Watched.refresh = lambda self: time.sleep(4); status.main()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), "--web"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        browser.leave()
+        browser.errors.clear()
+        browser.open(process.stdout.readline().strip())
+        time.sleep(3)
+        assert browser.value("document.getElementById('problem').hidden") and browser.errors == []
+        assert browser.value("document.getElementById('state').textContent") == "loading"
+        browser.leave()
+        process.terminate()
