@@ -244,7 +244,8 @@ class Watched:
             key = figure.curves[0].key
             found = [(e["version"], e[key]) for e in self.history.evaluations[-MOST_POINTS:] if e.get(key) is not None]
             points = [list(column) for column in zip(*sorted(found), strict=True)]
-            drawn["curves"] += [{"label": "held-out", "colour": HELD_OUT, "points": points, "marked": True}] * bool(found)
+            held_out = {"label": "held-out", "colour": HELD_OUT, "points": points, "marked": True}
+            drawn["curves"] += [held_out] if found else []
         if figure.kind == "accuracy" and (evaluations := self.history.evaluations[-MOST_POINTS:]):
             whole = sorted(evaluations, key=lambda e: e["version"])
             points = [[e["version_mean"] for e in whole], [e["accuracy"] for e in whole]]
