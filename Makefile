@@ -20,15 +20,20 @@ demo: setup
 demo-llm: setup
 	$(PY) tools/demo_llm.py
 
-docs: setup
+docs: .venv/.test-packages
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html -c tools/docs_site . site
 	cp site/README.html site/index.html
 	@echo site/index.html
 
-test: setup lint
+.venv/.test-packages: .venv/.installed requirements-test.lock
+	@echo "installing packages that only tests and docs need ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-test.lock
+	@touch $@
+
+test: .venv/.test-packages lint
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
-soak: setup
+soak: .venv/.test-packages
 	$(PY) -m pytest -m "soak"
 
 lint: setup

@@ -15,7 +15,7 @@ setup(
     package_data={"areal_megatron": ["report.css"], "launch": ["live.html", "live.css", "live.js"]},
     install_requires=[
         "aiohttp",
-        "huggingface_hub>=2.4",
+        "huggingface-hub>=2.4",
         "argcomplete",
         "math-verify",
         "matplotlib",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes both lock files anew, after a version in requirements-cpu.lock or in setup.py was edited. Needs uv, and the
+# Writes the lock files anew, after a version in one for CPUs or tests, or in setup.py, was edited. Needs uv, and the
 # package index; of packages it fetches the metadata alone: sh tools/lock_requirements.sh
 set -eu
 versions() { grep -o '^[^# ]*==[^ ]*' requirements-cpu.lock; }
@@ -11,6 +11,8 @@ compile() { uv pip compile --quiet --generate-hashes --no-annotate --no-header "
 
 hashed=$(versions | grep -v '^torch==' | compile --no-deps --python-version 3.11 -)
 { versions | grep '^torch=='; echo "$hashed"; } | replace requirements-cpu.lock
+grep -o '^[^# ]*==[^ ]*' requirements-test.lock | compile --no-deps --prerelease allow --python-version 3.11.5 - |
+    replace requirements-test.lock
 
 # What the file that uv writes to holds, it keeps where it can: the versions that the tests ran with.
 resolved=$(mktemp)
