@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,7 +10,9 @@ import pytest
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.difficulty import Difficulty, SampledGroups
+from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.check import _check_pass_rates
 from areal_megatron.data.prompts import Prompt
@@ -150,7 +151,15 @@ def config(pass_rate, easiest_first=False):
 def generation(asked, prompts):
     schedule = Schedule(batch_size=2, group_size=2, max_staleness=10**6, updates=10**6)
     schedule.add_engine(0, 0)
-    return schedule, Generation(asked, schedule, SimpleNamespace(episodes=None), prompts, Changed())
+    sampler = Sampler(
+        engines=[],
+        is_lost=None,
+        stop_tokens=[],
+        environments=[Environment(asked, scorer=None)],
+        timeline=None,
+        evaluation=None,
+    )
+    return schedule, Generation(asked, schedule, sampler, prompts, Changed())
 
 
 @pytest.mark.parametrize("easiest_first", [False, True])
