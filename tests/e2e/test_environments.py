@@ -51,7 +51,7 @@ def test_each_environment_has_its_own_workflow_reward_limit_and_figures(local_ru
             assert t.loss_mask.all() and t.reward == pytest.approx(-5 + 10 * score)
         for t in by_name["twice"]:
             assert t.reward in (-5, 5) and t.correct == (t.reward == 5)
-        assert any(not t.loss_mask.all() for t in by_name["twice"]) or not by_name["twice"]
+            seen["said"] += not t.loss_mask.all()
         for name, ts in by_name.items():
             assert update[f"answer_share/{name}"] == len(ts) / 32
             if ts:

@@ -166,7 +166,7 @@ def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):
 @pytest.mark.parametrize(("device", "gib", "decided"), [("cuda", 80, "none"), ("cuda", 0, "full"), ("cpu", 0, "none")])
 @pytest.mark.parametrize("mode", ["rl", "sft"])
 def test_trainers_are_handed_what_was_decided_for_auto(world, tmp_path, mode, device, gib, decided):
-    data = [f"mode={mode}", *([f"data.train={world / 'sft.jsonl'}"] if mode == "sft" else [])]
+    data = [f"mode={mode}", *([f"data.train={world / 'sft.jsonl'}", "data.eval="] if mode == "sft" else [])]
     config = config_file.load(*arguments_of(world, tmp_path, *data)[:1], arguments_of(world, tmp_path, *data)[1:])
     config.machine.device = device
     run = Run(config.run_dir)
