@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -231,7 +232,8 @@ class _Worker:
     async def kill(self) -> None:
         self.dead = True
         if self._process.returncode is None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # asyncio's own loses the exit code of one that has ended
         await self._process.wait()
 
     async def _read(self) -> bytes:

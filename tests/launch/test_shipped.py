@@ -213,6 +213,7 @@ def check_started(cluster, job, run, script):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.soak
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script != TRAINED])
 def test_a_script_passes_every_check_and_starts_its_processes(submit, cluster, script):
     """It is cancelled once they run: that they train is the next test's."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,7 +21,7 @@ RANKS = "tests.support.ranks"
 def forks():
     """Starts ranks by forking a process that has imported torch, megatron-core and the checks: importing them takes
     longer than most checks."""
-    os.environ |= {
+    environment = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not open it before the fork
@@ -30,6 +30,10 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     checks = sorted(path.stem for path in Path(trainer_rank.__file__).parent.glob("*_checks.py"))
     context.set_forkserver_preload([f"{RANKS}.{module}" for module in ("trainer_rank", *checks)])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()  # with that environment, which other tests of this process do not get
     return context
 
 
