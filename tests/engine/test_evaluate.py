@@ -141,19 +141,28 @@ def test_a_killed_evaluation_goes_on_and_gives_the_figures_of_its_answers(start)
     assert rows == [json.loads(line) for line in again.data.read_text().splitlines()]
 
 
+OPTIONS = '{"stream_interval": 3, "enable_log_requests": true}'
+
+
+def _command(process):
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # one that looked at the machine for the engine, and has ended
+        return []
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_evaluation_that_is_interrupted_ends_its_engine(start, number, code):
     """The engine has the options of vLLM that are passed through."""
     evaluation = start("interrupted", "--vllm", "stream_interval=3", "--vllm", "enable_log_requests=true")
     deadline = time.monotonic() + 120
     endpoint = evaluation.out / "engine" / "endpoints" / "engine-0"
-    members = []
-    while not endpoint.exists() or len(members) <= 2:  # the engine, a guardian, and workers for rewards
-        assert evaluation.process.poll() is None and time.monotonic() < deadline
+    members, commands = [], []
+    while not endpoint.exists() or len(members) <= 2 or OPTIONS not in commands:  # engine, guardian, reward workers
+        assert evaluation.process.poll() is None and time.monotonic() < deadline, commands
         time.sleep(0.05)
         members = psutil.Process(evaluation.process.pid).children(recursive=True)
-    command = [word for member in members for word in member.cmdline()]
-    assert '{"stream_interval": 3, "enable_log_requests": true}' in command
+        commands = [word for member in members for word in _command(member)]
     evaluation.process.send_signal(number)
     assert "Traceback" not in evaluation.finish(code)
     assert not left_over(members)
