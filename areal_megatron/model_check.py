@@ -11,11 +11,21 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
 from areal_megatron.json_input import parse_json
-from areal_megatron.models.architecture import Dimensions, architecture, as_reward_model, read_config, shown
+from areal_megatron.models.architecture import (
+    Architecture,
+    Dimensions,
+    architecture,
+    as_reward_model,
+    read_config,
+    shown,
+)
+from areal_megatron.models.table import ROUTER_BIAS
 from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The types of rotary embeddings whose frequencies do not depend on the sequence."""
+ENGINE_LATENTS = (512, 64)
+"""The widths of the latent and of what is rotated beside it that vLLM's kernels are written for, on CPU and on GPUs."""
 _MOST = 1e15
 
 
@@ -33,9 +43,18 @@ def check_model(config: Config, weights: bool = True) -> None:
         raise ConfigError(
             f"model.path: {path} is a reward model ({model.name}), mode={config.mode} trains language models"
         )
+    if config.mode == "reward_model":
+        as_reward_model(hf)
     _check_computation(hf, path)
+    if hf.get("quantization_config"):
+        raise ConfigError(
+            f"model.path: {path}/config.json has a quantization_config; trainers start from whole weights, which "
+            "`areal convert from-hf` and then `to-hf` make of DeepSeek's"
+        )
+    if model.dimensions.latent:
+        _check_latents(config, hf, model.dimensions)
     if model.dimensions.experts:
-        _check_experts(config, hf, model.dimensions)
+        _check_experts(config, hf, model)
     for key, size in (("ep", config.trainer.ep), ("etp", config.trainer.etp)):
         if size > 1 and not model.dimensions.experts:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
@@ -149,16 +168,62 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
         raise ConfigError(f"model.path: {path}/config.json has hidden_act {shown(hf['hidden_act'])}; known is silu")
 
 
-def _check_experts(config: Config, hf: dict[str, Any], model: Dimensions) -> None:
-    path, chosen = config.model.path, hf.get("num_experts_per_tok")
-    if type(chosen) is not int or not 0 < chosen <= model.experts:
+def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
+    described, (rope_type, rope) = f"{config.model.path}/config.json", _rope(hf)
+    if rope_type not in ("default", "yarn"):
         raise ConfigError(
-            f"model.path: {path}/config.json has num_experts_per_tok={shown(chosen)} of {model.experts} experts"
+            f"model.path: {described} asks for rotary embeddings of type {shown(rope_type)}; with latents engines have "
+            "default and yarn"
         )
+    if len({bool(rope.get(key) and _number(rope, key, 0)) for key in ("mscale", "mscale_all_dim")}) > 1:
+        raise ConfigError(f"model.path: {described} has one of mscale and mscale_all_dim, which engines take otherwise")
+    if d.value_dim > d.head_dim:
+        raise ConfigError(
+            f"model.path: {described} has v_head_dim={d.value_dim}; kernels take values as wide as keys ({d.head_dim}) "
+            "at most"
+        )
+    if config.mode == "rl" and (d.latent, d.rotated) != ENGINE_LATENTS:
+        raise ConfigError(
+            f"model.path: {described} has kv_lora_rank={d.latent} and qk_rope_head_dim={d.rotated}; engines have "
+            f"kernels for {ENGINE_LATENTS[0]} and {ENGINE_LATENTS[1]}"
+        )
+
+
+def _check_experts(config: Config, hf: dict[str, Any], model: Architecture) -> None:
+    path, chosen, experts = config.model.path, hf.get("num_experts_per_tok"), model.dimensions.experts
+    if type(chosen) is not int or not 0 < chosen <= experts:
+        raise ConfigError(
+            f"model.path: {path}/config.json has num_experts_per_tok={shown(chosen)} of {experts} experts"
+        )
+    if model.has(ROUTER_BIAS):
+        _check_sigmoid_router(hf, path, experts, chosen)
     if chosen == 1 and hf.get("norm_topk_prob"):
         raise ConfigError(
             f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
             "probability is always 1, and the router could learn nothing"
+        )
+
+
+def _check_sigmoid_router(hf: dict[str, Any], path: str, experts: int, chosen: int) -> None:
+    if chosen > 1 and not hf.get("norm_topk_prob", True):
+        raise ConfigError(
+            f"model.path: {path}/config.json has norm_topk_prob=false; megatron-core always normalises sigmoid scores"
+        )
+    if hf.get("output_router_logits"):
+        raise ConfigError(
+            f"model.path: {path}/config.json sets output_router_logits, which asks for a load-balancing loss; routers "
+            "with a bias have none here: trainer.megatron.moe_router_bias_update_rate balances their experts"
+        )
+    groups, kept = (hf.get(key, 1) for key in ("n_group", "topk_group"))
+    if type(groups) is not int or type(kept) is not int or not 0 < kept <= groups or experts % groups:
+        raise ConfigError(
+            f"model.path: {path}/config.json has n_group={shown(groups)} and topk_group={shown(kept)} for {experts} "
+            "experts"
+        )
+    if groups > 1 and (experts // groups < 2 or chosen > kept * experts // groups):
+        raise ConfigError(
+            f"model.path: {path}/config.json chooses {chosen} experts from {kept} of {groups} groups, which have "
+            f"{experts // groups} experts each: they need two each, and enough to choose from"
         )
 
 

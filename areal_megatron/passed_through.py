@@ -124,7 +124,7 @@ MEGATRON_OWNED = (
         moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
         moe_shared_expert_overlap moe_latent_size moe_router_topk moe_router_pre_softmax moe_router_score_function
         moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
-        moe_router_enable_expert_bias moe_router_bias_update_rate moe_apply_probs_on_input
+        moe_router_enable_expert_bias moe_apply_probs_on_input
         apply_residual_connection_post_layernorm apply_query_key_layer_scaling""",
     ),
     Owned.of("use model.dtype", "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype"),

@@ -62,11 +62,12 @@ def _load_piece(parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolde
 
 def checkpoint_layout(hf_config: Mapping[str, Any]) -> Layout:
     """Returns the layout of a Hugging Face folder itself: every canonical tensor whole, on one rank."""
-    canonical = architecture(hf_config).canonical
+    model = architecture(hf_config)
     pieces = [
-        Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, shape in canonical.items()
+        Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape))))
+        for name, shape in model.canonical.items()
     ]
-    return Layout(canonical, canonical, tuple(pieces))
+    return Layout(model.canonical, model.canonical, tuple(pieces), model.dtypes)
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ def export(
     for need in needs(layouts, [checkpoint]):
         needs_of[need.receive.tensor].append(need)
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    tensors = hf_tensors(checkpoint.canonical, lambda pattern: dtype)
+    tensors = hf_tensors(checkpoint.canonical, lambda pattern: checkpoint.dtypes.get(pattern, dtype))
 
     def gathered(tensor: HfTensor) -> Iterator[ndarray]:
         yield _gather(parameters, tensor, needs_of[tensor.pattern], rank, group).view(torch.uint8).numpy()

@@ -3,7 +3,8 @@
 A distributed checkpoint holds each parameter of the whole model as one tensor, in the chunks that the saving ranks had.
 It is what a single trainer rank would hold, except for names and padding: the numbers of layers and experts are leading
 axes of the tensors (`decoder.layers.self_attention.linear_qkv.weight` is [layers, rows, columns]), and the rows that
-pad the vocabulary are those of the saving ranks. Imports no megatron.
+pad the vocabulary are those of the saving ranks. Where the layers of a model differ, the number of the layer stays in
+the name (`decoder.layers.3.self_attention.linear_qkv.weight` is [rows, columns]). Imports no megatron.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,19 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, read_box
 from areal_megatron.checkpoint.torch_dist_metadata import Chunk, stored_tensors
-from areal_megatron.models.architecture import architecture
+from areal_megatron.models.architecture import FAMILIES, architecture
+from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.models.table import EMBEDDING, HEAD
 from areal_megatron.reshard import trainer_layout
-from areal_megatron.reshard.boxes import Box, Layout, Piece, Shape, numbers, whole
+from areal_megatron.reshard.boxes import Box, Layout, Piece, Shape, whole
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
+ALONE = MegatronSizes(vocabulary_multiple=1)
+"""The sizes of a trainer rank that holds all of the model, without padding."""
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 """How the names of the model's tensors begin, unlike those of the optimizer and others."""
-ALIASES = {
-    "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
-    "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
-}
-"""The layer norms' names where TransformerEngine holds them inside the linear layers that follow."""
+ALIASES = {f".{row.megatron}": f".{row.fused}" for family in FAMILIES.values() for row in family.layer if row.fused}
+"""How the layer norms' names end, and how where TransformerEngine holds them inside the linear layers that follow."""
 PADDED = (EMBEDDING.megatron, HEAD.megatron)
 
 
@@ -42,15 +44,27 @@ def layout(hf_config: Mapping[str, Any]) -> Layout:
 
     Raises ConfigError for a model without a table.
     """
-    alone = trainer_layout.layout(hf_config, MegatronSizes(vocabulary_multiple=1), 0)
-    held = {tensor_name(pattern): shape for pattern, shape in alone.held.items()}
-    pieces = (replace(piece, parameter=tensor_name(piece.parameter)) for piece in alone.pieces)
-    return Layout(held, alone.canonical, tuple(pieces))
+    alone, dimensions = trainer_layout.layout(hf_config, ALONE, 0), architecture(hf_config).dimensions
+    named = partial(tensor_name, alike=not (dimensions.dense_layers and dimensions.sparse_layers))
+    held = {named(pattern): shape for pattern, shape in alone.held.items()}
+    pieces = (replace(piece, parameter=named(piece.parameter)) for piece in alone.pieces)
+    dtypes = {named(pattern): dtype for pattern, dtype in alone.dtypes.items()}
+    return Layout(held, alone.canonical, tuple(pieces), dtypes)
 
 
-def tensor_name(parameter: str) -> str:
-    """Returns the checkpoint's name for a parameter pattern of the trainer: numbers are axes there."""
-    return parameter.replace("local_experts.{}", "experts").replace("layers.{}", "layers")
+def tensor_name(parameter: str, alike: bool = True) -> str:
+    """Returns the checkpoint's name for a parameter pattern of the trainer: numbers are axes there, but for that of the
+    layer if layers are not `alike`."""
+    name = parameter.replace("local_experts.{}", "experts")
+    return name.replace("layers.{}", "layers") if alike else name
+
+
+def other_name(name: str) -> str:
+    """Returns the name that a layer norm has where TransformerEngine holds it; of other tensors the name itself."""
+    for plain, fused in ALIASES.items():
+        if name.endswith(plain):
+            return name.removesuffix(plain) + fused
+    return name
 
 
 def by_parameter(layout: Layout) -> dict[str, list[Piece]]:
@@ -67,10 +81,11 @@ def extra_states(layout: Layout) -> list[str]:
     for name, pieces in by_parameter(layout).items():
         module, _, kind = name.rpartition(".")
         if kind == "weight" and ".linear_" in name:
-            counts = layout.held[name][: numbers(pieces[0].tensor)]
+            named, counts = numbers(name), layout.held[name][: numbers(pieces[0].tensor)]
             for single in whole(counts).singles(len(counts)):
-                number, count = (".".join(map(str, indices)) for indices in (single.start, counts))
-                names.append(f"{module}._extra_state/shard_{number}_{count}")
+                number, count = (".".join(map(str, axes[named:])) for axes in (single.start, counts))
+                shard = f"{number}_{count}" if number else "0_1"
+                names.append(f"{name_at(module, single.start[:named])}._extra_state/shard_{shard}")
     return names
 
 
@@ -86,22 +101,26 @@ class DistCheckpoint:
         self._stored = stored_tensors(folder, MODEL_PREFIXES)
         expected = layout(hf_config)
         self._name_of = {
-            name: ALIASES[name] if name not in self._stored and name in ALIASES else name for name in expected.held
+            name: name if name in self._stored or other_name(name) not in self._stored else other_name(name)
+            for name in expected.parameters
         }
         self._check_shapes(expected, architecture(hf_config).name)
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in expected.pieces:
             self._pieces[piece.tensor].append(piece)
-        self._chunks = {
-            self._name_of[name]: self._index(self._name_of[name], numbers(pieces[0].tensor))
-            for name, pieces in by_parameter(expected).items()
-        }
+        self._chunks = {}
+        for pattern, pieces in by_parameter(expected).items():
+            named = numbers(pattern)
+            for single in whole(expected.held[pattern]).singles(named):
+                name = self._name_of[name_at(pattern, single.start[:named])]
+                self._chunks[name] = self._index(name, numbers(pieces[0].tensor) - named)
         self._located: dict[Chunk, Extent] = {}
         self._files = OpenFiles()
 
     def dtype(self, tensor: str) -> str:
         """Returns the dtype of a canonical pattern."""
-        return self._stored[self._name_of[self._pieces[tensor][0].parameter]].dtype
+        parameter = self._pieces[tensor][0].parameter
+        return self._stored[self._name_of[name_at(parameter, [0] * numbers(parameter))]].dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
         """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern.
@@ -110,9 +129,11 @@ class DistCheckpoint:
         """
         for piece in self._pieces[tensor]:
             if common := piece.box.intersection(box):
-                region = piece.narrow(common).local
-                part = out[common.within(box).slices]
-                self._read(self._name_of[piece.parameter], region, numbers(tensor), part, dtype)
+                region, named = piece.narrow(common).local, numbers(piece.parameter)
+                name = self._name_of[name_at(piece.parameter, region.start[:named])]
+                part = out[common.within(box).slices][(0,) * named]
+                region = Box(region.start[named:], region.stop[named:])
+                self._read(name, region, numbers(tensor) - named, part, dtype)
 
     def close(self) -> None:
         self._files.close()
@@ -125,7 +146,7 @@ class DistCheckpoint:
                 read_box(self._files, self._located[chunk], common, out[common.within(region).slices], dtype)
 
     def _check_shapes(self, expected: Layout, model: str) -> None:
-        for name, shape in expected.held.items():
+        for name, shape in expected.parameters.items():
             if self._name_of[name] not in self._stored:
                 raise CheckpointError(
                     f"{self.folder} has no tensor {name}, which config.json ({model}) asks for; "
@@ -137,7 +158,7 @@ class DistCheckpoint:
                     f"{self.folder}: {name} has shape {list(found)}, config.json ({model}) asks for {list(shape)}; "
                     "give the config of the model that was saved"
                 )
-        known = {*expected.held, *ALIASES.values()}
+        known = {*expected.parameters, *map(other_name, expected.parameters)}
         for name, stored in self._stored.items():
             if name not in known:
                 raise CheckpointError(

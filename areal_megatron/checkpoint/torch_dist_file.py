@@ -96,7 +96,8 @@ class Image:
 
     def copy(self) -> None:
         """Copies the elements as they are now, on the device's current stream."""
-        torch._foreach_copy_(self._places, self._sources, non_blocking=True)
+        if self._places:
+            torch._foreach_copy_(self._places, self._sources, non_blocking=True)
 
     @property
     def size(self) -> int:

@@ -4,12 +4,17 @@ The trainers score them right before they train the batch, whose version they ho
 has committed that version, as a prompt whose log-probabilities it returns. So what is compared has nothing to do with
 staleness, and there is a comparison of every version that an engine gets, however stale the answers are. It costs an
 engine the prefill of EXCERPTS · SCORED_TOKENS tokens at most, and the trainers a forward pass over them.
+
+The first comparisons of an engine are a test: of its kernels with the weights that it began with, and of its first
+update. What model.dtype does not explain is a fault, and ends the run. Later on, weights at which the two differ more
+are no fault.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,13 +23,17 @@ from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.data.trajectory import Excerpt, Trajectory
-from areal_megatron.engine.client import EngineError
+from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.models.logits import SCORED_TOKENS
 from areal_megatron.observe.status import EngineState
+from areal_megatron.run import RunError
 from areal_megatron.workflows.sampling import cache_salt
 
 log = logging.getLogger(__name__)
 EXCERPTS = 8
+EXPLAINED = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
+"""dtype → the largest mean difference of log-probabilities that it explains: several times what sound engines have,
+also where some tokens go to other experts."""
 
 
 class Probe:
@@ -33,6 +42,14 @@ class Probe:
     def __init__(self, config: Config, engines: Sequence[Engine], changed: Changed):
         """`engines` is shared with the fleet, which adds to it; `changed` is notified when an engine commits."""
         self._rollout, self._engines, self._changed = config.rollout, engines, changed
+        self._updated = config.engines_start_empty
+        """Whether engines get version 0, too, from the trainers."""
+        is_tested = config.reshard.check_logprobs and config.rollout.vllm.get("kv_cache_dtype", "auto") == "auto"
+        self._explained = EXPLAINED[config.model.dtype] if is_tested else math.inf
+        self._dtype = config.model.dtype
+        self._tested: set[tuple[EngineClient, bool]] = set()
+        """Engines, and whether an update of theirs was compared."""
+        self._fault = ""
         self._longest = min(SCORED_TOKENS, config.longest_sequence - 1)  # vLLM has to have room for another token
         self._number, self._version = 0, -1
         self._excerpts: list[Excerpt] = []
@@ -40,6 +57,8 @@ class Probe:
         self._trainers: dict[int, np.ndarray] = {}
         self._engine: dict[int, np.ndarray] = {}
         """Log-probabilities of compared tokens, by number of the batch, of which the other side has yet to tell."""
+        self._asked: EngineClient | None = None
+        """The engine that gave them."""
         self._found: dict[str, float] = {}
 
     def begin(self, version: int, trajectories: Sequence[Trajectory]) -> list[Excerpt]:
@@ -51,12 +70,15 @@ class Probe:
         return self._excerpts
 
     async def run(self) -> None:
-        """Asks engines for ever, about one batch at a time."""
+        """Asks engines for ever, about one batch at a time. Raises RunError for one that does not pass its test."""
         while True:
+            if self._fault:
+                raise RunError(self._fault)
             if self._excerpts and (engine := self._at_version()):
                 number, version, asked, self._excerpts = self._number, self._version, self._excerpts, []
+                client = engine.client
                 if (scored := await self._ask(engine, version, asked)) is not None:
-                    self._engine = {number: scored}
+                    self._engine, self._asked = {number: scored}, client
                     self._compare(number, version)
             else:
                 await self._changed.wait()
@@ -74,7 +96,8 @@ class Probe:
 
     def _at_version(self) -> Engine | None:
         able = [e for e in self._engines if e.version == self._version and e.state == EngineState.READY]
-        return min(able, key=lambda e: e.running, default=None)
+        updated = self._updated or self._version > 0
+        return min(able, key=lambda e: ((e.client, updated) in self._tested, e.running), default=None)
 
     async def _ask(self, engine: Engine, version: int, asked: Sequence[Excerpt]) -> np.ndarray | None:
         """Returns the engine's log-probabilities of the compared tokens; None if it fails, or has gone on to another
@@ -105,6 +128,20 @@ class Probe:
             "mismatch_tokens": len(differences),
             "mismatch_version": version,
         }
+        self._test(version, self._found["mismatch_mean"])
+
+    def _test(self, version: int, mean: float) -> None:
+        subject = self._asked, self._updated or version > 0
+        if subject in self._tested:
+            return
+        self._tested.add(subject)
+        if not mean <= self._explained:
+            self._fault = (
+                f"{self._asked.name} gives tokens other log-probabilities than the trainers at version {version}: they "
+                f"differ by {mean:.2g} in the mean, and {self._dtype} explains {self._explained:g}; its kernels or its "
+                "weights are wrong, see docs/metrics.md (reshard.check_logprobs=false goes on with it)"
+            )
+            self._changed.notify()
 
 
 def excerpts(trajectories: Sequence[Trajectory], longest: int) -> list[Excerpt]:

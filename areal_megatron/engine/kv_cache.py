@@ -14,11 +14,14 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.table import Dimensions
 from areal_megatron.passed_through import SPECULATIVE
 
 CPU_BLOCK_TOKENS = 32
 """Tokens in one KV block on CPU, the fewest that vLLM's attention takes there: it reads whole blocks, and only whole
 blocks of a prompt are computed once for all answers of a group. vLLM's default is 128."""
+CPU_LATENT_TOKENS = 16
+"""Likewise where keys and values come from latents: vLLM's kernel takes no other number."""
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass of an engine on a GPU with 70 GiB or more (vLLM's default; fewer on smaller GPUs)."""
 SHARE = 0.25
@@ -31,16 +34,22 @@ ELEMENT = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Returns the bytes of a token's keys and values on one rank. With tp above kv_heads the heads are replicated.
+    """Returns the bytes of a token's keys and values on one rank, or of its latent, which every rank has whole. With tp
+    above kv_heads the heads are replicated.
 
     Of kv_cache_dtype those are counted that `ELEMENT` lists; any other as model.dtype.
     """
     d, vllm = architecture(hf_config).dimensions, config.rollout.vllm
-    heads, whole = max(d.kv_heads // config.rollout.tp, 1), ITEMSIZE[config.model.dtype]
+    width, whole = _width(d, config.rollout.tp), ITEMSIZE[config.model.dtype]
     skipped = {str(layer) for layer in vllm.get("kv_cache_dtype_skip_layers") or ()}
     kept_whole = sum(str(layer) in skipped for layer in range(d.layers))
     element = ELEMENT.get(vllm.get("kv_cache_dtype", ""), whole)
-    return 2 * heads * d.head_dim * (element * (d.layers - kept_whole) + whole * kept_whole) + _draft_bytes(config)
+    return width * (element * (d.layers - kept_whole) + whole * kept_whole) + _draft_bytes(config)
+
+
+def _width(d: Dimensions, tp: int) -> int:
+    """The elements that a layer keeps of a token on one rank."""
+    return d.latent_and_rotated or 2 * max(d.kv_heads // tp, 1) * d.head_dim
 
 
 def _draft_bytes(config: Config) -> int:
@@ -49,7 +58,7 @@ def _draft_bytes(config: Config) -> int:
     if not model:
         return 0
     d = architecture(read_config(model)).dimensions
-    return 2 * d.layers * max(d.kv_heads // tp, 1) * d.head_dim * ITEMSIZE[config.model.dtype]
+    return d.layers * _width(d, tp) * ITEMSIZE[config.model.dtype]
 
 
 def draft(config: Config) -> tuple[str, int]:
@@ -60,8 +69,10 @@ def draft(config: Config) -> tuple[str, int]:
     return own or "", speculation.get("draft_tensor_parallel_size") or config.rollout.tp
 
 
-def block_tokens(config: Config, on_cuda: bool) -> int:
+def block_tokens(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
     """Returns the tokens of a KV block."""
+    if not on_cuda and architecture(hf_config).dimensions.latent:
+        return CPU_LATENT_TOKENS
     return config.rollout.vllm.get("block_size") or (16 if on_cuda else CPU_BLOCK_TOKENS)
 
 
@@ -78,7 +89,7 @@ def given_bytes(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> 
     """Returns the bytes of one rank's KV cache if rollout.vllm gives its size, else 0."""
     vllm = config.rollout.vllm
     if blocks := vllm.get("num_gpu_blocks_override"):
-        return blocks * block_tokens(config, on_cuda) * bytes_per_token(config, hf_config)
+        return blocks * block_tokens(config, hf_config, on_cuda) * bytes_per_token(config, hf_config)
     return vllm.get("kv_cache_memory_bytes") or 0
 
 
@@ -90,7 +101,7 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
     """
     if given := given_bytes(config, hf_config, on_cuda=False):
         return given
-    tokens = block_tokens(config, on_cuda=False)
+    tokens = block_tokens(config, hf_config, on_cuda=False)
     block = tokens * bytes_per_token(config, hf_config)
     answer = -(-config.longest_sequence // tokens)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)

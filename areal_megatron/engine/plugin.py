@@ -1,5 +1,5 @@
-"""vLLM's general plugin: registers the weight transfer backends "areal" and "areal-streamed" in every process of an
-engine.
+"""vLLM's general plugin: registers the weight transfer backends "areal", "areal-streamed" and "areal-changes" in every
+process of an engine.
 
 Every vLLM process of an environment with this package loads it, so it imports nothing heavy at module level.
 """
@@ -15,10 +15,12 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    WeightTransferEngineFactory.register_engine("areal", "areal_megatron.reshard.receive", "Receiver")
-    WeightTransferEngineFactory.register_engine("areal-streamed", "areal_megatron.reshard.receive", "StreamedReceiver")
+    receivers = {"areal": "Receiver", "areal-streamed": "StreamedReceiver", "areal-changes": "ChangesReceiver"}
+    for name, receiver in receivers.items():
+        WeightTransferEngineFactory.register_engine(name, "areal_megatron.reshard.receive", receiver)
     if current_platform.is_cpu():
         _keep_linear_weights()
+        _rotate_all_heads()
         _use_fused_kernels()
         _expand_settings_of_requests()
         _fork_processes()
@@ -27,15 +29,40 @@ def register() -> None:
 def _keep_linear_weights() -> None:
     """Makes CPU linear layers compute from `weight` itself.
 
-    vLLM would move it into a packed copy and leave an empty parameter, into which nothing can be received.
+    vLLM would move it into a packed copy and leave an empty parameter, into which nothing can be received. Weights that
+    are no matrices, such as those of convolutions, keep the form that their kernels ask for.
     """
     import torch
     from vllm.model_executor.layers import utils
 
+    prepare = utils.dispatch_cpu_unquantized_gemm
+
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        if layer.weight.ndim != 2:
+            prepare(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def _rotate_all_heads() -> None:
+    """Makes rotary embeddings on CPU turn all heads of queries and keys [tokens, heads, head_dim].
+
+    vLLM's kernel (0.32) turns the first head alone, without an error; it turns all of [tokens, heads × head_dim].
+    """
+    from torch import Tensor
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(
+        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        has_heads = query.dim() == 3 or (key is not None and key.dim() == 3)
+        return (self.forward_native if has_heads else rotate.__get__(self))(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 def _use_fused_kernels() -> None:

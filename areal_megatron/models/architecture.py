@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import ConfigError
 from areal_megatron.errors import printable
 from areal_megatron.json_input import parse_json
+from areal_megatron.models.deepseek import DEEPSEEK_V3
+from areal_megatron.models.glm4 import GLM4_MOE
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
-from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, SCORE, Dimensions, Family, Row
+from areal_megatron.models.table import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    SCORE,
+    SHARED_EXPERTS,
+    Dimensions,
+    Family,
+    Row,
+)
 
 FAMILIES: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
@@ -24,10 +38,14 @@ FAMILIES: dict[str, Family] = {
 }
 """The class that config.json names in `architectures` → the table."""
 
+DELTA = "delta.json"
+"""In a folder that has a model only as changes of another folder's (checkpoint/delta.py)."""
 _LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
 """How the names of the classes of language models end, and of reward models."""
 
 _CLASS_OF_MODEL_TYPE = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -37,7 +55,11 @@ _CLASS_OF_MODEL_TYPE = {
 
 _MOST_ROWS = 1 << 24
 """Most rows or columns of a tensor. Larger sizes are errors, and would use up the memory of whoever plans for them."""
-_MOST = {"num_hidden_layers": 4096, "num_experts": 65536, "num_attention_heads": 65536, "num_key_value_heads": 65536}
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names of the number of experts: of Qwen3-MoE transformers 5 writes the last, published checkpoints have the first."""
+_MOST = {"num_hidden_layers": 4096} | dict.fromkeys(
+    (*EXPERT_COUNTS, "num_attention_heads", "num_key_value_heads"), 65536
+)
 _MOST_TENSORS = 1 << 18
 """Most experts of all layers together."""
 
@@ -49,6 +71,8 @@ class Architecture:
     name: str
     family: Family
     dimensions: Dimensions
+    layer: tuple[Row, ...]
+    """The rows of the family that this model has."""
     tied: bool
     """Whether the output layer is the embedding; the checkpoint has no lm_head then."""
     is_reward_model: bool = False
@@ -62,14 +86,51 @@ class Architecture:
     @cached_property
     def canonical(self) -> dict[str, tuple[int, ...]]:
         """The canonical tensors, in the order of the model: the checkpoint's name as a pattern → shape."""
-        rows = [EMBEDDING, *(row.of_layers() for row in self.family.layer), FINAL_NORM]
-        rows += [self.output_layer] if self.output_layer else []
-        return {name: self.dimensions.shape(axes) for row in rows for name, axes in row.tensors.items()}
+        return {name: self.dimensions.shape(axes) for row in self._rows for name, axes in row.tensors.items()}
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """The canonical tensors that have one dtype whatever the model's is: the checkpoint's name as a pattern →
+        dtype."""
+        return {name: row.dtype for row in self._rows if row.dtype for name in row.tensors}
+
+    @property
+    def attention_weights(self) -> int:
+        """The weights of a layer that a token is multiplied with for its query, key and value, and for what its
+        attention gives."""
+        axes = [axes for row in self.layer if row.of_attention for axes in row.tensors.values()]
+        return sum(prod(shape) for shape in map(self.dimensions.shape, axes) if len(shape) == 2)
+
+    @property
+    def model_type(self) -> str:
+        """The name that transformers has for models of this class."""
+        name = self.name.replace(_REWARD, _LANGUAGE)
+        return next(kind for kind, own in _CLASS_OF_MODEL_TYPE.items() if own == name)
+
+    @property
+    def _rows(self) -> list[Row]:
+        inner = [row.of_layers(self.dimensions) for row in self.layer if self.dimensions.layers_with(row)]
+        return [EMBEDDING, *inner, FINAL_NORM, *([self.output_layer] if self.output_layer else [])]
+
+    def is_of_further_layer(self, tensor: str) -> bool:
+        """Returns whether a checkpoint's tensor is of a layer after the last: published models have some that predict
+        several tokens at once (MTP), which nothing here trains."""
+        number = tensor.removeprefix("model.layers.").partition(".")[0]
+        return number.isdecimal() and int(number) >= self.dimensions.layers
+
+    def has(self, row: Row) -> bool:
+        """Returns whether layers of the model have a parameter with the row's name in the checkpoint."""
+        return any(own.tensors.keys() == row.tensors.keys() for own in self.layer)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object."""
     file = Path(path) / "config.json"
+    if (Path(path) / DELTA).exists():
+        raise ConfigError(
+            f"model.path: {path} holds only what has changed since another export: `areal convert to-hf {path} "
+            "NEW_FOLDER` makes a model of it"
+        )
     try:
         config = parse_json(file.read_bytes())
     except OSError as e:
@@ -86,9 +147,7 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
 
     Raises ConfigError for a model without a table, a flag that adds unknown parameters, or a missing size.
     """
-    classes = hf_config.get("architectures")
-    named = (classes[0] if isinstance(classes, list) and classes else classes) or hf_config.get("model_type")
-    name = _CLASS_OF_MODEL_TYPE.get(named, named) if isinstance(named, str) else None
+    named, name = _named(hf_config)
     is_reward_model = name is not None and name.endswith(_REWARD)
     if is_reward_model:
         name = name.removesuffix(_REWARD) + _LANGUAGE
@@ -100,6 +159,11 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     for flag in family.refused:
         if hf_config.get(flag):
             raise ConfigError(f"model.path: config.json sets {flag}, whose parameters the table of {name} lacks")
+    for key, only in family.fixed.items():
+        if (value := hf_config.get(key, only)) != only:
+            raise ConfigError(
+                f"model.path: config.json has {key}={shown(value)}; of {name} only {key}={shown(only)} is computed"
+            )
 
     def size(key: str, default: int | None = None) -> int:
         value = hf_config.get(key)
@@ -110,23 +174,34 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             raise ConfigError(f"model.path: config.json has {key}={shown(value)}, no model has more than {most}")
         return value
 
+    def experts() -> int:
+        return size(next((key for key in EXPERT_COUNTS if hf_config.get(key) is not None), EXPERT_COUNTS[0]))
+
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     kv_heads = size("num_key_value_heads", heads)
+    latents = _latents(hf_config, size) if family.has_latents else {"head_dim": size("head_dim", hidden // heads)}
     if heads % kv_heads:
         raise ConfigError(
             f"model.path: config.json has num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}"
         )
+    if family.has_latents and kv_heads != heads:
+        raise ConfigError(
+            f"model.path: config.json has num_key_value_heads={kv_heads} and num_attention_heads={heads}; with latents "
+            "each head has a key and a value"
+        )
+    layers, shares = size("num_hidden_layers"), any(row in SHARED_EXPERTS for row in family.layer)
     dimensions = Dimensions(
-        layers=size("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=size("head_dim", hidden // heads),
-        ffn=0 if family.has_experts else size("intermediate_size"),
+        ffn=size("intermediate_size") if family.has_dense_layers else 0,
         vocabulary=size("vocab_size"),
-        # transformers 5 writes num_local_experts, the published checkpoints have num_experts
-        experts=size("num_experts", hf_config.get("num_local_experts")) if family.has_experts else 0,
+        experts=experts() if family.has_experts else 0,
         expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
+        shared_ffn=size("n_shared_experts") * size("moe_intermediate_size") if shares else 0,
+        dense_layers=_dense_layers(hf_config, family, layers),
+        **latents,
     )
     if family.has_experts and size("decoder_sparse_step", 1) != 1:
         raise ConfigError(
@@ -138,11 +213,57 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"model.path: config.json has {dimensions.layers} layers of {dimensions.experts} experts; {tensors} are "
             f"more than the {_MOST_TENSORS} that any model has"
         )
+    layer = tuple(row for row in family.layer if _has(hf_config, row))
     if is_reward_model:
         if not isinstance(labels := hf_config.get("id2label"), dict) or len(labels) != 1:
             raise ConfigError(f"model.path: config.json names {shown(named)} without one label; a reward model has one")
-        return Architecture(shown(named), family, dimensions, tied=False, is_reward_model=True)
-    return Architecture(name, family, dimensions, bool(hf_config.get("tie_word_embeddings", False)))
+        return Architecture(shown(named), family, dimensions, layer, tied=False, is_reward_model=True)
+    return Architecture(name, family, dimensions, layer, bool(hf_config.get("tie_word_embeddings", False)))
+
+
+def _named(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """What config.json calls the model, and the class that this is."""
+    classes = hf_config.get("architectures")
+    named = (classes[0] if isinstance(classes, list) and classes else classes) or hf_config.get("model_type")
+    return named, _CLASS_OF_MODEL_TYPE.get(named, named) if isinstance(named, str) else None
+
+
+def implied(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys that config.json lacks although others than transformers want to read them, with their values;
+    none of a model without a table."""
+    family = FAMILIES.get(_named(hf_config)[1] or "")
+    return {key: value for key, value in (family.fixed if family else {}).items() if key not in hf_config}
+
+
+def _has(hf_config: Mapping[str, Any], row: Row) -> bool:
+    return bool(not row.when or hf_config.get(row.when)) and not (row.unless and hf_config.get(row.unless))
+
+
+def _latents(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, int]:
+    """The sizes of heads whose keys and values come from latents."""
+    rotated = size("qk_rope_head_dim")
+    if rotated % 2:
+        raise ConfigError(f"model.path: config.json has qk_rope_head_dim={rotated}; pairs are rotated")
+    return {
+        "head_dim": size("qk_nope_head_dim") + rotated,
+        "value_dim": size("v_head_dim"),
+        "latent": size("kv_lora_rank"),
+        "query_latent": size("q_lora_rank") if hf_config.get("q_lora_rank") is not None else 0,
+        "rotated": rotated,
+    }
+
+
+def _dense_layers(hf_config: Mapping[str, Any], family: Family, layers: int) -> int:
+    """How many of the first layers have a dense MLP."""
+    if not (family.has_experts and family.has_dense_layers):
+        return 0 if family.has_experts else layers
+    value = hf_config.get("first_k_dense_replace", 0)
+    if type(value) is not int or not 0 <= value < layers:
+        raise ConfigError(
+            f"model.path: config.json has first_k_dense_replace={shown(value)}, not one of 0 to {layers - 1}: some of "
+            "the layers have experts"
+        )
+    return value
 
 
 def as_reward_model(hf_config: Mapping[str, Any], pad_token: int | None = None) -> dict[str, Any]:
@@ -156,6 +277,10 @@ def as_reward_model(hf_config: Mapping[str, Any], pad_token: int | None = None) 
     model = architecture(hf_config)
     if model.is_reward_model:
         return dict(hf_config)
+    if not model.family.reward_models:
+        raise ConfigError(
+            f"model.path: transformers has no reward models of the class {model.name}; take another model"
+        )
     added = {
         "architectures": [model.name.removesuffix(_LANGUAGE) + _REWARD],
         "id2label": {"0": "LABEL_0"},

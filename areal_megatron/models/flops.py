@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_megatron.models.architecture import architecture
+from areal_megatron.models.architecture import Dimensions, architecture
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,13 @@ class SequenceFlops:
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> SequenceFlops:
         """Returns the costs of the model. Raises ConfigError if it has no table, as `architecture` does."""
-        sizes = architecture(hf_config).dimensions
-        attention = 2 * sizes.hidden * (sizes.query + sizes.key_value)  # q and output, k and v
-        chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
-        feed_forward = 3 * sizes.hidden * (sizes.ffn + chosen * sizes.expert_ffn) + sizes.hidden * sizes.experts
+        model = architecture(hf_config)
+        sizes, attention = model.dimensions, model.attention_weights
+        routers = sizes.sparse_layers * sizes.hidden * sizes.experts
         return cls(
-            token=2.0 * sizes.layers * (attention + feed_forward),
+            token=2.0 * (sizes.layers * attention + 3 * sizes.hidden * _inner(hf_config, sizes) + routers),
             trained=2.0 * sizes.vocabulary * sizes.hidden,
-            pair=2.0 * sizes.layers * 2 * sizes.query,  # q·k, and its weight times v, of every query head
+            pair=2.0 * sizes.layers * (sizes.query + sizes.attended),  # q·k, and its weight times v, of every head
         )
 
     def __call__(self, tokens: np.ndarray, trained: np.ndarray, before: np.ndarray | int = 0) -> np.ndarray:
@@ -52,13 +51,18 @@ class SequenceFlops:
         return self.token * tokens + self.trained * np.asarray(trained) + self.pair * pairs
 
 
+def _inner(hf_config: Mapping[str, Any], sizes: Dimensions) -> int:
+    """The inner activations of a token in the MLPs of all layers: dense, shared, and of the experts chosen for it."""
+    chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
+    return sizes.dense_layers * sizes.ffn + sizes.sparse_layers * (sizes.shared_ffn + chosen * sizes.expert_ffn)
+
+
 def recomputed_flops(hf_config: Mapping[str, Any], tokens: int) -> dict[str, float]:
     """Returns the FLOPs that recomputing a layer adds for a sequence of that length, by what is recomputed
-    (trainer.recompute, or a module that megatron-core recomputes). Raises ConfigError if the model has no table, as
-    `architecture` does."""
+    (trainer.recompute, or a module that megatron-core recomputes); where layers differ, the mean. Raises ConfigError if
+    the model has no table, as `architecture` does."""
     sizes, whole = architecture(hf_config).dimensions, SequenceFlops.of(hf_config)
-    chosen = hf_config["num_experts_per_tok"] if sizes.experts else 0
-    gate_and_up = 2 * sizes.hidden * (sizes.ffn + chosen * sizes.expert_ffn)
+    gate_and_up = 2 * sizes.hidden * _inner(hf_config, sizes) / sizes.layers
     feed_forward = 1.5 * gate_and_up + sizes.hidden * sizes.experts
     return {
         "none": 0.0,

@@ -1,6 +1,6 @@
 """Qwen3: RMSNorm on the query and key heads; dense (0.6B – 32B) and with experts (30B-A3B, 235B-A22B)."""
 
-from areal_megatron.models.table import ATTENTION, EXPERTS, MLP, Cut, Family, Row
+from areal_megatron.models.table import ATTENTION, EXPERTS, MLP, ROUTER, Cut, Family, Row
 
 HEAD_NORMS = tuple(
     Row(
@@ -13,4 +13,4 @@ HEAD_NORMS = tuple(
 )
 
 QWEN3 = Family((*ATTENTION, *HEAD_NORMS, *MLP), refused=("attention_bias",))
-QWEN3_MOE = Family((*ATTENTION, *HEAD_NORMS, *EXPERTS), refused=("attention_bias", "mlp_only_layers"))
+QWEN3_MOE = Family((*ATTENTION, *HEAD_NORMS, ROUTER, *EXPERTS), refused=("attention_bias", "mlp_only_layers"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from areal_megatron.models.pattern import counted_from
 
 
 class Cut(enum.Enum):
@@ -16,12 +19,22 @@ class Cut(enum.Enum):
     COLUMNS = "columns"
 
 
+class Layers(enum.Enum):
+    """Which decoder layers have a parameter."""
+
+    ALL = "layers"
+    DENSE = "dense_layers"
+    """Those with a dense MLP: in a model with experts the first ones, if any."""
+    SPARSE = "sparse_layers"
+    """Those with experts."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One parameter. `tensors` is checkpoint name → names of its axes (attributes of Dimensions).
 
     Names are relative to the layer; a `{}` in them is the number of an expert, and the row has its tensors for every
-    expert.
+    expert. Rows that give the same name in vLLM are one parameter there, which stacks them in their order.
     """
 
     cut: Cut
@@ -30,14 +43,30 @@ class Row:
     tensors: dict[str, str]
     grouped: str = ""
     """Megatron's name if TransformerEngine computes all experts of a rank at once."""
+    fused: str = ""
+    """Megatron's name if TransformerEngine's linear layer holds it."""
+    layers: Layers = Layers.ALL
+    when: str = ""
+    """The flag of config.json without which a model lacks the parameter."""
+    unless: str = ""
+    """The flag of config.json with which a model lacks the parameter."""
+    dtype: str = ""
+    """The dtype in which trainers, checkpoints and engines hold it, whatever the model's is; "" for the model's."""
+    engine_dtype: str = ""
+    """The dtype in which engines alone hold it."""
 
     @property
     def of_experts(self) -> bool:
         return any("experts.{}." in name for name in self.tensors)
 
-    def of_layers(self) -> Row:
+    @property
+    def of_attention(self) -> bool:
+        return self.vllm.startswith("self_attn.")
+
+    def of_layers(self, dimensions: Dimensions) -> Row:
         """Returns the row with the checkpoint's full names, which begin with the layer's number."""
-        tensors = {LAYER_PREFIX + name: f"layers {axes}" for name, axes in self.tensors.items()}
+        prefix = counted_from(LAYER_PREFIX, dimensions.layers_with(self).start)
+        tensors = {prefix + name: f"{self.layers.value} {axes}" for name, axes in self.tensors.items()}
         return replace(self, tensors=tensors)
 
 
@@ -54,11 +83,38 @@ class Dimensions:
     heads: int
     kv_heads: int
     head_dim: int
+    """The width of a head's query and key."""
     ffn: int
-    """The width of a dense MLP; 0 in a model with experts."""
+    """The width of a dense MLP; 0 if no layer has one."""
     vocabulary: int
     experts: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
+    """The width of the MLP beside the experts that every token goes through; 0 if there is none."""
+    dense_layers: int = 0
+    """How many of the first layers have a dense MLP: all of them in a model without experts."""
+    value_dim: int = 0
+    """The width of a head's value if it is not that of its key."""
+    latent: int = 0
+    """The width of the latent from which keys and values of all heads are projected; 0: from the hidden states."""
+    query_latent: int = 0
+    """Likewise of queries."""
+    rotated: int = 0
+    """The part of head_dim, of a model with latents, that is rotated, and of keys the same for all heads."""
+
+    @property
+    def sparse_layers(self) -> int:
+        return self.layers - self.dense_layers
+
+    def layers_with(self, row: Row) -> range:
+        """Returns the decoder layers that have a parameter."""
+        match row.layers:
+            case Layers.ALL:
+                return range(self.layers)
+            case Layers.DENSE:
+                return range(self.dense_layers)
+            case Layers.SPARSE:
+                return range(self.dense_layers, self.layers)
 
     @property
     def scores(self) -> int:
@@ -73,6 +129,19 @@ class Dimensions:
     def key_value(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def attended(self) -> int:
+        """The width of what all heads give: their sums of values."""
+        return self.heads * (self.value_dim or self.head_dim)
+
+    @property
+    def latent_and_rotated(self) -> int:
+        return self.latent + self.rotated
+
+    @property
+    def key_and_value_of_latent(self) -> int:
+        return self.heads * (self.head_dim - self.rotated) + self.attended
+
     def shape(self, axes: str) -> tuple[int, ...]:
         """Returns the sizes of axes named as in Row.tensors, e.g. "ffn hidden"."""
         return tuple(getattr(self, axis) for axis in axes.split())
@@ -85,10 +154,24 @@ class Family:
     layer: tuple[Row, ...]
     refused: tuple[str, ...] = ()
     """Flags of config.json that add parameters this table does not have."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json that choose between computations → the one value that is computed, which is also what a
+    config.json without the key means."""
+    reward_models: bool = True
+    """Whether transformers has a class of reward models with these layers."""
 
     @property
     def has_experts(self) -> bool:
         return any(row.of_experts for row in self.layer)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether keys and values come from latents."""
+        return any("latent" in axes for row in self.layer for axes in row.tensors.values())
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return any(row.layers is Layers.DENSE for row in self.layer)
 
 
 EMBEDDING = Row(
@@ -103,8 +186,20 @@ SCORE = Row(Cut.WHOLE, HEAD.megatron, "score.weight", {"score.weight": "scores h
 """The output layer of a reward model."""
 TIED_HEAD = Row(Cut.VOCABULARY, HEAD.megatron, EMBEDDING.vllm, EMBEDDING.tensors)
 
+INPUT_NORM = Row(
+    Cut.WHOLE,
+    "input_layernorm.weight",
+    "input_layernorm.weight",
+    {"input_layernorm.weight": "hidden"},
+)
+ATTENTION_OUTPUT = Row(
+    Cut.COLUMNS,
+    "self_attention.linear_proj.weight",
+    "self_attn.o_proj.weight",
+    {"self_attn.o_proj.weight": "hidden attended"},
+)
 ATTENTION = (
-    Row(Cut.WHOLE, "input_layernorm.weight", "input_layernorm.weight", {"input_layernorm.weight": "hidden"}),
+    replace(INPUT_NORM, fused="self_attention.linear_qkv.layer_norm_weight"),
     Row(
         Cut.HEADS,
         "self_attention.linear_qkv.weight",
@@ -115,22 +210,18 @@ ATTENTION = (
             "self_attn.v_proj.weight": "key_value hidden",
         },
     ),
-    Row(
-        Cut.COLUMNS,
-        "self_attention.linear_proj.weight",
-        "self_attn.o_proj.weight",
-        {"self_attn.o_proj.weight": "hidden query"},
-    ),
-    Row(
-        Cut.WHOLE,
-        "pre_mlp_layernorm.weight",
-        "post_attention_layernorm.weight",
-        {"post_attention_layernorm.weight": "hidden"},
-    ),
+    ATTENTION_OUTPUT,
 )
-"""The attention of a Llama-style decoder layer, with both layer norms; families add rows to it."""
+"""The attention of a Llama-style decoder layer, with the norm before it; families add rows to it."""
 
-MLP = (
+_MLP_NORM = Row(
+    Cut.WHOLE,
+    "pre_mlp_layernorm.weight",
+    "post_attention_layernorm.weight",
+    {"post_attention_layernorm.weight": "hidden"},
+)
+_DENSE = (
+    replace(_MLP_NORM, fused="mlp.linear_fc1.layer_norm_weight"),
     Row(
         Cut.ROWS,
         "mlp.linear_fc1.weight",
@@ -139,9 +230,28 @@ MLP = (
     ),
     Row(Cut.COLUMNS, "mlp.linear_fc2.weight", "mlp.down_proj.weight", {"mlp.down_proj.weight": "hidden ffn"}),
 )
+MLP = tuple(replace(row, layers=Layers.DENSE) for row in _DENSE)
+"""A dense MLP, with the norm before it."""
 
-EXPERTS = (
-    Row(Cut.WHOLE, "mlp.router.weight", "mlp.gate.weight", {"mlp.gate.weight": "experts hidden"}),
+ROUTER = Row(
+    Cut.WHOLE,
+    "mlp.router.weight",
+    "mlp.gate.weight",
+    {"mlp.gate.weight": "experts hidden"},
+    layers=Layers.SPARSE,
+)
+ROUTER_BIAS = Row(
+    Cut.WHOLE,
+    "mlp.router.expert_bias",
+    "mlp.gate.e_score_correction_bias",
+    {"mlp.gate.e_score_correction_bias": "experts"},
+    layers=Layers.SPARSE,
+    dtype="float32",
+)
+"""What a router adds to the scores by which it chooses experts, not to their weights. It has no gradient."""
+
+_SPARSE = (
+    _MLP_NORM,
     Row(
         Cut.ROWS,
         "mlp.experts.local_experts.{}.linear_fc1.weight",
@@ -160,4 +270,26 @@ EXPERTS = (
         grouped="mlp.experts.linear_fc2.weight{}",
     ),
 )
-"""A router and its experts, which take the place of MLP."""
+EXPERTS = tuple(replace(row, layers=Layers.SPARSE) for row in _SPARSE)
+"""Experts, with the norm before them, which take the place of MLP; a family adds their router."""
+
+SHARED_EXPERTS = (
+    Row(
+        Cut.ROWS,
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.gate_up_proj.weight",
+        {
+            "mlp.shared_experts.gate_proj.weight": "shared_ffn hidden",
+            "mlp.shared_experts.up_proj.weight": "shared_ffn hidden",
+        },
+        layers=Layers.SPARSE,
+    ),
+    Row(
+        Cut.COLUMNS,
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+        {"mlp.shared_experts.down_proj.weight": "hidden shared_ffn"},
+        layers=Layers.SPARSE,
+    ),
+)
+"""The experts that every token goes through, as one MLP."""

@@ -1,20 +1,22 @@
 """Boxes and layouts: which part of the model each rank of a pool holds, and where.
 
-Canonical tensors are those of the Hugging Face checkpoint, by name and shape. Names are patterns: a `{}` is the number
-of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for each `{}`, so that
-layers and experts are cut, intersected and counted like rows and columns. A layout lists one rank's local parameters
-(patterns too) and the pieces of canonical tensors that they hold; what no piece covers is padding. Pure Python: no
-torch, no process group.
+Canonical tensors are those of the Hugging Face checkpoint, by name and shape. Names are patterns (models/pattern.py): a
+`{}` is the number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for
+each `{}`, so that layers and experts are cut, intersected and counted like rows and columns. A layout lists one rank's
+local parameters (patterns too) and the pieces of canonical tensors that they hold; what no piece covers is padding.
+Pure Python: no torch, no process group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
+
+from areal_megatron.models.pattern import name_at, numbers
 
 Shape = tuple[int, ...]
 
@@ -117,15 +119,10 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
         yield Box((row, *box.start), (row + 1, *box.stop))
 
 
-def numbers(pattern: str) -> int:
-    """Returns how many leading axes a pattern has for the numbers in its names."""
-    return pattern.count("{}")
-
-
 def expand(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Turns pattern → shape with the axes of its numbers into name → shape of one tensor."""
     return {
-        pattern.format(*single.start[: numbers(pattern)]): shape[numbers(pattern) :]
+        name_at(pattern, single.start[: numbers(pattern)]): shape[numbers(pattern) :]
         for pattern, shape in shapes.items()
         for single in whole(shape).singles(numbers(pattern))
     }
@@ -161,7 +158,7 @@ class Piece:
         inner, region = self.axes[named:], self.local.slices[named:]
         order = [inner.index(axis) for axis in sorted(inner)]
         for number in product(*map(range, self.local.start[:named], self.local.stop[:named])):
-            yield parameters[self.parameter.format(*number)][region].permute(order)
+            yield parameters[name_at(self.parameter, number)][region].permute(order)
 
     def tensors(self, parameters: Mapping[str, Any]) -> Iterator[tuple[str, tuple[slice, ...], Any]]:
         """Yields (canonical name, region of that tensor, view of it in the local parameters) for each tensor."""
@@ -169,7 +166,7 @@ class Piece:
         region = self.box.slices[named:]
         for single in self.box.singles(named):
             (view,) = self.narrow(single).views(parameters)
-            yield self.tensor.format(*single.start[:named]), region, view[(0,) * (view.dim() - len(region))]
+            yield name_at(self.tensor, single.start[:named]), region, view[(0,) * (view.dim() - len(region))]
 
 
 @dataclass(frozen=True)
@@ -184,16 +181,23 @@ class Layout:
     """
 
     held: dict[str, Shape]
-    """Local parameter → its shape; the numbers in its names count from 0."""
+    """Local parameter → its shape."""
     canonical: dict[str, Shape]
     """Canonical tensor of which this rank holds a part → its whole shape."""
     pieces: tuple[Piece, ...]
     """The pieces in the order of the model."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Local parameter → its dtype, of those that have another than the model."""
 
     @cached_property
     def parameters(self) -> dict[str, Shape]:
         """The name of each local parameter → its shape."""
         return expand(self.held)
+
+    @cached_property
+    def parameter_dtypes(self) -> dict[str, str]:
+        """The name of each local parameter that has another dtype than the model → its dtype."""
+        return {name: dtype for pattern, dtype in self.dtypes.items() for name in expand({pattern: self.held[pattern]})}
 
     @cached_property
     def size(self) -> int:

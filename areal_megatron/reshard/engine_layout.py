@@ -53,8 +53,8 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
         fuse_heads=_stacked_heads,
     )
     shard.add(EMBEDDING, EMBEDDING.vllm)
-    for row in model.family.layer:
-        shard.add(row, LAYER_PREFIX + row.vllm, range(dimensions.layers))
+    for row in model.layer:
+        shard.add_layers(row, LAYER_PREFIX + row.vllm, range(dimensions.layers), row.engine_dtype or row.dtype)
     shard.add(FINAL_NORM, FINAL_NORM.vllm)
     if not model.tied:
         shard.add(HEAD, HEAD.vllm)

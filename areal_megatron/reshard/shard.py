@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from areal_megatron.config import ConfigError
+from areal_megatron.models.pattern import counted_from
 from areal_megatron.models.table import Cut, Dimensions, Row
 from areal_megatron.reshard.boxes import Box, Layout, Piece, Rows, Shape
 
@@ -58,23 +59,36 @@ class ShardBuilder:
         self._held: dict[str, Shape] = {}
         self._canonical: dict[str, Shape] = {}
         self._pieces: list[Piece] = []
+        self._dtypes: dict[str, str] = {}
         tensor.check("num_attention_heads", dimensions.heads)
         tensor.check("the padded vocabulary", vocabulary)
-        if dimensions.experts:
-            expert_tensor.check("moe_intermediate_size", dimensions.expert_ffn)
-        else:
-            tensor.check("intermediate_size", dimensions.ffn)
+        expert_tensor.check("moe_intermediate_size", dimensions.expert_ffn)
+        tensor.check("intermediate_size", dimensions.ffn)
+        tensor.check("the width of the shared experts", dimensions.shared_ffn)
         if dimensions.kv_heads % tensor.count and tensor.count % dimensions.kv_heads:
             raise ConfigError(
                 f"{tensor.key}: {tensor.count} is neither a divisor nor a multiple of "
                 f"num_key_value_heads={dimensions.kv_heads} of the model"
             )
 
-    def add(self, row: Row, parameter: str, layers: range | None = None) -> None:
-        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors in `layers`."""
-        row = row if layers is None else row.of_layers()
+    def add_layers(self, row: Row, parameter: str, layers: range, dtype: str = "") -> None:
+        """Adds the pattern `parameter`, whose first number counts from 0 over the decoder layers `layers`, for those of
+        them that have the row."""
+        all_with = self.dimensions.layers_with(row)
+        own = range(max(layers.start, all_with.start), min(layers.stop, all_with.stop))
+        if own:
+            parameter = counted_from(parameter, own.start - layers.start)
+            at = range(own.start - all_with.start, own.stop - all_with.start)
+            self.add(row.of_layers(self.dimensions), parameter, at, dtype)
+
+    def add(self, row: Row, parameter: str, layers: range | None = None, dtype: str = "") -> None:
+        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors: of those along their first
+        axis that are in `layers`, if that is an axis of layers. `dtype`: the parameter's, "" for the model's. What is
+        added to a parameter twice is stacked."""
         shapes = {name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
         leading = [layers] * (layers is not None) + [self.experts] * row.of_experts
+        if dtype:
+            self._dtypes[parameter] = dtype
         rows, *trailing = next(iter(shapes.values()))[len(leading) :]
         columns, height = whole_axes(trailing), None
         share = self.expert_tensor if row.of_experts else self.tensor
@@ -96,11 +110,11 @@ class ShardBuilder:
         self._add(parameter, [(axis.start, axis.stop) for axis in leading], stack, columns, height)
 
     def build(self) -> Layout:
-        return Layout(self._held, self._canonical, tuple(self._pieces))
+        return Layout(self._held, self._canonical, tuple(self._pieces), self._dtypes)
 
     def _add(self, parameter: str, leading: list, stack: list[Rows], columns: list, height: int | None) -> None:
-        top = 0
         counts, widths = ([stop - start for start, stop in axes] for axes in (leading, columns))
+        top = self._held[parameter][len(counts)] if parameter in self._held else 0
         for rows in stack:
             bottom = top + rows.stop - rows.start
             region = [*leading, (rows.start, rows.stop), *columns]

@@ -1,13 +1,14 @@
 """The trainer's layout: which part of a model each rank of megatron-core's GPTModel holds.
 
-Names are those of GPTModel.named_parameters(), with decoder layers counted from 0 on each pipeline stage. With virtual
-stages a rank holds several models; the names of the k-th begin with `model<k>.`, as in Megatron's own checkpoints.
+Names are those of GPTModel.named_parameters(), and of the routers' biases among its buffers, with decoder layers
+counted from 0 on each pipeline stage. With virtual stages a rank holds several models; the names of the k-th begin with
+`model<k>.`, as in Megatron's own checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -145,7 +146,8 @@ def without_head(layout: Layout) -> Layout:
     """Returns the layout without the output layer, for models whose output layer is in no Hugging Face folder."""
     pieces = tuple(piece for piece in layout.pieces if not is_head(piece.parameter))
     held = {name: shape for name, shape in layout.held.items() if not is_head(name)}
-    return Layout(held, {piece.tensor: layout.canonical[piece.tensor] for piece in pieces}, pieces)
+    canonical = {piece.tensor: layout.canonical[piece.tensor] for piece in pieces}
+    return replace(layout, held=held, canonical=canonical, pieces=pieces)
 
 
 def is_head(parameter: str) -> bool:
@@ -178,8 +180,8 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
         first, last = at.pp == 0 and number == 0, at.pp == sizes.pp - 1 and number == sizes.vpp - 1
         if first:
             shard.add(EMBEDDING, prefix + EMBEDDING.megatron)
-        for row in model.family.layer:
-            shard.add(row, prefix + "decoder.layers.{}." + _name(row, model, sizes), layers)
+        for row in model.layer:
+            shard.add_layers(row, prefix + "decoder.layers.{}." + _name(row, sizes), layers, row.dtype)
         if last:
             shard.add(FINAL_NORM, prefix + FINAL_NORM.megatron)
             if model.output_layer:
@@ -189,14 +191,12 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
     return shard.build()
 
 
-def _name(row: Row, model: Architecture, sizes: MegatronSizes) -> str:
+def _name(row: Row, sizes: MegatronSizes) -> str:
     """Returns Megatron's name of a layer's parameter, which depends on what is fused."""
     if sizes.grouped_experts and row.grouped:
         return row.grouped
-    if sizes.fused_layernorm and row.megatron == "input_layernorm.weight":
-        return "self_attention.linear_qkv.layer_norm_weight"
-    if sizes.fused_layernorm and row.megatron == "pre_mlp_layernorm.weight" and not model.family.has_experts:
-        return "mlp.linear_fc1.layer_norm_weight"
+    if sizes.fused_layernorm and row.fused:
+        return row.fused
     return row.megatron
 
 

@@ -95,12 +95,18 @@ class CoreAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """[s, b, heads, d], [s, b, groups, d] twice → [s, b, heads × d]."""
+        """[s, b, heads, d], [s, b, groups, d], [s, b, groups, v] → [s, b, heads × v], v being no more than d.
+
+        With `Packed`, b is 1, and Megatron's latent attention leaves that axis out.
+        """
+        width = value.size(-1)
+        if width < query.size(-1):  # kernels take values as wide as keys
+            value = F.pad(value, (0, query.size(-1) - width))
         if packed_seq_params is None:
             out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
-            return out.permute(2, 0, 1, 3).flatten(2)
-        out = attend(*(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.scale)
-        return out.flatten(1).unsqueeze(1)
+            return out.permute(2, 0, 1, 3)[..., :width].flatten(2)
+        out = attend(*(x.flatten(0, -3) for x in (query, key, value)), packed_seq_params, self.scale)
+        return out[..., :width].flatten(1).unsqueeze(1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None) -> Tensor:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import AutoConfig
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.models.architecture import architecture, read_config
-from areal_megatron.trainer.model import parallel_sizes, transformer_config
+from areal_megatron.trainer.model import described, parallel_sizes, transformer_config
 
 
 def check(config: Config) -> None:
     """Raises ConfigError if megatron-core refuses a field of the config, or all of them together, for its model."""
     on_cuda = not config.machine.is_cpu and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
-    hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
-    held = architecture(read_config(config.model.path))
+    hf, held = described(config.model.path)
     transformer_config(config, parallel_sizes(config, device), hf, held, device)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from areal_megatron.checkpoint import torch_dist_file
 from areal_megatron.checkpoint.folder import Written
-from areal_megatron.checkpoint.torch_dist import ALIASES
+from areal_megatron.checkpoint.torch_dist import ALIASES, MODEL_PREFIXES
 from areal_megatron.checkpoint.torch_dist_file import Image, file_name
 from areal_megatron.errors import first_line
 from areal_megatron.run import RunError
@@ -54,6 +54,8 @@ class _Part(NamedTuple):
 class Saver:
     """Saves the trainer pool's state beside training, one checkpoint at a time; every rank has one and calls it alike.
 
+    With weights_only it saves the policy's weights alone, for an export: nothing can be resumed from that.
+
     Example:
         saver = Saver(trainer)
         saver.begin(folder / "trainer", seal)
@@ -62,8 +64,9 @@ class Saver:
         saver.wait()  # before the process ends
     """
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Trainer, weights_only: bool = False):
         self._trainer, self._parallel, self._timeout_s = trainer, trainer.parallel, trainer.config.checkpoint.timeout_s
+        self._weights_only = weights_only
         self._generators: dict[str, torch.Tensor] = {}
         self._image: Image | None = None
         self._metadata = b""
@@ -87,9 +90,9 @@ class Saver:
         self.wait()
         if self._image is None:
             self._lay_out()
-        for name, state in checkpoint_tensors.generators().items():
+        for name, state in checkpoint_tensors.generators().items() if self._generators else ():
             self._generators[name].copy_(state)
-        common = self._common() if self._parallel.is_first else b""
+        common = self._common() if self._parallel.is_first and not self._weights_only else b""
         self._number += 1
         self._read.clear()
         settled = self._stream and torch.get_device_module(self._trainer.device).current_stream().record_event()
@@ -128,13 +131,18 @@ class Saver:
                 )
 
     def _lay_out(self) -> None:
-        trainer = self._trainer
-        self._generators = checkpoint_tensors.generators()
-        tensors, objects = [*checkpoint_tensors.stored_generators(trainer, self._generators)], {}
-        for name, learner in trainer.learners.items():
-            model = checkpoint_tensors.model_state(name, learner)
-            tensors += checkpoint_tensors.stored_tensors(model, learner.optimizer)
-            objects |= checkpoint_tensors.stored_objects(model)
+        trainer, tensors, objects = self._trainer, [], {}
+        if self._weights_only:
+            model = checkpoint_tensors.model_state("policy", trainer.learners["policy"])
+            stored = checkpoint_tensors.stored_tensors(model, trainer.learners["policy"].optimizer)
+            tensors += (tensor for tensor in stored if tensor.name.startswith(MODEL_PREFIXES))
+        else:
+            self._generators = checkpoint_tensors.generators()
+            tensors += checkpoint_tensors.stored_generators(trainer, self._generators)
+            for name, learner in trainer.learners.items():
+                model = checkpoint_tensors.model_state(name, learner)
+                tensors += checkpoint_tensors.stored_tensors(model, learner.optimizer)
+                objects |= checkpoint_tensors.stored_objects(model)
         self._image = Image(tensors, objects)
         gathered = trainer.parallel.gather(torch_dist_file.encode(self._image.entries))
         if trainer.parallel.is_first:
@@ -162,7 +170,8 @@ class Saver:
             self._copy(settled)
             path.mkdir(parents=True, exist_ok=True)
             crc = self._image.write(path / file_name(self._parallel.rank))
-            self._trainer.settle_ledger()
+            if not self._weights_only:
+                self._trainer.settle_ledger()
             part = _Part(Written(self._image.size, crc))
         except Exception as e:  # a thread's traceback would be lost
             error = f"the checkpoint in {path} could not be written by trainer-{self._parallel.rank}: {_said(e)}"
@@ -193,7 +202,8 @@ class Saver:
 
         Raises RunError, and on rank 0 OSError if nothing worse was the matter with any rank.
         """
-        store, key = self._parallel.store, f"checkpoint/{self._number}/"
+        kind = "weights" if self._weights_only else "checkpoint"
+        store, key = self._parallel.store, f"{kind}/{self._number}/"
         if not self._parallel.is_first:
             store.set(f"{key}{self._parallel.rank}", json.dumps(part))
             if part.error and not part.is_of_file_system:

@@ -3,7 +3,7 @@
 megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the name `torch`
 inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in that forwards everything to
 torch except the few calls below, and trainer/elementwise.py computes parts of its layers. With a CUDA device the only
-changes are two calls that megatron-core fails to make without TransformerEngine.
+changes are three calls that megatron-core fails to make without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ MODULES = (
     "megatron.core.pipeline_parallel",
     "megatron.core.tensor_parallel",
     "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.multi_latent_attention",
 )
 """The modules that the trainer imports. The modules that these import are adapted too."""
 
@@ -53,6 +54,9 @@ def adapt_megatron() -> None:
     routing = sys.modules["megatron.core.transformer.moe.moe_utils"]
     if not hasattr(routing, "te_general_gemm"):
         routing.te_general_gemm = None  # its callers check for None where there is no TransformerEngine
+    # Latent attention believes that TransformerEngine is there, and looks for its classes.
+    engine = sys.modules["megatron.core.extensions.transformer_engine"]
+    sys.modules["megatron.core.transformer.multi_latent_attention"].HAVE_TE = engine.HAVE_TE
     # Recomputation takes its default, fp8=False, for a wish for FP8 (it is not None), which needs TransformerEngine.
     sys.modules["megatron.core.tensor_parallel.random"].CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if on_cpu:
@@ -141,7 +145,7 @@ class _Stream:
 
 
 class _Torch(_StandIn):
-    """torch, with factories that make CPU tensors when asked for CUDA ones."""
+    """torch, with factories that make CPU tensors when asked for CUDA ones, or for pinned ones."""
 
     def __init__(self):
         super().__init__(torch)
@@ -154,6 +158,7 @@ def _on_cpu(factory):
     def make(*args, **options):
         if options.get("device") == "cuda":
             options["device"] = torch.device("cpu")
+        options.pop("pin_memory", None)  # there is nobody to copy it
         return factory(*args, **options)
 
     return make

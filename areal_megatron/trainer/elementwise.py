@@ -92,8 +92,9 @@ def bind() -> None:
     original = attention.apply_rotary_pos_emb
 
     def rotate(x: Tensor, angles: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **others):
-        if cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved and angles.size(-1) == x.size(-1):
-            return rotated(x, angles)
+        if cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
+            turned = rotated(x[..., : angles.size(-1)], angles)
+            return turned if angles.size(-1) == x.size(-1) else torch.cat((turned, x[..., angles.size(-1) :]), -1)
         return original(x, angles, config, cu_seqlens=cu_seqlens, mscale=mscale, **others)
 
     attention.apply_rotary_pos_emb, mlp.bias_swiglu_impl = rotate, swiglu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,10 +22,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -80,24 +88,58 @@ def block_spec(
 
     `stage` is 0 without virtual stages; `grouped` says whether local experts are multiplied together.
     """
-    layer, norm = (_engine_layer(config), TENorm) if sizes.fused_layernorm else (_local_layer(config, grouped), RMSNorm)
-    count = get_num_layers_to_build(config, vp_stage=stage if sizes.vpp > 1 else None)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    virtual = stage if sizes.vpp > 1 else None
+    first, count = get_transformer_layer_offset(config, virtual), get_num_layers_to_build(config, vp_stage=virtual)
+
+    @cache
+    def layer(experts: bool) -> ModuleSpec:
+        return _engine_layer(config, experts) if sizes.fused_layernorm else _local_layer(config, experts, grouped)
+
+    frequency = config.moe_layer_freq
+    experts = frequency if isinstance(frequency, list) else [config.num_moe_experts is not None] * config.num_layers
+    layers = [layer(bool(each)) for each in experts[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if sizes.fused_layernorm else RMSNorm)
 
 
-def _engine_layer(config: TransformerConfig) -> ModuleSpec:
+def _engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts if experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     layer.submodules.self_attention.submodules.core_attention = CoreAttention
-    if config.num_moe_experts:
+    if experts:
         layer.submodules.mlp.submodules.router = Router
     return layer
 
 
-def _local_layer(config: TransformerConfig, grouped: bool) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, has_experts: bool, grouped: bool) -> ModuleSpec:
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if has_experts:
+        experts = ModuleSpec(module=Experts, submodules=linear, params={"grouped": grouped})
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linear)
+        submodules = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
+        mlp = ModuleSpec(module=MoELayer, submodules=submodules)
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linear)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=checkpoint_names(has_experts, config.multi_latent_attention),
+        ),
+    )
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -108,31 +150,36 @@ def _local_layer(config: TransformerConfig, grouped: bool) -> ModuleSpec:
             k_layernorm=head_norm,
         ),
     )
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    if config.num_moe_experts:
-        experts = ModuleSpec(module=Experts, submodules=linear, params={"grouped": grouped})
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
-    else:
-        mlp = ModuleSpec(module=MLP, submodules=linear)
+
+
+def _latent_attention(_: TransformerConfig) -> ModuleSpec:
+    """Each rank projects its own tokens to latents with the whole weight, as TransformerEngine's layers do: with a
+    part of its rows, as in Megatron's own local layers, the gradient of the rotated keys lacks that of other ranks."""
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=checkpoint_names(config),
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=Linear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=Linear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
         ),
     )
 
 
-def checkpoint_names(config: TransformerConfig) -> dict[str, str]:
+def checkpoint_names(has_experts: bool, has_latents: bool = False) -> dict[str, str]:
     """Returns prefix of a local layer's parameters → that of TransformerEngine's, under which checkpoints hold both.
 
     Megatron's own local layers call the norm before experts that of a linear layer, too, which TransformerEngine's do
     not.
     """
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return names if config.num_moe_experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if has_latents:
+        up = {each: f"self_attention.linear_{each}_up_proj.layer_norm_" for each in ("q", "kv")}
+        names = {f"self_attention.{each}_layernorm.": name for each, name in up.items()}
+    return names if has_experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

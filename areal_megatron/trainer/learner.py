@@ -12,6 +12,7 @@ from torch import Tensor
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.model import tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
+from areal_megatron.trainer.routing import forget_load, move_biases
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Learner:
     def gradient(self, work: Sequence[pipeline.Work]) -> float:
         """Computes the gradient of a mini-batch and returns its norm, the same on all ranks."""
         self.optimizer.zero_grad()
+        forget_load(self.chunks)
         pipeline.forward_backward(self.chunks, work)
         return self.optimizer.gradient_norm()
 
@@ -64,6 +66,7 @@ class Learner:
         if math.isfinite(norm):
             steps.before_first()
             self.optimizer.step(norm)
+            move_biases(self.chunks)
             steps.norms.append(norm)
         else:
             steps.skipped += 1

@@ -14,17 +14,20 @@ from areal_megatron.errors import printable
 from areal_megatron.passed_through import MEGATRON
 
 
-def with_fields(own: Mapping[str, Any], given: Mapping[str, Any]) -> TransformerConfig:
-    """Returns the TransformerConfig of the trainer's own fields and of those that a config passes through.
+def with_fields(
+    own: Mapping[str, Any], given: Mapping[str, Any], kind: type[TransformerConfig] = TransformerConfig
+) -> TransformerConfig:
+    """Returns the TransformerConfig, of the class `kind`, with the trainer's own fields and those that a config passes
+    through.
 
     Raises ConfigError, which names the key, for an unknown field, a value of another type, and what megatron-core
     refuses.
     """
     passed = {name: _checked(name, value) for name, value in given.items()}
     if not passed:
-        return TransformerConfig(**own)
+        return kind(**own)
     try:
-        return TransformerConfig(**own | passed)
+        return kind(**own | passed)
     except (AssertionError, ValueError, TypeError, ImportError) as e:
         text = printable(" ".join(str(e).split()), 600) or type(e).__name__
         raise ConfigError(f"{MEGATRON}: megatron-core refuses it: {text}") from None

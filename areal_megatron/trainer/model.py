@@ -1,4 +1,4 @@
-"""A megatron-core GPTModel that computes what a Hugging Face Qwen2, Qwen3, Qwen3-MoE or Llama model computes."""
+"""A megatron-core GPTModel that computes what a Hugging Face model of a known family computes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import AutoConfig, PretrainedConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture, architecture, read_config
+from areal_megatron.models.qwen2 import QKV_BIAS
+from areal_megatron.models.qwen3 import HEAD_NORMS
+from areal_megatron.models.table import ROUTER_BIAS, Dimensions
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
@@ -91,12 +94,13 @@ class ValueHead(torch.nn.Module):
 class Rotary(RotaryEmbedding):
     """Rotary embeddings with the frequencies of Hugging Face, for each token of a packed micro-batch."""
 
-    def __init__(self, hf: PretrainedConfig, original: RotaryEmbedding, device: torch.device):
+    def __init__(self, hf: PretrainedConfig, original: torch.nn.Module, device: torch.device):
         torch.nn.Module.__init__(self)
         self.rotary_interleaved = False
         self.seq_len_interpolation_factor = None
         self.cp_group = original.cp_group
-        self.inv_freq = _rotary_frequencies(hf)[0].to(device)
+        frequencies, self._factor = _rotary_frequencies(hf)
+        self.inv_freq = frequencies.to(device)
 
     def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed=None, **_):
         if packed is not None:
@@ -105,9 +109,32 @@ class Rotary(RotaryEmbedding):
         return torch.arange(length, device=self.inv_freq.device)
 
     def forward(self, positions: torch.Tensor, **_: Any) -> torch.Tensor:
-        """int64 [T] → angles [T, 1, 1, head_dim]"""
+        """int64 [T] → angles [T, 1, 1, rotated dimensions of a head]"""
         angles = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class LatentRotary(Rotary):
+    """Rotary embeddings of latent attention, whose queries and keys are rotated in part."""
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed=None):
+        positions = super().get_rotary_seq_len(inference_context, transformer, transformer_input, config, packed)
+        return positions if packed is not None else positions[:, None]
+
+    def forward(self, positions: torch.Tensor, **_: Any) -> tuple[torch.Tensor, float]:
+        """int64 [T], or [s, 1] without packing → angles [T, 1, rotated] or [s, 1, 1, rotated], and what the rotated
+        parts are multiplied by"""
+        angles = super().forward(positions.flatten()).view(*positions.shape, 1, -1)
+        return angles, self._factor
+
+
+def described(path: str) -> tuple[PretrainedConfig, Architecture]:
+    """Returns config.json of a Hugging Face folder as transformers reads it, and the model that it describes.
+
+    A model may have a name that transformers does not know, as Kimi-K2 does: its class decides. Raises ConfigError.
+    """
+    held = architecture(read_config(path))
+    return CONFIG_MAPPING[held.model_type].from_pretrained(path, local_files_only=True), held
 
 
 def build_model(
@@ -125,8 +152,7 @@ def build_model(
     gradients. `replays_routes`: its experts are those that the engines choose. The config must have passed
     `model_check.check_model`, and Megatron's process groups must exist.
     """
-    hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
-    held = architecture(read_config(config.model.path))
+    hf, held = described(config.model.path)
     absent = hardware.kernels(device, config.model.dtype)
     transformer = transformer_config(config, sizes, hf, held, device)
     if transformer.gradient_accumulation_fusion:
@@ -143,7 +169,7 @@ def build_model(
     for stage in range(sizes.vpp):
         with device, cpu_passes_for_cuda():
             chunk = _chunk(kind, transformer, sizes, hf, held, stage, grouped=not absent["experts"])
-        chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
+        _rotate(chunk, hf, device)
         recompute(chunk, config.trainer)
         if replays_routes:
             replay_routes(chunk)
@@ -151,9 +177,20 @@ def build_model(
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
         if not overlap:
             _keep_to_itself(chunks[-1])
+    # Megatron would move the routers' biases with every gradient: while they are sent, and where a step is skipped. The
+    # routers have read it; Learner.step moves the biases.
+    transformer.moe_router_enable_expert_bias = False
     if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
         transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if sizes.vpp > 1 else chunks[0].no_sync
     return chunks
+
+
+def _rotate(chunk: GPTModel, hf: PretrainedConfig, device: torch.device) -> None:
+    if not chunk.config.multi_latent_attention:
+        chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
+        return
+    for layer in chunk.decoder.layers:
+        layer.self_attention.rotary_pos_emb = LatentRotary(hf, layer.self_attention.rotary_pos_emb, device)
 
 
 def _keep_to_itself(chunk: DistributedDataParallel) -> None:
@@ -188,8 +225,14 @@ def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[st
 
 
 def tensors(chunks: list[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Returns the live values of `named_parameters`, by name."""
-    return {name: parameter.data for name, parameter in named_parameters(chunks)}
+    """Returns the live values of `named_parameters`, and of the routers' biases, by name."""
+    found = {name: parameter.data for name, parameter in named_parameters(chunks)}
+    for number, chunk in enumerate(chunks):
+        prefix = f"model{number}." if len(chunks) > 1 else ""
+        for name, values in chunk.module.named_buffers():
+            if name.endswith(ROUTER_BIAS.megatron):
+                found[prefix + name] = values
+    return found
 
 
 def _chunk(
@@ -232,6 +275,8 @@ def transformer_config(
     fusions = hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts))
     if device.type == "cpu" and not dimensions.experts:  # trainer/elementwise.py has one for CPUs, without weights
         fusions["bias_activation_fusion"] = True
+    if latents := dimensions.latent > 0:
+        fusions["apply_rope_fusion"] = False  # LatentRotary has no table of cosines for it
     own = dict(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
@@ -239,12 +284,10 @@ def transformer_config(
         num_attention_heads=dimensions.heads,
         num_query_groups=dimensions.kv_heads,
         kv_channels=dimensions.head_dim,
-        # Hugging Face multiplies queries and keys by the rope factor when it rotates them.
-        softmax_scale=_rotary_frequencies(hf)[1] ** 2 / dimensions.head_dim**0.5,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
-        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=latents or held.has(HEAD_NORMS[0]),
+        add_qkv_bias=held.has(QKV_BIAS),
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -254,17 +297,39 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
+        moe_router_bias_update_rate=0.0,
         # The gradient is divided by the trained tokens of all replicas, not averaged over replicas.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalise_gradients,
         # "alltoall" is required with variable lengths, even without experts
         moe_token_dispatcher_type=config.trainer.expert_dispatch,
         **fusions,
+        **(_latents(hf, dimensions) if latents else _scale(hf, dimensions)),
         **(_experts(sizes, hf, held) if dimensions.experts else {}),
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **_whole_layers_again(config, dimensions.layers),
     )
-    return with_fields(own, config.trainer.megatron)
+    return with_fields(own, config.trainer.megatron, MLATransformerConfig if latents else TransformerConfig)
+
+
+def _scale(hf: PretrainedConfig, dimensions: Dimensions) -> dict[str, Any]:
+    # Hugging Face multiplies queries and keys by the rope factor when it rotates them.
+    return {"softmax_scale": _rotary_frequencies(hf)[1] ** 2 / dimensions.head_dim**0.5}
+
+
+def _latents(hf: PretrainedConfig, d: Dimensions) -> dict[str, Any]:
+    rope = hf.rope_parameters
+    return {
+        "q_lora_rank": d.query_latent or None,
+        "kv_lora_rank": d.latent,
+        "qk_head_dim": d.head_dim - d.rotated,
+        "qk_pos_emb_head_dim": d.rotated,
+        "v_head_dim": d.value_dim,
+        "rope_type": "yarn",  # the one whose embeddings may have a factor; LatentRotary takes their place
+        # The scale of the softmax grows with these two alone.
+        "rotary_scaling_factor": rope.get("factor") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
 
 
 def _whole_layers_again(config: Config, layers: int) -> dict[str, Any]:
@@ -275,17 +340,37 @@ def _whole_layers_again(config: Config, layers: int) -> dict[str, Any]:
 
 
 def _experts(sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture) -> dict[str, Any]:
+    d = held.dimensions
+    return {
+        "num_moe_experts": d.experts,
+        "moe_ffn_hidden_size": d.expert_ffn,
+        "moe_shared_expert_intermediate_size": d.shared_ffn or None,
+        # A list names the tensors of checkpoints by layer, as they must be where layers differ.
+        "moe_layer_freq": [0] * d.dense_layers + [1] * d.sparse_layers if d.dense_layers else 1,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": sizes.grouped_experts,
+        **(_sigmoid_router(hf) if held.has(ROUTER_BIAS) else _softmax_router(hf)),
+    }
+
+
+def _softmax_router(hf: PretrainedConfig) -> dict[str, Any]:
     balanced = hf.output_router_logits  # Hugging Face's condition for the load-balancing loss
     return {
-        "num_moe_experts": held.dimensions.experts,
-        "moe_ffn_hidden_size": held.dimensions.expert_ffn,
-        "moe_router_topk": hf.num_experts_per_tok,
         # A softmax over the chosen experts alone equals the softmax over all experts, normalised over the chosen.
         "moe_router_pre_softmax": not hf.norm_topk_prob,
-        "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
         "moe_aux_loss_coeff": hf.router_aux_loss_coef if balanced else 0.0,
-        "moe_grouped_gemm": sizes.grouped_experts,
+    }
+
+
+def _sigmoid_router(hf: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_load_balancing_type": "none",
+        **({"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group} if hf.n_group > 1 else {}),
     }
 
 
@@ -311,9 +396,11 @@ def _parallel(config: Config, sizes: MegatronSizes, layers: int, on_cuda: bool) 
 
 
 def _rotary_frequencies(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Returns the inverse frequencies, float32 [head_dim / 2], and the factor of rotated queries and keys."""
+    """Returns the inverse frequencies, float32 [rotated dimensions of a head / 2], and the factor of rotated queries
+    and keys."""
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](hf, device="cpu")
     size = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    size = int(size * (hf.rope_parameters.get("partial_rotary_factor") or 1.0))
     return 1.0 / hf.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0

@@ -16,6 +16,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from areal_megatron.config import Config, TrainerConfig
@@ -49,7 +50,9 @@ def recompute(chunk: GPTModel, trainer: TrainerConfig) -> None:
         layer.recompute_input_layernorm = not isinstance(layer.input_layernorm, IdentityOp)
         layer.recompute_pre_mlp_layernorm = not isinstance(layer.pre_mlp_layernorm, IdentityOp)
         for module in layer.mlp.modules():  # the MLP itself, or every expert
-            if isinstance(module, MLP):
+            if isinstance(module, SharedExpertMLP):  # has no second result
+                module.forward = partial(_shared_forward, module, what == "mlp")
+            elif isinstance(module, MLP):
                 module.forward = partial(_forward, module, what == "mlp")
             elif hasattr(module, "activation_recompute"):  # TransformerEngine's grouped experts
                 module.activation_recompute = True
@@ -91,6 +94,10 @@ def _forward(
     # The norm before the MLP is made again when the gradient of what is returned here is known; that has to be before
     # the norm's result is used to make anything again, which the gradient of `output` sets off.
     return output.view_as(output), None
+
+
+def _shared_forward(mlp: SharedExpertMLP, repeats_product: bool, hidden: Tensor) -> Tensor:
+    return _forward(mlp, repeats_product, hidden)[0]
 
 
 def _same(x: Tensor) -> tuple[Tensor, None]:

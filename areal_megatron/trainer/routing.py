@@ -8,7 +8,7 @@ learning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -72,12 +75,58 @@ class RouteOverride:
         """int16 [tokens of this rank, k] for the next forward pass; None if the router chooses."""
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        limited = scores
+        if group_topk:
+            limited = scores.masked_fill(~in_best_groups(scores, num_groups, group_topk), -torch.inf)
+        values, chosen = default_compute_topk(limited, topk)
         if self.routes is None:
             return values, chosen
         replayed = self.routes.to(scores.device, non_blocking=True).long()
         chosen = torch.where(replayed == UNKNOWN, chosen, replayed)
         return scores.gather(1, chosen), chosen
+
+
+@torch.no_grad()
+def in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
+    """Returns which experts, bool like scores [tokens, experts], are in a token's `chosen` best groups of consecutive
+    experts: those whose two best experts have the largest sum (DeepSeek-V3, arXiv 2412.19437, Section 2.1.2, and its
+    published code).
+
+    Megatron takes as many of a group's experts for the sum as would be chosen of each if all groups were chosen from
+    alike, which are two for DeepSeek-V3 and others elsewhere.
+    """
+    by_group = scores.unflatten(1, (groups, -1))
+    best = by_group.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
+    kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter(1, best, True)
+    return kept.unsqueeze(-1).expand_as(by_group).flatten(1)
+
+
+def move_biases(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Moves the bias of every router towards an even load of its experts, by moe_router_bias_update_rate of
+    megatron-core up or down. The load is that of the forward passes with gradients since the last call; all tokens
+    count, also those of prompts. Collective, unless the rate is 0.
+    """
+    rate, routers = chunks[0].module.config.moe_router_bias_update_rate, list(_biased(chunks))
+    if rate and routers:
+        loads, biases = (
+            torch.stack([getattr(router, name) for router in routers])
+            for name in ("local_tokens_per_expert", "expert_bias")
+        )
+        for router, bias in zip(routers, get_updated_expert_bias(loads, biases, rate), strict=True):
+            router.expert_bias.copy_(bias)
+    forget_load(chunks)
+
+
+def forget_load(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Has the loads of experts count from here."""
+    for router in _biased(chunks):
+        router.local_tokens_per_expert.zero_()
+
+
+def _biased(chunks: Sequence[DistributedDataParallel]) -> Iterator[TopKRouter]:
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            yield module
 
 
 def replay_routes(chunk: GPTModel) -> None:

@@ -18,7 +18,7 @@ from launch.memory.engine import UTILIZATION, engine_memory, given_size, kv_toke
 from launch.memory.parts import FILLED, GIB, USABLE, GpuShares, MemoryPart, RankMemory
 from launch.memory.recompute import Recompute, decide, with_recompute
 from launch.memory.traffic import weight_traffic
-from launch.memory.trainer import checkpoint_bytes, host_memory, trainer_memory
+from launch.memory.trainer import checkpoint_bytes, host_memory, published_memory, trainer_memory
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class MemoryPlan:
     """Who sends how much in an update of all engines; None without engines."""
     host: int
     """Bytes of the host's memory in which a trainer rank keeps its optimizer states; 0 if they are not there."""
+    published: int
+    """Bytes of the host's memory in which a trainer rank keeps what it published last; 0 if it sends no changes."""
     recompute: Recompute
     """What the trainers recompute; where the config says `auto`, what it was decided to be."""
     shared: bool = False
@@ -71,6 +73,7 @@ class MemoryPlan:
                 "shares": asdict(self.shares) if self.shares else None,
                 "recompute": asdict(self.recompute),
                 "trainer_on_host": self.host,
+                "published_on_host": self.published,
                 "checkpoint": {"bytes": self.checkpoint, "at_a_time": self.checkpoints},
             },
         }
@@ -134,7 +137,10 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     traffic = weight_traffic(config, hf_config) if engine else None
     kept = settings.keep + 1 if settings.every else 0
     host = host_memory(config, hf_config)
-    return MemoryPlan(trainer, engine, checkpoint, kept, gpu_gib, traffic, host, recompute, config.shares_gpus)
+    published = published_memory(config, hf_config)
+    return MemoryPlan(
+        trainer, engine, checkpoint, kept, gpu_gib, traffic, host, published, recompute, config.shares_gpus
+    )
 
 
 def _recompute(config: Config, hf_config: Mapping[str, Any], gpu_gib: float) -> Recompute:

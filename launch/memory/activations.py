@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.qwen3 import HEAD_NORMS
+from areal_megatron.models.table import ROUTER_BIAS
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.versions import has_transformer_engine
 
@@ -62,9 +64,8 @@ class Layer:
         attention = e * (2 * d.query + 2 * d.key_value) / self.sizes.tp
         if cp > 1:
             attention += 6 * cp * e * 2 * d.key_value / self.sizes.tp
-        mlp = 4 * e * d.ffn / self.sizes.tp + self._expert_tokens * e * (
-            d.hidden + 4 * d.expert_ffn / self.sizes.expert_tp
-        )
+        experts = self._expert_tokens * e * (d.hidden + 4 * d.expert_ffn / self.sizes.expert_tp)
+        mlp = max(4 * e * d.ffn / self.sizes.tp, experts + 4 * e * d.shared_ffn / self.sizes.tp)
         return max(attention, mlp) + (2 * e * d.hidden if self.sizes.tp > 1 else 0)
 
     def _norms(self, recomputed: bool) -> float:
@@ -81,16 +82,29 @@ class Layer:
         """The fused projection (the values are a view of it), the rotated queries and keys, the output, and a float32
         normaliser for each head."""
         d, e = self.model.dimensions, self.element
+        if d.latent:
+            return self._latent_attention
         kept = e * (d.query + 2 * d.key_value) + e * (d.query + d.key_value) + e * d.query
         kept += 4 * d.heads * ("core_attn" not in self.modules)
         return kept + self._head_norms
+
+    @property
+    def _latent_attention(self) -> float:
+        """Each latent, that of keys beside what is rotated of them, and its norm, with a float32 number; queries, keys
+        and values, the latter as wide as keys, and what attention gives for them; that without the padding, and a
+        float32 normaliser for each head."""
+        d, e = self.model.dimensions, self.element
+        latents = e * (2 * (d.latent + d.query_latent) + d.rotated) + 4 * (1 + (d.query_latent > 0))
+        if "core_attn" in self.modules:  # values are padded again
+            return latents + e * (2 * d.query + 2 * d.attended)
+        return latents + e * (4 * d.query + d.attended) + 4 * d.heads
 
     @property
     def _head_norms(self) -> float:
         """Normalised queries and keys, in families that have them: Megatron copies the queries of several groups
         out of the projection, so that they are saved once more."""
         d, e = self.model.dimensions, self.element
-        if not any("q_layernorm" in row.megatron for row in self.model.family.layer):
+        if not self.model.has(HEAD_NORMS[0]):
             return 0
         copied = e * d.query if d.kv_heads > self.sizes.tp else 0
         return copied + 4 * (d.heads + d.kv_heads)
@@ -98,20 +112,24 @@ class Layer:
     @property
     def _rotation(self) -> float:
         """Cosines and sines of whole rows of tokens, once for queries and once for keys."""
-        return 4 * self.element * self.model.dimensions.head_dim
+        return 4 * self.element * (self.model.dimensions.rotated or self.model.dimensions.head_dim)
 
     def _mlp(self, recompute: str) -> float:
         """Dense: gate and up, and their product; where SwiGLU is not fused also the activation and the other factor.
         Experts: for each chosen expert the token itself and its weight, all of these, and the weighted product; also
         the router's bookkeeping. The load of the experts is assumed to be even. Recomputed: gate and up, or neither;
-        those of TransformerEngine's experts are kept."""
+        those of TransformerEngine's experts are kept. Where only the first layers are dense, each
+        layer is taken for the kind that keeps more."""
         d, e = self.model.dimensions, self.element
-        whole = 6 if d.experts else 3 if self.fused_swiglu else 5
-        kept = {"none": whole, "elementwise": 2, "mlp": 2 if self.sizes.grouped_experts else 0}[recompute]
+        dense = {"none": 3 if self.fused_swiglu and not d.experts else 5, "elementwise": 2, "mlp": 0}[recompute]
         if not d.experts:
-            return kept * e * d.ffn
+            return dense * e * d.ffn
+        kept = {"none": 6, "elementwise": 2, "mlp": 2 if self.sizes.grouped_experts else 0}[recompute]
         inner = kept * e * d.expert_ffn / self.sizes.expert_tp
-        return self.sizes.tp * self._expert_tokens * (e * d.hidden + 4 + inner) + 5 * d.experts + 20 * self.chosen
+        routed = self.sizes.tp * self._expert_tokens * (e * d.hidden + 4 + inner) + 5 * d.experts + 20 * self.chosen
+        if self.model.has(ROUTER_BIAS):
+            routed += 5 * d.experts + 4  # scores before they are normalised, their sum, and the groups chosen from
+        return max(routed + dense * e * d.shared_ffn, dense * e * d.ffn)
 
     @property
     def _expert_tokens(self) -> float:
@@ -155,7 +173,7 @@ def kept(config: Config, layer: Layer, stage: int) -> float:
     """Returns the bytes per token that a rank of a pipeline stage keeps between forward and backward passes."""
     recomputed = _of_layers(config, layer, stage)
     size = sum(map(layer.kept, recomputed))
-    if "full" in recomputed:
+    if "full" in recomputed and not layer.model.dimensions.latent:  # whose layers make their angles themselves
         size += 4 * layer.model.dimensions.head_dim  # the angles, float32, an argument of every recomputed layer
     if stage == 0:
         size += 8 + (layer.sizes.tp > 1)  # token ids, and which of them are another rank's

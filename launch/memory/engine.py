@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -13,11 +14,12 @@ from areal_megatron.engine.kv_cache import batched_tokens
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, SCORED_TOKENS
-from areal_megatron.models.table import LAYER_PREFIX
+from areal_megatron.models.pattern import first_numbers, numbers
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import largest_bucket
+from areal_megatron.reshard.session import ROOM
 from launch.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
 from launch.memory.traffic import weight_traffic
 
@@ -39,10 +41,11 @@ def engine_memory(
     """
     sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
     layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
-    weights, staged = _elements(layout), _staging_elements(layout, config.reshard.staging == "streamed", on_cuda)
+    staged = _staging(layout, element, config, on_cuda)
+    described = f"{_elements(layout) / 1e9:,.2f} billion in {config.model.dtype}"
     parts = [
-        MemoryPart("weights", element * weights, f"{weights / 1e9:,.2f} billion in {config.model.dtype}"),
-        MemoryPart("staging", element * staged, f"reshard.staging={config.reshard.staging}"),
+        MemoryPart("weights", sum(_sizes(layout, element).values()), described),
+        MemoryPart("staging", staged, f"reshard.staging={config.reshard.staging}"),
     ]
     if on_cuda:
         tokens = batched_tokens(config)
@@ -75,7 +78,7 @@ def utilization(config: Config) -> float:
 
 def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> int:
     """Returns how many tokens' keys and values fit into `size` bytes of a rank, in whole blocks."""
-    block = kv_cache.block_tokens(config, on_cuda)
+    block = kv_cache.block_tokens(config, hf_config, on_cuda)
     return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
 
 
@@ -87,15 +90,28 @@ def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: b
     )
 
 
-def _staging_elements(layout: Layout, streamed: bool, on_cuda: bool) -> int:
-    """reshard/staging.reserve: a second copy of the shard, or, if `streamed`, room for its largest layer and for two
-    buckets."""
-    everything = _elements(layout)
-    if not streamed:
+def _staging(layout: Layout, element: int, config: Config, on_cuda: bool) -> int:
+    """The bytes of reshard/staging.reserve: a second copy of the shard, or, if `streamed`, room for its largest layer,
+    for two buckets and for changes."""
+    sizes = _sizes(layout, element)
+    everything = sum(sizes.values())
+    if config.reshard.staging != "streamed":
         return everything
-    layer = sum(prod(shape[1:]) for name, shape in layout.held.items() if name.startswith(LAYER_PREFIX))
-    others = (prod(shape) for name, shape in layout.held.items() if not name.startswith(LAYER_PREFIX))
-    return min(everything, max(layer, *others, 2 * largest_bucket(on_cuda)))
+    changes = int(everything * ROOM) if config.reshard.update != "full" else 0
+    units: Counter[int | str] = Counter()
+    for name, size in sizes.items():
+        if not numbers(name):
+            units[name] += size
+        else:
+            (first, *_), (count, *_) = first_numbers(name), layout.held[name]
+            units.update(dict.fromkeys(range(first, first + count), size // count))
+    return min(everything, max(*units.values(), 2 * largest_bucket(on_cuda) * element, changes))
+
+
+def _sizes(layout: Layout, element: int) -> dict[str, int]:
+    """Parameter → its bytes, with `element` bytes in an element of the model's dtype."""
+    own = {name: ITEMSIZE[dtype] for name, dtype in layout.dtypes.items()}
+    return {name: prod(shape) * own.get(name, element) for name, shape in layout.held.items()}
 
 
 def _draft_weights(config: Config) -> int:
@@ -113,6 +129,7 @@ def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
     log-probabilities and probabilities."""
     d, tp, element = architecture(hf_config).dimensions, config.rollout.tp, ITEMSIZE[config.model.dtype]
     chosen = hf_config["num_experts_per_tok"] if d.experts else 0
-    inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, chosen * (d.hidden + 3 * d.expert_ffn / tp))
+    experts = chosen * (d.hidden + 3 * d.expert_ffn / tp) + 3 * d.shared_ffn / tp
+    inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, experts)
     rows = max(config.rollout.max_running, SCORED_TOKENS)
     return round(batched_tokens(config) * element * (3 * d.hidden + inner) + BYTES * rows * d.vocabulary)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,8 +11,10 @@ from areal_megatron.model_check import reference_config
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, cpu_logits, gpu_logits, tile
+from areal_megatron.models.pattern import numbers
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import largest_bucket
+from areal_megatron.reshard.session import HISTORY
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
 from launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, MemoryPart, RankMemory, communicator_bytes
@@ -47,7 +49,7 @@ def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic:
     if critic and stage == sizes.pp - 1:
         counts["head"] = hf_config["hidden_size"]
     experts = sum(count for name, count in counts.items() if ".experts." in name)
-    largest = max(prod(shape[name.count("{}") :]) for name, shape in layout.held.items())
+    largest = max(prod(shape[numbers(name) :]) for name, shape in layout.held.items())
     return Held(sum(counts.values()) - experts, experts, largest)
 
 
@@ -190,9 +192,32 @@ def _sending(
     links = max(traffic.peers[stage * ranks : (stage + 1) * ranks], key=communicator_bytes)
     bucket = ITEMSIZE[config.model.dtype] * min(largest_bucket(on_cuda), own.all)
     yield MemoryPart("sending weights", 2 * bucket * len(links), f"two buckets for each of {len(links)} engines")
+    if not on_cuda:
+        kept = _published(config, own, traffic.sent[stage * ranks : (stage + 1) * ranks])
+        yield MemoryPart("last publication", kept, f"reshard.update={config.reshard.update}")
     if on_cuda and config.link == "device":
         note = f"{len(links)} communicators with {sum(links)} engine ranks, an allowance"
         yield MemoryPart("links", communicator_bytes(links), note)
+
+
+def published_memory(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Returns the bytes of the host's memory in which the trainer rank that sends most keeps what it published last."""
+    traffic, sizes = weight_traffic(config, hf_config), MegatronSizes.of(config.trainer)
+    if traffic is None:
+        return 0
+    ranks = sizes.ranks // sizes.pp
+    return max(
+        _published(config, held(hf_config, sizes, stage), traffic.sent[stage * ranks : (stage + 1) * ranks])
+        for stage in range(sizes.pp)
+    )
+
+
+def _published(config: Config, own: Held, sent: Sequence[int]) -> int:
+    """reshard/published.py: what is sent to several engines is kept once, and beside it some changes for engines that
+    lag."""
+    if config.reshard.update == "full":
+        return 0
+    return int((1 + HISTORY) * ITEMSIZE[config.model.dtype] * min(own.all, max(sent)))
 
 
 def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:

@@ -13,6 +13,8 @@ from launch.memory.trainer import stage_memory
 from tests.support.tiny_models import save_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
+LATENTS = "deepseek_moe"
+"""A model whose layers all have experts here: of two kinds of layers the larger one is counted."""
 TOKENS = 512
 
 
@@ -21,6 +23,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     for name in FAMILIES:
         save_model(name, folder / name)
+    save_model("deepseek_v3", folder / LATENTS, first_k_dense_replace=0)
     return folder
 
 
@@ -50,14 +53,16 @@ def config(world, name, tp, dtype, recompute, layers=0, megatron=None):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_buffers_and_optimizer_states(world, measured, tp):
-    assert {name for name, *_ in measured[tp]["models"]} == set(FAMILIES)
+    assert {name for name, *_ in measured[tp]["models"]} == {*FAMILIES, LATENTS}
     for name, *case, found in measured[tp]["models"]:
         plan = stage_memory(config(world, name, *case), read_config(world / name), 0, on_cuda=False)
         elements = plan.of("parameters") // ITEMSIZE[case[1]]
         # DDP's buffers begin each tensor at a multiple of 64 elements
         assert plan.of("parameters") <= found["parameters"] <= 1.03 * plan.of("parameters"), (name, case)
         assert 4 * elements <= found["gradients"] <= 1.03 * 4 * elements, (name, case)
-        assert plan.of("optimizer") == found["optimizer"], (name, case)
+        # No optimizer moves the biases of the routers of four layers: in half precision, it has no float32 copy either.
+        biases = 4 * 8 * (8 if case[1] == "float32" else 12) * (name == LATENTS)
+        assert plan.of("optimizer") == found["optimizer"] + biases, (name, case)
         asked = replace(config(world, name, *case), mode="rl", ppo=PPOConfig(critic=CriticConfig(lr=1e-5)))
         critic = stage_memory(asked, read_config(world / name), 0, on_cuda=False).of("critic")
         assert critic <= found["critic"] <= 1.03 * critic, (name, case)
@@ -81,7 +86,7 @@ def test_context_parallel_ranks_divide_the_activations(world, tmp_path_factory, 
         start_ranks(folder, "memory_checks:write_alive", ranks, models=str(world), cp=ranks)
         found.append([json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)])
     [whole], parts = found
-    assert len(whole) == 2 * len(FAMILIES)
+    assert len(whole) == 2 * len((*FAMILIES, LATENTS))
     for case, size in whole.items():
         for part in parts:
             assert part[case] == pytest.approx(size / cp, rel=0.1), case

@@ -15,6 +15,23 @@ from tests.support.tiny_models import MODELS, save_model
 DENSE = ("qwen2", "qwen3", "llama")
 CASES = {
     "tp1": [(model, {}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
+    "sigmoid-router": [("glm4_moe", {}), ("glm4_moe", {"recompute": "full"})],
+    "sigmoid-router-on-2-ranks": [
+        ("glm4_moe", {"tp": 2, "recompute": "mlp"}),
+        ("glm4_moe", {"pp": 2, "vpp": 2}),
+        ("glm4_moe", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
+        ("glm4_moe", {"cp": 2, "etp": 2}),
+    ],
+    "sigmoid-router-on-4-ranks": [("glm4_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})],
+    "latents": [("deepseek_v3", {}), ("moonlight", {"recompute": "full"})],
+    "latents-on-2-ranks": [
+        ("deepseek_v3", {"tp": 2, "recompute": "mlp"}),
+        ("moonlight", {"tp": 2, "etp": 1}),
+        ("moonlight", {"pp": 2, "vpp": 2}),
+        ("deepseek_v3", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
+        ("deepseek_v3", {"cp": 2, "etp": 2}),
+    ],
+    "latents-on-4-ranks": [("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})],
     "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
     "tp2-pp2": [
@@ -149,6 +166,18 @@ REPLAYED = {
 def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, ranks):
     cases = numbered(folder, REPLAYED[ranks])
     on_ranks("routing_checks:check_replay", ranks, cases=cases)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_routes_of_layers_without_experts_are_passed_over(folder, on_ranks, family):
+    cases = numbered(folder, [{"tp": 2}, {"pp": 2, "vpp": 2, "recompute": "full"}])
+    on_ranks("routing_checks:check_replay", 2, cases=cases, family=family)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2, "ep": 2}], ids=["tp1", "tp2-dp2-ep2"])
+def test_biases_of_routers_move_by_the_load_of_the_steps_taken(folder, on_ranks, layout):
+    create_runs(folder, ["moving"])
+    on_ranks("routing_checks:check_biases", layout.get("tp", 1) * layout.get("dp", 1), layout=layout)
 
 
 PROMPTS = {

@@ -1,4 +1,4 @@
-"""What vLLM itself builds and loads, and what an update makes of it: started by test_weight_layouts.py.
+"""What vLLM itself builds and loads, and what an update makes of it: started by loading.py.
 
     python loaded_parameters.py RANKS PORT FOLDER
 
@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 
 from areal_megatron.checkpoint import hf
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import implied, read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.receive import live_parameters
 
@@ -41,12 +41,25 @@ def describe(model: torch.nn.Module) -> dict[str, list]:
 def load_and_fill(folder: Path, vllm_config, sizes: engine_layout.EngineSizes, rank: int) -> list[dict[str, list]]:
     model = get_model(vllm_config=vllm_config)
     loaded = describe(model)
+    if vllm_config.model_config.dtype != torch.float32:
+        copy_what_is_derived(model)
     for parameter in model.parameters():
         parameter.zero_()
     parameters, repack = live_parameters(model)
-    hf.load(parameters, engine_layout.layout(read_config(folder), sizes, rank), folder)
-    repack()
+    layout = engine_layout.layout(read_config(folder), sizes, rank)
+    if layout.parameters.keys() == parameters.keys():  # else they stay zero, and the caller sees it
+        hf.load(parameters, layout, folder)
+        repack()
     return [loaded, describe(model), logits(model)]
+
+
+def copy_what_is_derived(model: torch.nn.Module) -> None:
+    """Gives latent attention weights of its own beside those of which they are parts, as quantisation does."""
+    for module in model.modules():
+        for name in ("W_UK_T", "W_UV") if hasattr(module, "W_UK_T") else ():
+            part = getattr(module, name).detach()
+            own = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype).copy_(part)
+            setattr(module, name, torch.nn.Parameter(own, requires_grad=False))
 
 
 def logits(model: torch.nn.Module) -> list:
@@ -73,7 +86,7 @@ def live(rank: int, port: str, folder: Path) -> None:
         config = EngineArgs(
             model=str(folder / name),
             dtype=dtype,
-            hf_overrides=options["hf_overrides"],
+            hf_overrides=options["hf_overrides"] | implied(read_config(folder / name)),
             tensor_parallel_size=tp,
             enforce_eager=True,
             enable_expert_parallel=expert_parallel,

@@ -35,6 +35,19 @@ TIED_AND_SMALL = {"tie_word_embeddings": True, "vocab_size": 100}
 """Padded to 256 for two tensor-parallel ranks: the second holds nothing but padding."""
 HEADS = {"head_dim": 32, "tie_word_embeddings": False}
 EXPERTS = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+LATENTS = {
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,  # the only widths that engines have kernels for, this and 64
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 32,
+}
 MODELS = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**TIED_AND_SMALL, **YARN}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, HEADS),
@@ -49,6 +62,41 @@ MODELS = {
         transformers.Qwen3MoeForCausalLM,
         {**EXPERTS, "norm_topk_prob": False, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            **HEADS,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {
+            **LATENTS,
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "max_position_embeddings": 128,
+            "rope_parameters": {**YARN["rope_parameters"], "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    ),
+    "moonlight": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {**LATENTS, "q_lora_rank": None, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
     "qwen3_deep": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**HEADS, "num_hidden_layers": 5}),
 }
 
@@ -62,6 +110,9 @@ def save_model(name: str, folder: Path, **sizes) -> Path:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     return folder

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from areal_megatron.trainer import layers, reference, trainer
@@ -49,6 +50,9 @@ class Modules(LocalSpecProvider):
 
     def column_parallel_layer_norm_linear(self):
         return NormAndLinear
+
+    def linear(self):
+        return Linear
 
     def layer_norm(self, rms_norm=False, for_qk=False):
         return Norm

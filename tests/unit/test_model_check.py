@@ -40,6 +40,31 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+SIGMOID = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+
+LATENTS = SIGMOID | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",  # unknown to transformers: the class decides
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "topk_method": "noaux_tc",
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
 
 def config(folder, hf=GOOD, **trainer) -> Config:
     (folder / "config.json").write_text(json.dumps(hf))
@@ -65,6 +90,10 @@ def config(folder, hf=GOOD, **trainer) -> Config:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}),
         (EXPERTS, {"tp": 2, "dp": 3, "ep": 3}),
         (EXPERTS, {"dp": 4, "ep": 2, "etp": 2}),
+        (SIGMOID, {"tp": 2, "pp": 2, "dp": 2, "ep": 4, "etp": 1}),
+        (SIGMOID | {"first_k_dense_replace": 0, "attention_bias": True, "use_qk_norm": True}, {}),
+        (LATENTS, {"tp": 8, "pp": 2, "dp": 2, "ep": 4, "etp": 1}),
+        (LATENTS | {"q_lora_rank": None, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, {}),
     ],
 )
 def test_a_model_that_fits_passes(tmp_path, hf, trainer):
@@ -89,6 +118,45 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (EXPERTS, {"dp": 3, "etp": 3}, r"trainer.etp: 3 does not divide moe_intermediate_size=32 "),
         (EXPERTS | {"num_experts_per_tok": 7}, {}, r"model.path: .*num_experts_per_tok=7 of 6 experts"),
         (EXPERTS | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
+        (
+            SIGMOID | {"norm_topk_prob": False},
+            {},
+            r"norm_topk_prob=false; megatron-core always normalises sigmoid scores",
+        ),
+        (SIGMOID | {"output_router_logits": True}, {}, r"output_router_logits.*moe_router_bias_update_rate"),
+        (SIGMOID | {"n_group": 3}, {}, r"n_group=3 and topk_group=1 for 8 experts"),
+        (SIGMOID | {"topk_group": 3}, {}, r"n_group=2 and topk_group=3 for 8 experts"),
+        (SIGMOID | {"num_experts_per_tok": 5}, {}, r"chooses 5 experts from 1 of 2 groups, which have 4 experts each"),
+        (SIGMOID | {"first_k_dense_replace": 6}, {}, r"first_k_dense_replace=6, not one of 0 to 5"),
+        (
+            SIGMOID | {"moe_intermediate_size": 34},
+            {"tp": 4, "etp": 2},
+            r"trainer.tp: 4 .* width of the shared experts=34 ",
+        ),
+        (LATENTS | {"attention_bias": True}, {}, r"attention_bias, whose parameters the table of DeepseekV3.* lacks"),
+        (
+            LATENTS | {"scoring_func": "softmax"},
+            {},
+            r"scoring_func='softmax'.* only scoring_func='sigmoid'",
+        ),
+        (LATENTS | {"topk_method": "greedy"}, {}, r"topk_method='greedy'; .* only topk_method='noaux_tc'"),
+        (LATENTS | {"rope_interleave": False}, {}, r"rope_interleave=False; .* only rope_interleave=True"),
+        (LATENTS | {"moe_layer_freq": 2}, {}, r"moe_layer_freq=2; .* only moe_layer_freq=1"),
+        (LATENTS | {"num_key_value_heads": 4}, {}, r"num_key_value_heads=4 and num_attention_heads=8; with latents"),
+        (LATENTS | {"kv_lora_rank": None}, {}, r"needs a positive integer kv_lora_rank, has None"),
+        (LATENTS | {"q_lora_rank": -1}, {}, r"needs a positive integer q_lora_rank, has -1"),
+        (LATENTS | {"qk_rope_head_dim": 3}, {}, r"qk_rope_head_dim=3; pairs are rotated"),
+        (LATENTS | {"v_head_dim": 97}, {}, r"v_head_dim=97; kernels take values as wide as keys \(96\)"),
+        (
+            LATENTS | {"quantization_config": {"quant_method": "fp8"}},
+            {},
+            r"has a quantization_config; .* whole weights",
+        ),
+        (LATENTS | {"kv_lora_rank": 256}, {}, r"kv_lora_rank=256 and qk_rope_head_dim=64; .* kernels for 512 and 64"),
+        (LATENTS | {"rope_scaling": YARN | {"type": "linear"}}, {}, r"type 'linear'; with latents .* default and yarn"),
+        (LATENTS | {"rope_scaling": YARN | {"mscale": 0.7}}, {}, r"one of mscale and mscale_all_dim"),
+        (LATENTS | {"rope_scaling": YARN | {"mscale": "x"}}, {}, r"needs a positive number mscale, has 'x'"),
+        (LATENTS, {"tp": 16}, r"trainer.tp: 16 does not divide num_attention_heads=8 "),
         ({"intermediate_size": 98}, {"tp": 4}, r"trainer.tp: 4 does not divide intermediate_size=98 "),
         ({"model_type": "gpt2"}, {}, r"model.path: .*'gpt2'.*Qwen3ForCausalLM"),
         ({"rope_scaling": {"rope_type": "longrope"}}, {}, r"model.path: .*rotary embeddings of type 'longrope'"),

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoints import Checkpoints
 from areal_megatron.config import CheckpointConfig, Config, CriticConfig, OptimizerConfig, PenaltyConfig, PPOConfig
+from areal_megatron.convert import to_hf
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
 from areal_megatron.run import Replaced, Run, RunError
@@ -135,7 +136,7 @@ def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool
 def names_of_local_layers() -> Iterator[None]:
     """Trainers that are made here have local layers whose norms have names of their own in checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "checkpoint_names", lambda config: {})
+        patch.setattr(layers, "checkpoint_names", lambda *_: {})
         yield
 
 
@@ -163,7 +164,7 @@ def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool
         names[saved] = set(FileSystemReader(folder / saved).read_metadata().state_dict_metadata)
         for kind in resumed_by:
             with LAYERS[kind](), open_trainer(folder, rank, config, f"resumed-{kind}-{saved}") as subject:
-                assert any("linear_qkv.layer_norm" in name for name in held(subject)) == (kind == "engine")
+                assert any("layer_norm_weight" in name for name in held(subject)) == (kind == "engine")
                 checkpoint.load(subject, folder / saved)
                 same_metrics(update(subject, 1, 2), expected)
     tensors = {kind: {name for name in of if "_extra_state" not in name} for kind, of in names.items()}
@@ -315,6 +316,36 @@ def check_full_disk(folder: Path, rank: int, model: str) -> None:
         port.refuses = False
         check(save(5, checkpoints.stop), [1, 5], 5)
         check(save(6), [5, 6], 6)
+
+
+def check_exports(folder: Path, rank: int, model: str) -> None:
+    """Every version is exported, though every other one alone is saved; one for which there is no room is lost."""
+    config = make_config(folder, model, {"dp": 2}, dtype="bfloat16", ppo=PPOConfig(critic=CRITIC))
+    config.checkpoint = CheckpointConfig(every=2, hf_every=1, hf_deltas=3)
+    with open_trainer(folder, rank, config, "exports") as subject:
+        run = Run(folder / "exports")
+        checkpoints = Checkpoints(config, run, subject, Port(run, rank == 0))
+        assert checkpoints.resume() == (0, 0)
+        for version in range(1, 7):
+            update(subject, version - 1, version, checkpoints)
+            save_hf(config, run, subject)
+            if rank == 0:
+                run.hf.rename(folder / f"version-{version:06d}")
+            with no_room_for_a_file(version == 5 and rank == 1):
+                checkpoints.after_update(version, version, False)
+                if version == 5:
+                    checkpoints.finish()
+                    dist.barrier()
+        checkpoints.finish()
+        if rank == 0:
+            exports = sorted(run.exports.iterdir())
+            assert [path.name for path in exports] == [f"version-{version:06d}" for version in (1, 2, 3, 4, 6)]
+            assert [(path / "delta.json").exists() for path in exports] == [False, True, True, False, True]
+            for path in exports:
+                to_hf(path, folder / "whole")
+                found, expected = (place / "model.safetensors" for place in (folder / "whole", folder / path.name))
+                assert found.read_bytes() == expected.read_bytes(), path
+                shutil.rmtree(folder / "whole")
 
 
 def check_no_room_for_the_model(folder: Path, rank: int, model: str) -> None:

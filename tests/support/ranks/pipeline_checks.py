@@ -135,6 +135,7 @@ def publisher_of(subject: Trainer, timeline: Path, on_delivered: OnDelivered) ->
         timeout_s=HANGS_S,
         on_delivered=on_delivered,
         timeline=Timeline(timeline, f"trainer-{subject.parallel.rank}"),
+        update=subject.config.reshard.update,
     )
 
 
@@ -151,6 +152,7 @@ def start_engine(subject: Trainer, folder: Path) -> subprocess.Popen:
         "store": Run(folder / "run").endpoint(STORE, 10),
         "timeout_s": HANGS_S,
         "bucket_elements": BUCKET_ELEMENTS,
+        "update": subject.config.reshard.update,
         "folder": str(folder / "qwen3"),
     }
     engine = subprocess.Popen(

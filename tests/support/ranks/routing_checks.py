@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.packing.partition import split
+from areal_megatron.trainer.learner import Steps
+from areal_megatron.trainer.model import tensors
 from tests.support import training_oracle as oracle
 from tests.support.comparison import assert_gradient
 from tests.support.plain_results import gradients, make_trajectories, minibatch
@@ -31,7 +34,8 @@ class Routed(torch.nn.Module):
         }
         self._now: np.ndarray | None = None
         for number, layer in enumerate(model.model.layers):
-            layer.mlp.gate.forward = partial(self._route, layer.mlp.gate, number)
+            if hasattr(layer.mlp, "gate"):  # else it is dense, and what its routes say is of no account
+                layer.mlp.gate.forward = partial(self._route, layer.mlp.gate, number)
 
     def forward(self, tokens: torch.Tensor, **options):
         self._now = self._routes[tuple(tokens[0].tolist())]
@@ -39,12 +43,13 @@ class Routed(torch.nn.Module):
 
     def _route(self, gate, layer: int, hidden: torch.Tensor):
         logits = F.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
-        probabilities = logits.softmax(-1)
-        chosen = probabilities.topk(gate.top_k).indices
+        *_, chosen = type(gate).forward(gate, hidden)
+        scale = getattr(gate, "routed_scaling_factor", None)
+        scores = logits.sigmoid() if scale else logits.softmax(-1)
         known = torch.from_numpy(self._now[:, layer].astype(np.int64))
         chosen = torch.cat([known, chosen[len(known) :]])
-        weights = probabilities.gather(1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
+        weights = scores.gather(1, chosen)
+        return logits, (scale or 1.0) * weights / weights.sum(-1, keepdim=True), chosen
 
 
 def with_routes(trajectories: list[Trajectory], layers: int = 4, experts: int = 4, chosen: int = 2) -> list[Trajectory]:
@@ -57,17 +62,19 @@ def with_routes(trajectories: list[Trajectory], layers: int = 4, experts: int = 
     return trajectories
 
 
-def check_replay(folder: Path, rank: int, cases: dict[str, dict]) -> None:
+def check_replay(folder: Path, rank: int, cases: dict[str, dict], family: str = "qwen3_moe") -> None:
     """Checks gradients, and the log-probabilities that an update computes before its first step.
 
     cases: run folder → layout.
     """
-    model = load_oracle(folder / "qwen3_moe")
+    model = load_oracle(folder / family)
+    experts, chosen = (getattr(model.config, name) for name in ("num_local_experts", "num_experts_per_tok"))
     trajectories, *rest = minibatch()
-    with_routes(trajectories)
-    exact, free = (Routed(load_oracle(folder / "qwen3_moe").double(), t, 2) for t in (trajectories, minibatch()[0]))
+    with_routes(trajectories, experts=experts, chosen=chosen)
+    oracles = (load_oracle(folder / family).double() for _ in range(2))
+    exact, free = (Routed(own, t, chosen) for own, t in zip(oracles, (trajectories, minibatch()[0]), strict=True))
     for run, layout in cases.items():
-        config = make_config(folder, "qwen3_moe", layout)
+        config = make_config(folder, family, layout)
         with open_trainer(folder, rank, config, run) as subject:
             # The second batch has no routes: none may be left from the first.
             for forced, content in ((exact, trajectories), (free, minibatch()[0])):
@@ -77,14 +84,14 @@ def check_replay(folder: Path, rank: int, cases: dict[str, dict]) -> None:
                 for cap in (40, 400):
                     batch.forward_backward(cap)
                     assert_gradient(subject, gradients(forced.model))
-            check_update(subject, model)
+            check_update(subject, model, experts, chosen)
 
 
-def check_update(subject, model: torch.nn.Module) -> None:
+def check_update(subject, model: torch.nn.Module, experts: int, chosen: int) -> None:
     """The difference from the engine's log-probabilities is that of a model that uses the engine's experts."""
-    trajectories = with_routes(make_trajectories(12, 0, seed=4, group=4))
+    trajectories = with_routes(make_trajectories(12, 0, seed=4, group=4), experts=experts, chosen=chosen)
     with torch.no_grad():
-        routed = Routed(model, trajectories, 2)
+        routed = Routed(model, trajectories, chosen)
         found = [
             (oracle.response_logprobs(routed, t, 0.7) - torch.from_numpy(t.logprobs.copy())).abs()[
                 (t.loss_mask == 1) & (t.versions == 0)
@@ -104,3 +111,40 @@ def check_other_model(folder: Path, rank: int) -> None:
             [part] = split(trajectories, version=0, replicas=1, minibatches=2, cap=128, seed=0)
             with pytest.raises(ConfigError, match="of another model: this one has 4 layers that choose 2 of 4"):
                 subject.train_batch(part)
+
+
+def check_biases(folder: Path, rank: int, layout: dict) -> None:
+    """A step moves the biases by the rate, up for experts with less than the mean load of that step's tokens and down
+    for those with more; a step that is not taken moves none, nor does the rate 0. The reference keeps its own."""
+    model = load_oracle(folder / "glm4_moe")
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    begun = [gate.e_score_correction_bias.clone() for gate in gates]
+    loads = [torch.zeros(gate.num_experts) for gate in gates]
+    for gate, load in zip(gates, loads, strict=True):
+        gate.register_forward_hook(partial(_count, load))
+    trajectories, *rest = minibatch()
+    with torch.no_grad():
+        for t in trajectories:
+            model(torch.from_numpy(np.concatenate((t.prompt, t.response)).astype(np.int64))[None])
+    for run, rate in (("run", 0.0), ("moving", 0.01)):
+        config = make_config(folder, "glm4_moe", layout | {"megatron": {"moe_router_bias_update_rate": rate}})
+        with open_trainer(folder, rank, config, run) as subject:
+            batch, held = MiniBatch(subject, trajectories, *rest), biases(subject.policy.chunks)
+            for norm in (float("nan"), 1.0):
+                batch.forward_backward(400)
+                subject.policy.step(norm, Steps())
+                for own, before, load in zip(held, begun, loads, strict=True):
+                    moved = rate * torch.sign(load.mean() - load) * (norm == 1.0)
+                    sure = (load - load.mean()).abs() > 12  # what fills up the rows is routed, too
+                    assert sure.sum() > 3 and own.dtype == torch.float32
+                    torch.testing.assert_close(own[sure], (before + moved)[sure])
+            for own, before in zip(biases(subject._reference._chunks), begun, strict=True):
+                assert torch.equal(own, before)
+
+
+def _count(load: torch.Tensor, _gate: Any, _inputs: Any, found: tuple[torch.Tensor, ...]) -> None:
+    load += found[2].flatten().bincount(minlength=len(load))
+
+
+def biases(chunks) -> list[torch.Tensor]:
+    return [values for name, values in tensors(chunks).items() if name.endswith("expert_bias")]

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, DataConfig, ModelConfig, RolloutConfig
+from areal_megatron.config import Config, DataConfig, ModelConfig, ReshardConfig, RolloutConfig
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.probe import EXCERPTS, Probe, excerpts
@@ -13,6 +13,7 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import RunError
 
 LONGEST = 24
 
@@ -82,14 +83,15 @@ def of_trainers(found):
     return np.concatenate([-e.tokens[e.compared == 1].astype(np.float32) / 1000 for e in found])
 
 
-def play(scene, tmp_path, client, kv_policy="keep"):
+def play(scene, tmp_path, client, kv_policy="keep", dtype="bfloat16", vllm=None, **reshard):
     config = Config(
         name="x",
         updates=9,
         batch_size=4,
-        model=ModelConfig(path="x"),
+        model=ModelConfig(path="x", dtype=dtype),
         data=DataConfig(train="x", max_prompt_tokens=5),
-        rollout=RolloutConfig(group_size=2, max_new_tokens=20, kv_policy=kv_policy),
+        rollout=RolloutConfig(group_size=2, max_new_tokens=20, kv_policy=kv_policy, vllm=vllm or {}),
+        reshard=ReshardConfig(**reshard),
     )
 
     async def run():
@@ -99,6 +101,8 @@ def play(scene, tmp_path, client, kv_policy="keep"):
         subject = Probe(config, [engine], changed)
         task = asyncio.create_task(subject.run())
         await scene(subject, engine, changed)
+        if task.done():
+            task.result()
         task.cancel()
 
     asyncio.run(run())
@@ -182,5 +186,53 @@ def test_an_answer_that_comes_late_is_compared_with_its_own_batch(tmp_path):
         await turns()
         subject.trained(1, of_trainers(third))
         assert subject.account()["mismatch_version"] == 1 and subject.account()["mismatch_max"] < 1e-6
+
+    play(scene, tmp_path, client)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "explained"), [("float32", 2e-2, "0.001"), ("float16", 1.0, "0.05"), ("bfloat16", 2.0, "0.15")]
+)
+@pytest.mark.parametrize("version", [0, 1])
+def test_an_engine_that_computes_another_model_ends_the_run(tmp_path, dtype, off, explained, version):
+    """By `off` in every tenth place, with the weights that it began with or after its first update; a tenth of that is
+    explained by the dtype."""
+
+    async def both(subject, engine, changed):
+        for number in range(version + 1):
+            engine.version = client.version = number
+            client.off = off if number == version else off / 10
+            subject.trained(number, of_trainers(subject.begin(number, [trajectory(1, answer=20)])))
+            await turns()
+
+    client = Client()
+    with pytest.raises(
+        RunError, match=f"engine-0 gives tokens .* at version {version}: .* {dtype} explains {explained}"
+    ):
+        play(both, tmp_path, client, dtype=dtype)
+    off /= 10
+    play(both, tmp_path, Client(), dtype=dtype)
+
+
+@pytest.mark.parametrize("settings", [{"check_logprobs": False}, {"vllm": {"kv_cache_dtype": "fp8"}}], ids=str)
+def test_the_test_of_engines_can_be_left_out(tmp_path, settings):
+    async def scene(subject, engine, changed):
+        subject.trained(0, of_trainers(subject.begin(0, [trajectory(1)])))
+        await turns()
+        assert subject.account()["mismatch_max"] > 1
+
+    play(scene, tmp_path, Client(off=9.0), **settings)
+
+
+def test_an_engine_that_was_tested_ends_no_run_later(tmp_path):
+    client = Client()
+
+    async def scene(subject, engine, changed):
+        for version in range(4):
+            engine.version = client.version = version
+            client.off = 9.0 if version > 1 else 0.0
+            subject.trained(version, of_trainers(subject.begin(version, [trajectory(1)])))
+            await turns()
+        assert subject.account()["mismatch_version"] == 3 and subject.account()["mismatch_max"] > 1
 
     play(scene, tmp_path, client)

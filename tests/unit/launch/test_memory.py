@@ -32,6 +32,7 @@ from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.session import ROOM
 from areal_megatron.reshard.staging import reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch import plan
@@ -165,10 +166,13 @@ def test_states_of_experts_are_sharded_over_their_own_replicas(built):
     assert plan.of("optimizer") == pytest.approx(12 * (dense / 2 / 4 + experts / 4 / 2), rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "tp", "streamed"), [*product(HF, (1, 4, 8), (False, True))])
-def test_engine_weights_and_staging(built, name, tp, streamed):
+@pytest.mark.parametrize(
+    ("name", "tp", "streamed", "update"),
+    [*product(HF, (1, 4, 8), (False, True), ["full"]), *product(HF, [8], [True], ["auto"])],
+)
+def test_engine_weights_and_staging(built, name, tp, streamed, update):
     staging = "streamed" if streamed else "full"
-    asked = config(rollout={"tp": tp}, reshard=ReshardConfig(staging=staging))
+    asked = config(rollout={"tp": tp}, reshard=ReshardConfig(staging=staging, update=update))
     plan = engine_memory(asked, HF[name], 0, on_cuda=True)
     layout = engine_layout.layout(HF[name], EngineSizes(tp=tp), 0)
     parameters = {
@@ -176,7 +180,7 @@ def test_engine_weights_and_staging(built, name, tp, streamed):
     }
     assert plan.of("weights") == 2 * sum(p.numel() for p in parameters.values())
     assert plan.of("weights") == pytest.approx(2 * sum(built[name].values()) / tp, rel=0.02)
-    assert plan.of("staging") == reserve(parameters, streamed).nbytes
+    assert plan.of("staging") == reserve(parameters, streamed, ROOM if update == "auto" else 0).nbytes
 
 
 def test_keys_and_values_by_hand():
@@ -681,6 +685,7 @@ def test_options_of_vllm_change_the_plan_of_an_engine():
 
     plain, before = planned()
     assert kv_cache.bytes_per_token(plain, DENSE) == 2 * 64 * 128 * 2
+    assert kv_cache.bytes_per_token(plain, read_config(ROOT / "configs/models/DeepSeek-V3")) == 61 * (512 + 64) * 2
     eight, _ = planned(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0", "63"])
     assert kv_cache.bytes_per_token(eight, DENSE) == 2 * 128 * (62 + 2 * 2)
     _, less = planned(gpu_memory_utilization=0.5)

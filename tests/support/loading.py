@@ -1,0 +1,45 @@
+"""Has vLLM build and load models by itself, and fill them as an update does, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.processes import end_sessions
+from launch.shared_memory import SharedMemory
+
+Case = tuple[str, int, bool, str]
+"""(name of the model's folder, tp, expert parallel, dtype)"""
+
+
+def load(folder: Path, cases: Sequence[Case], ranks: int, hf_overrides: dict[str, Any]) -> list[dict[str, list]]:
+    """Returns for each of `ranks` ranks what loaded_parameters.py writes of each case, by "name tp expert_parallel
+    dtype". The models are in `folder`. Raises AssertionError with the last of the output if a rank fails."""
+    (folder / "cases.json").write_text(json.dumps({"cases": list(cases), "hf_overrides": hf_overrides}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).with_name("loaded_parameters.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": f"layouts-{port}"}
+    with (folder / "out").open("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, script, str(ranks), str(port), folder],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(300)
+    finally:
+        end_sessions({process.pid}, SharedMemory(), grace_s=1)
+        for left in Path("/dev/shm").glob(f"layouts-{port}-*"):  # vLLM's communicator on CPU does not remove them
+            left.unlink()
+    assert code == 0, (folder / "out").read_text()[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,0 +1,174 @@
+"""check_family names what is wrong with a family: faults are planted in a copy of the code."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from areal_megatron.models.architecture import FAMILIES
+from tests.conftest import ROOT
+
+QWEN2, QWEN3, EXPERTS = "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-8B", "Qwen3-30B-A3B"
+
+
+class Fault(NamedTuple):
+    """A fault, and what is said about it."""
+
+    file: str
+    before: str
+    after: str
+    model: str
+    part: str
+    says: str
+
+
+FAULTS = {
+    "missing-bias": Fault(
+        "areal_megatron/models/qwen2.py",
+        "Family((*ATTENTION, QKV_BIAS, *MLP)",
+        "Family((*ATTENTION, *MLP)",
+        QWEN2,
+        "table",
+        "transformers has model.layers.0.self_attn.k_proj.bias, ",
+    ),
+    "transposed-expert": Fault(
+        "areal_megatron/models/table.py",
+        '"experts hidden expert_ffn"',
+        '"experts expert_ffn hidden"',
+        EXPERTS,
+        "table",
+        "another shape than transformers: model.layers.0.mlp.experts.0.down_proj.weight (64, 128), not (128, 64)",
+    ),
+    "swapped-gate-and-up": Fault(
+        "areal_megatron/models/table.py",
+        '{"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}',
+        '{"mlp.up_proj.weight": "ffn hidden", "mlp.gate_proj.weight": "ffn hidden"}',
+        QWEN3,
+        "computation",
+        "layer 0: the MLP differs",
+    ),
+    "wrong-share-of-rotated-dimensions": Fault(
+        "areal_megatron/trainer/model.py",
+        '.get("partial_rotary_factor") or 1.0',
+        '.get("partial_rotary_factor") or 0.5',
+        QWEN3,
+        "computation",
+        "layer 0: attention differs",
+    ),
+    "keys-for-values": Fault(
+        "areal_megatron/models/table.py",
+        """            "self_attn.k_proj.weight": "key_value hidden",
+            "self_attn.v_proj.weight": "key_value hidden",
+""",
+        """            "self_attn.v_proj.weight": "key_value hidden",
+            "self_attn.k_proj.weight": "key_value hidden",
+""",
+        QWEN2,
+        "computation",
+        "layer 0: attention differs",
+    ),
+    "swapped-norms-of-heads": Fault(
+        "areal_megatron/models/qwen3.py",
+        '{f"self_attn.{head}_norm.weight": "head_dim"}',
+        """{f"self_attn.{'qk'[head == 'q']}_norm.weight": "head_dim"}""",
+        QWEN3,
+        "computation",
+        "layer 0: attention differs",
+    ),
+    "wrong-norm": Fault(
+        "areal_megatron/models/table.py",
+        '{"input_layernorm.weight": "hidden"},',
+        '{"post_attention_layernorm.weight": "hidden"},',
+        QWEN3,
+        "table",
+        "transformers has model.layers.0.input_layernorm.weight",
+    ),
+    "wrong-weights-of-experts": Fault(
+        "areal_megatron/trainer/model.py",
+        '"moe_router_pre_softmax": not hf.norm_topk_prob',
+        '"moe_router_pre_softmax": hf.norm_topk_prob',
+        EXPERTS,
+        "computation",
+        "layer 0: the MLP differs",
+    ),
+    "wrong-epsilon": Fault(
+        "areal_megatron/trainer/model.py",
+        "layernorm_epsilon=hf.rms_norm_eps",
+        "layernorm_epsilon=0.01",
+        QWEN3,
+        "computation",
+        "layer 0: the norm before attention differs",
+    ),
+    "wrong-cut": Fault(
+        "areal_megatron/models/table.py",
+        """        Cut.COLUMNS,
+        "self_attention.linear_proj.weight",""",
+        """        Cut.WHOLE,
+        "self_attention.linear_proj.weight",""",
+        QWEN3,
+        "training",
+        "tp2: ",
+    ),
+    "wrong-name-in-engines": Fault(
+        "areal_megatron/models/table.py",
+        """        "self_attn.o_proj.weight",
+        {""",
+        """        "self_attn.dense.weight",
+        {""",
+        QWEN3,
+        "engines",
+        "tp1, float32, rank 0: vLLM has model.layers.0.self_attn.o_proj.weight, ",
+    ),
+    "wrong-dtype-in-engines": Fault(
+        "areal_megatron/models/qwen3.py",
+        "*HEAD_NORMS, ROUTER, *EXPERTS",
+        "*HEAD_NORMS, __import__('dataclasses').replace(ROUTER, engine_dtype='float32'), *EXPERTS",
+        EXPERTS,
+        "engines",
+        "another dtype than vLLM: model.layers.0.mlp.gate.weight torch.float32, not torch.bfloat16",
+    ),
+}
+QUICK = "missing-bias"
+CASES = [pytest.param(f, marks=[pytest.mark.soak] * (name != QUICK), id=name) for name, f in FAULTS.items()]
+
+
+def check(folder, *arguments, code):
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, folder / "tools" / "check_family.py", *arguments]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", CASES)
+def test_a_planted_fault_is_named(tmp_path, fault):
+    for room in ("areal_megatron", "launch", "tools", "tests/support", "configs"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (tmp_path / fault.file).read_text()
+    assert source.count(fault.before) == 1
+    (tmp_path / fault.file).write_text(source.replace(fault.before, fault.after))
+    said = check(tmp_path, f"configs/models/{fault.model}", "--only", fault.part, code=1)
+    [line] = [line for line in said.splitlines() if line.startswith("FAILS")]
+    assert line.split()[1] == fault.part and fault.says in line
+
+
+def test_a_model_without_a_table_is_told_the_nearest(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen9MoeForCausalLM"]}))
+    said = check(ROOT, tmp_path, code=2)
+    assert said == (
+        "check_family.py: model.path: config.json names 'Qwen9MoeForCausalLM', which has no table; known are "
+        f"{', '.join(FAMILIES)}; the nearest table is that of Qwen3MoeForCausalLM, see docs/adding_a_family.md\n"
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", [QWEN2, EXPERTS])
+def test_families_that_are_there_are_right(model):
+    said = check(ROOT, f"configs/models/{model}", code=0)
+    assert [line.split()[0] for line in said.splitlines()] == ["ok"] * 6

@@ -1,0 +1,325 @@
+"""Whether a family of models is right in every part: a tiny random model of a config.json through every oracle.
+
+    python tools/check_family.py HF_DIR [--only PART] [--out FOLDER]
+
+HF_DIR needs a config.json alone. What is built from it keeps all flags and has small sizes; it stays in --out. Each
+part is compared with something that shares no code with the table:
+
+1. the table: names and shapes of the file that transformers writes
+2. what is computed: each part of each layer, in the order of the model, with transformers, so that the first one that
+   differs is named
+3. training: logits, gradients and updates with plain code, on one rank, and split in every way
+4. conversion: from Hugging Face to a checkpoint and back, bit by bit
+5. engines: names, shapes, dtypes and bytes with what vLLM loads by itself, whole and split over two ranks
+6. a run: two updates in flight to a real engine, whose log-probabilities are the trainers'; its export is read by
+   transformers
+
+Exits with 1 if a part fails; those that need it are left out. --only tries one part, with those that it needs. All of
+them take about two and a half minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from areal_megatron.config import ConfigError
+from areal_megatron.convert import from_hf, to_hf
+from areal_megatron.models.architecture import FAMILIES, Architecture, architecture, read_config
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.run import Run
+from tests.support.loading import load
+from tests.support.trainer_ranks import RankFailed, TrainerRanks
+from tools.family import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "model"
+DERIVED = (".W_UV", ".W_UK_T")
+"""How the names of parameters end that vLLM makes of others after loading; updates bring none."""
+_MOST_NAMED = 4
+"""How many differences a line names."""
+DENSE = ({}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"tp": 2, "pp": 2})
+SPARSE = ({}, {"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1})
+"""The layouts of trainers that are tried, of models without experts and with them."""
+
+
+class Fault(RuntimeError):
+    """A part is not as it should be; the message is one line."""
+
+
+@dataclass
+class Subject:
+    """The tiny model."""
+
+    folder: Path
+    tensors: dict[str, torch.Tensor]
+    """What transformers wrote."""
+    architecture: Architecture
+    ranks: TrainerRanks
+
+    @property
+    def model(self) -> Path:
+        return self.folder / MODEL
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison."""
+
+    name: str
+    check: Callable[[Subject], str]
+    """Returns what was compared, or raises Fault."""
+    needs: Sequence[str] = ()
+    """Names of the parts without which it would say nothing new."""
+
+
+def table(subject: Subject) -> str:
+    """Compares names and shapes with those in the file of transformers."""
+    described = {
+        name: tuple(shape)
+        for pattern, shape in subject.architecture.canonical.items()
+        for name, shape in _each(pattern, shape)
+    }
+    written = {name: tuple(tensor.shape) for name, tensor in subject.tensors.items()}
+    _compare(described, written, "the table", "transformers")
+    return f"{len(written)} tensors of {tiny.LAYERS} layers, as transformers names and writes them"
+
+
+def _each(pattern: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the tensors that a pattern stands for; each {} has a number, the first ones of the shape."""
+    mark = re.search(r"\{(\d*)\}", pattern)
+    if mark is None:
+        yield pattern, tuple(shape)
+        return
+    first, count = int(mark[1] or 0), shape[0]
+    for number in range(first, first + count):
+        yield from _each(pattern[: mark.start()] + str(number) + pattern[mark.end() :], shape[1:])
+
+
+def computation(subject: Subject) -> str:
+    """Compares what one trainer rank computes with transformers, part by part."""
+    _on_ranks(subject, "tools.family.computation:check", 1, "computation", model=MODEL)
+    return f"every part of {tiny.LAYERS} layers and the output layer, as transformers computes them"
+
+
+def training(subject: Subject) -> str:
+    """Compares logits, gradients and updates with plain code, in several layouts."""
+    layouts = SPARSE if subject.architecture.dimensions.experts else DENSE
+    for number, layout in enumerate(layouts):
+        world = prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp"))
+        named = _named(layout)
+        cases = {f"trained-{number}": [MODEL, layout]}
+        _on_ranks(subject, "tests.support.ranks.trainer_checks:check_layouts", world, named, cases=cases)
+    return f"logits, gradients and updates of {', '.join(map(_named, layouts))}"
+
+
+def conversion(subject: Subject) -> str:
+    """Compares a model with itself after it has been a checkpoint."""
+    from_hf(subject.model, subject.folder / "checkpoint")
+    to_hf(subject.folder / "checkpoint", subject.folder / "back")
+    _compare_tensors(_read(subject.folder / "back"), subject.tensors, "the export")
+    return f"{len(subject.tensors)} tensors to a checkpoint and back"
+
+
+def engines(subject: Subject) -> str:
+    """Compares what an update fills with what vLLM loads."""
+    cases = [(MODEL, 1, False, "float32"), (MODEL, 2, False, "float32"), (MODEL, 2, False, "bfloat16")]
+    if subject.architecture.dimensions.experts:
+        cases.append((MODEL, 2, True, "float32"))
+    try:
+        loaded = load(subject.folder, cases, 2, {"head_dtype": "float32"})
+    except AssertionError as e:
+        raise Fault(f"vLLM fails: {_why(str(e), first=True)}") from None
+    hf_config = read_config(subject.model)
+    for name, tp, expert_parallel, dtype in cases:
+        sizes = EngineSizes(tp=tp, expert_parallel=expert_parallel)
+        for rank in range(tp):
+            layout = engine_layout.layout(hf_config, sizes, rank)
+            by_vllm, by_us, _ = loaded[rank][f"{name} {tp} {expert_parallel} {dtype}"]
+            what = f"tp{tp}{' with expert parallelism' if expert_parallel else ''}, {dtype}, rank {rank}: "
+            shapes = {key: [*shape] for key, shape in layout.parameters.items()}
+            dtypes = {key: f"torch.{layout.parameter_dtypes.get(key, dtype)}" for key in shapes}
+            named = {key: held for key, held in by_vllm.items() if not key.endswith(DERIVED)}
+            _compare(shapes, {key: shape for key, (shape, *_) in named.items()}, "the table", "vLLM", where=what)
+            _compare(dtypes, {key: kind for key, (_, kind, *_) in named.items()}, "the table", "vLLM", "dtype", what)
+            different = [key for key in by_vllm if by_us[key] != by_vllm[key]]
+            if different:
+                raise Fault(f"{what}other bytes than vLLM loads in {_listed(different)}")
+    return "names, shapes, dtypes and bytes as vLLM loads them, at tp1 and tp2, in float32 and bfloat16"
+
+
+def run(subject: Subject) -> str:
+    """Compares trainers and a real engine before and after updates in flight, and the export with the trainers'."""
+    prompts = [{"prompt": f"<{10 + n}> <{20 + n}> <{30 + n}>", "answer": "<5>"} for n in range(64)]
+    data = subject.folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    keys = {
+        "name": "updates",
+        "runs_dir": subject.folder,
+        "model.path": subject.model,
+        "data.train": data,
+        "data.eval": "",
+        "updates": 3,
+        "batch_size": 32,
+        "rollout.group_size": 4,
+        "rollout.max_running": 32,
+        "rollout.max_staleness": 1,
+        "reward.function": "tests.support.rewards:short",
+        "checkpoint.hf_every": 3,
+    }
+    command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml", *(f"{k}={v}" for k, v in keys.items())]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    if done.returncode:
+        raise Fault(_why(done.stdout))
+    folder = Run(subject.folder / "updates")
+    updates = [line for line in read_metrics(folder) if line["kind"] == "update"]
+    differences = [line["mismatch_mean"] for line in updates if "mismatch_mean" in line]
+    if len(differences) < 2:
+        raise Fault(f"trainers and engine were compared {len(differences)} times in {len(updates)} updates")
+    if max(differences) > 1e-5:
+        raise Fault(f"log-probabilities of engine and trainers differ by {max(differences):.1e} in the mean")
+    exported = _read(max(folder.folder.rglob("model*.safetensors")).parent)
+    _compare(
+        {key: tuple(t.shape) for key, t in exported.items()},
+        {key: tuple(t.shape) for key, t in subject.tensors.items()},
+        "the export",
+        "transformers",
+    )
+    if all(torch.equal(exported[key], tensor) for key, tensor in subject.tensors.items()):
+        raise Fault("nothing was learned: the export is the model that the run began with")
+    return f"{len(updates)} updates in flight, log-probabilities within {max(differences):.0e} of the trainers'"
+
+
+PARTS = (
+    Part("table", table),
+    Part("computation", computation, needs=["table"]),
+    Part("training", training, needs=["computation"]),
+    Part("conversion", conversion, needs=["table"]),
+    Part("engines", engines, needs=["table"]),
+    Part("run", run, needs=["training", "engines"]),
+)
+
+
+def _on_ranks(subject: Subject, check: str, world: int, what: str, **arguments: object) -> None:
+    for name in arguments.get("cases", ["run"]):
+        Run(subject.folder / name).create()
+    try:
+        subject.ranks.run(subject.folder, check, world, **arguments)
+    except RankFailed as e:
+        raise Fault(f"{what}: {_why(str(e))}") from None
+
+
+def _named(layout: dict[str, int]) -> str:
+    return "·".join(f"{size}{count}" for size, count in layout.items()) or "one rank"
+
+
+def _why(output: str, first: bool = False) -> str:
+    """Returns the line that says why processes failed: the last error, or the first one, if others follow from it."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Differs|Fault)\b.*: ", line)]
+    greatest = [line for line in lines if line.startswith("Greatest absolute difference")]
+    return " ".join([(errors or lines or ["no output"])[0 if first else -1], *greatest[-1:]])[:600]
+
+
+def _compare(ours: dict, theirs: dict, we: str, they: str, kind: str = "shape", where: str = "") -> None:
+    if lacking := [name for name in theirs if name not in ours]:
+        raise Fault(f"{where}{they} has {_listed(lacking)}, which {we} lacks")
+    if further := [name for name in ours if name not in theirs]:
+        near = difflib.get_close_matches(further[0], theirs, 1)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise Fault(f"{where}{we} has {_listed(further)}, which {they} has not{hint}")
+    if different := [f"{name} {ours[name]}, not {theirs[name]}" for name in theirs if ours[name] != theirs[name]]:
+        raise Fault(f"{where}{we} has another {kind} than {they}: {_listed(different)}")
+
+
+def _compare_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], we: str) -> None:
+    shapes = ({name: (tuple(t.shape), t.dtype) for name, t in side.items()} for side in (ours, theirs))
+    _compare(*shapes, we, "transformers")
+    if different := [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])]:
+        raise Fault(f"{we} has other values in {_listed(different)}")
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
+    """Prints the outcome of the parts of these names, and returns whether all are right. Raises ConfigError for a
+    config.json without a table."""
+    architecture(hf_config)
+    config = tiny.shrunk(hf_config)
+    tensors = tiny.write(config, folder / MODEL)
+    described = architecture(read_config(folder / MODEL))
+    subject = Subject(folder, tensors, described, TrainerRanks())
+    failed: set[str] = set()
+    for part in (part for part in PARTS if part.name in names):
+        begun = time.monotonic()
+        if missing := failed & {*part.needs}:
+            print(f"  -    {part.name:12} not tried: it needs {', '.join(sorted(missing))}", flush=True)
+            failed.add(part.name)
+            continue
+        try:
+            said, good = part.check(subject), "ok"
+        except (ConfigError, Fault, OSError, ValueError, KeyError) as e:
+            said, good = (str(e) if isinstance(e, Fault) else repr(e)), "FAILS"
+            failed.add(part.name)
+        print(f"{good:6} {part.name:12} {said} ({time.monotonic() - begun:.0f} s)", flush=True)
+    return not failed
+
+
+def _with_what_it_needs(name: str) -> set[str]:
+    [part] = (part for part in PARTS if part.name == name)
+    return {name}.union(*map(_with_what_it_needs, part.needs))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="check_family.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", metavar="HF_DIR", type=Path)
+    parser.add_argument("--only", choices=[part.name for part in PARTS], help="one part, with those that it needs")
+    parser.add_argument("--out", type=Path, help="where the tiny model and what becomes of it is kept")
+    options = parser.parse_args(arguments)
+    try:
+        hf_config = read_config(options.folder)
+        architecture(hf_config)
+    except ConfigError as e:
+        classes = read_config(options.folder).get("architectures") if options.folder.is_dir() else None
+        near = difflib.get_close_matches(str(classes[0]), FAMILIES, 1, 0.3) if isinstance(classes, list) else []
+        hint = f"; the nearest table is that of {near[0]}, see docs/adding_a_family.md" if near else ""
+        print(f"check_family.py: {e}{hint}", file=sys.stderr)
+        return 2
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="family-") as temporary:
+        folder = (options.out or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        warnings.simplefilter("ignore")  # of libraries about themselves, here and in the processes that are started
+        os.environ["PYTHONWARNINGS"] = "ignore"
+        names = _with_what_it_needs(options.only) if options.only else {part.name for part in PARTS}
+        return 0 if check(hf_config, folder, names) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
