@@ -8,7 +8,8 @@ import itertools
 import resource
 import select
 import socket
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
+from typing import NamedTuple
 
 import psutil
 
@@ -21,6 +22,11 @@ STRANGER_S = 10.0
 """Seconds that a connection to such a server has for its first request with the right secret or key."""
 MOST_STRANGERS = 1024
 """Most connections that may be waiting for that at the same time."""
+_SITE, _SITE_LISTEN = "AREAL_SITE", "AREAL_SITE_LISTEN"
+CREDENTIALS_FILE = "AREAL_CREDENTIALS_FILE"
+"""Environment variable, from engine/server.py to server and ranks of an engine at another site: the file of the run's
+credentials."""
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 _LOOKED_AT = 64
 _TURNS = 4
 """Turns of the event loop after which a request that was read has reached whoever looks for the secret."""
@@ -50,6 +56,49 @@ def address(host: str) -> str:
             f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "
             f"{', '.join(sorted(interfaces))}"
         ) from None
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Returns host and port of `HOST:PORT` or `[HOST]:PORT`; port 0 if there is none. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or ("[" not in host and ":" in host) or text.endswith("]"):  # no port, perhaps an IPv6 address
+        host, port = text, "0"
+    if host.startswith("[") != host.endswith("]") or not host.strip("[]"):
+        raise ValueError(f"{text} is not HOST or HOST:PORT")
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{port} is no port")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Site(NamedTuple):
+    """Where an engine at another site is, as its launcher tells it in its environment."""
+
+    host: str
+    """By which the run reaches it."""
+    port: int
+    """That of its server; rank R takes weights at the R-th port after it. 0: whichever ports are free."""
+    listens: str
+    """An address of its machine, which may be another one than the run knows."""
+
+    @property
+    def address(self) -> str:
+        return join_address(self.host, self.port)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The environment variables that say so."""
+        return {_SITE: self.address, _SITE_LISTEN: self.listens}
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Site | None:
+        """Returns that of this engine, or None if it is at the run's own site."""
+        if _SITE not in environment:
+            return None
+        return cls(*split_address(environment[_SITE]), environment[_SITE_LISTEN])
 
 
 def check_network(host: str, machines: Collection[str]) -> None:
@@ -92,6 +141,14 @@ def socket_settings(host: str) -> dict[str, str]:
         if any(a.address.partition("%")[0] == own for a in addresses):
             settings |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     return settings
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel probe a connection that is silent for a minute, so that no firewall forgets it, and close it after
+    another without an answer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def backlog() -> int:

@@ -1,11 +1,11 @@
 """A run's folder and how its processes find each other in it.
 
 ```
-runs/NAME/ (0700) config.yaml · secret, *.key (0600) · endpoints/PROCESS · logs/PROCESS.log · timeline/PROCESS.jsonl
-           leases/00002.json (launch/lease.py) · incarnations/00003.json · ledger/trainer-REPLICA.00003.jsonl
-           metrics.jsonl · status.json · processes.json · tensorboard/ · hf/ · report.html
-           trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py) · exports/version-000012/
-           faults.json · stop
+runs/NAME/ (0700) config.yaml · secret, *.key, site.pem (0600) · endpoints/PROCESS · logs/PROCESS.log
+           timeline/PROCESS.jsonl · leases/00002.json (launch/lease.py) · incarnations/00003.json
+           ledger/trainer-REPLICA.00003.jsonl · metrics.jsonl · status.json · processes.json · tensorboard/ · hf/
+           report.html · trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
+           exports/version-000012/ · faults.json · stop
 ```
 Processes are named `controller`, `engine-E`, `reward-E` and `trainer-RANK`: CONTROLLER, `engine_name`,
 `reward_engine_name`, `trainer_name`.
@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from areal_megatron import descriptors
 from areal_megatron.config import ConfigError
+from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 
 CONTROLLER = "controller"
@@ -37,6 +38,7 @@ _WHOLE_ENGINE = re.compile(rf"{_ENGINE}(0|[1-9]\d{{0,8}})")
 _TRAINER = "trainer-"
 _SECRET = "secret"
 _KEYS = ("controller.key", "trainers.key")
+_CREDENTIALS = "site.pem"
 
 
 class RunError(RuntimeError):
@@ -132,19 +134,21 @@ class Run:
         self.folder.mkdir(mode=0o700, exist_ok=exist_ok)
         for name in ("endpoints", "logs", "timeline", "ledger", "incarnations", "leases"):
             (self.folder / name).mkdir(mode=0o700, exist_ok=exist_ok)
-        for name in (_SECRET, *_KEYS):
+        for name in (_SECRET, *_KEYS, _CREDENTIALS):
             if not (self.folder / name).exists():
                 self._draw(name)
 
     def renew_secret(self) -> None:
-        """Makes another secret. Not while a process of the run lives that is still needed: it holds the one before."""
+        """Makes another secret, and other credentials. Not while a process of the run lives that is still needed: it
+        holds those before."""
         self._draw(_SECRET)
+        self._draw(_CREDENTIALS)
 
     def _draw(self, name: str) -> None:
-        """Writes 256 random bits to a file that only its owner can read."""
+        """Writes 256 random bits, or new credentials, to a file that only its owner can read."""
         temporary = self.folder / f".{name}.{os.getpid()}"
-        with open(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
+        with open(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(new_credentials() if name == _CREDENTIALS else secrets.token_hex(32).encode())
         os.replace(temporary, self.folder / name)
 
     def check_private(self) -> None:
@@ -157,6 +161,8 @@ class Run:
             if status.st_mode & 0o022:
                 raise ConfigError(f"others may write {path}: forbid it with 'chmod -R go-w {self.folder}'")
         _ = self.token, self.keys
+        if (self.folder / _CREDENTIALS).exists():  # an earlier release made none
+            _ = self.credentials
 
     def begin(
         self,
@@ -258,6 +264,13 @@ class Run:
         """Raises ConfigError if others may read or have written them."""
         return SecretKeys(*(bytes.fromhex(self._read_private(name)) for name in _KEYS))
 
+    @property
+    def credentials(self) -> Credentials:
+        """Those by which engines of other sites and this one know each other. Raises ConfigError if others may read or
+        have written them."""
+        self._read_private(_CREDENTIALS)
+        return Credentials(self.folder / _CREDENTIALS)
+
     def _read_private(self, name: str) -> str:
         path = self.folder / name
         try:
@@ -270,7 +283,7 @@ class Run:
                 raise ConfigError(f"{path} is not a file of this user: remove it")
             if status.st_mode & 0o077:
                 raise ConfigError(f"others may use {path}: forbid it with 'chmod 600 {path}'")
-            return os.read(descriptor, 1000).decode()
+            return os.read(descriptor, 10_000).decode()
         finally:
             os.close(descriptor)
 

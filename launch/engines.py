@@ -1,37 +1,48 @@
 """Adds engines to a running run, or takes some away: `python -m launch.engines add RUN`, `… drain RUN engine-2`.
 
 `add` starts engines on this machine, as many as its GPUs hold, and looks after them until the run is over, they are
-drained, or it is interrupted; as a Slurm job: `sbatch slurm/add_engines.sh RUN`. `drain` lets engines answer the
-requests that they have and then leave; the launcher that started them ends them. Exit code 0: the run is over or all
-are drained, 1: the engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor vllm.
+drained, or it is interrupted; as a Slurm job: `sbatch slurm/add_engines.sh RUN`. With `--address` this machine is at
+another site (docs/sites.md). `drain` lets engines answer the requests that they have and then leave; the launcher that
+started them ends them. Exit code 0: the run is over or all are drained, 1: the engines have failed, 2: wrong input,
+130: interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import ipaddress
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.engine.server import reserve_ports
+from areal_megatron.network import Site, join_address, split_address
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState, engines_of
-from areal_megatron.run import Run, engine_index, engine_name
+from areal_megatron.run import Run, RunError, engine_index, engine_name
 from launch import gpus, start
 from launch.health import Health
 from launch.hosts import Here
 from launch.orders import start_order
 from launch.pools import Process, Slot
-from launch.records import Pulse, read_record, state_of
+from launch.records import LaunchRecord, Pulse, read_record, state_of
 from launch.supervise import Outcome, describe, interrupt
 
 _POLL_S = 0.5
+_LOOK_S = 5.0
+_UNREACHED_S = 60.0
+"""How long the controller may take to reach an engine that serves."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,6 +52,19 @@ def main(arguments: list[str] | None = None) -> int:
     adding.add_argument("--count", type=int, default=0, help="engines; default: as many as this machine's GPUs hold")
     adding.add_argument(
         "--restarts", type=int, default=10, metavar="N", help="start one that dies again, N times in all"
+    )
+    adding.add_argument(
+        "--address",
+        metavar="HOST[:PORT]",
+        default="",
+        help="this machine is at another site, and the run reaches it here: each engine takes rollout.tp + 1 ports in "
+        "a row, from PORT on (default: any that are free)",
+    )
+    adding.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        default="",
+        help="this machine's own address, where what goes to HOST is translated to it or forwarded (default: HOST)",
     )
     start.add_python(adding)
     draining = actions.add_parser("drain", help="have engines leave the run")
@@ -56,6 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.action == "add":
             start.check_packages(config, options.python, ["rollout"])
             check_not_shared(run, config)
+            if options.listen and not options.address:
+                raise ConfigError("--listen: goes with --address, by which the run reaches this machine")
+            if options.address:
+                check_elsewhere(run)
             return add(run, config, options)
         return drain(run, options.engines, options.timeout_s, config.machine.silence_s)
     except ConfigError as e:
@@ -77,13 +105,63 @@ def check_not_shared(run: Run, config: Config) -> None:
     """Raises ConfigError if the trainers and engines of the run have divided the memory of this machine's GPUs."""
     if not config.shares_gpus:
         return
-    record = read_record(run)
-    here = {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}
-    if here & {record.launcher, *(process.node for process in record.processes)}:
+    if _here() & _machines(read_record(run)):
         raise ConfigError(
             "machine.shared: the run's trainers and engines have divided the memory of this machine's GPUs; add "
             "engines on another machine"
         )
+
+
+def check_elsewhere(run: Run) -> None:
+    """Raises ConfigError if this machine is one of the run's own, which need no other address."""
+    if _here() & _machines(read_record(run)):
+        raise ConfigError("--address: this machine has processes of the run already; leave --address out")
+
+
+def _here() -> set[str | None]:
+    """The names that this machine may have in a record."""
+    return {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}
+
+
+def _machines(record: LaunchRecord) -> set[str]:
+    return {record.launcher, *(process.node for process in record.processes)}
+
+
+def sites_of(text: str, listens: str, engines: int, tp: int) -> list[Site]:
+    """Returns where each of the engines is, by the HOST[:PORT] at which the run reaches the first, and the address at
+    which they listen, or "" if that is the same.
+
+    Raises ConfigError if it is no address of this machine that other sites can reach, or if a port is taken.
+    """
+    option, said = ("--listen", listens) if listens else ("--address", text)
+    try:
+        host, port = split_address(text)
+        said = listens or host
+        own = ipaddress.ip_address(socket.getaddrinfo(said, None, type=socket.SOCK_STREAM)[0][4][0].partition("%")[0])
+    except ValueError as e:
+        raise ConfigError(f"--address: {e}") from None
+    except OSError as e:
+        raise ConfigError(f"{option}: {said} is not known here: {e.strerror}") from None
+    if own.is_unspecified or own.is_multicast or (own.is_loopback and not listens):
+        raise ConfigError(f"{option}: no other site can reach {said}; give this machine's own address")
+    if port + engines * (tp + 1) > 1 << 16:
+        raise ConfigError(f"--address: {engines} engines take {tp + 1} ports each, and there are too few after {port}")
+    sites = [Site(host, port and port + n * (tp + 1), str(own)) for n in range(engines)]
+    for site in sites:
+        try:
+            for reservation in reserve_ports(site.listens, site.port, tp + 1)[1]:
+                reservation.close()
+        except OSError as e:
+            if e.errno == errno.EADDRNOTAVAIL:
+                here = ", ".join(sorted(_own_addresses()))
+                raise ConfigError(f"{option}: {said} is no address of this machine; it has {here}") from None
+            raise ConfigError(f"--address: ports {site.port} to {site.port + tp} of {said}: {e.strerror}") from None
+    return sites
+
+
+def _own_addresses() -> set[str]:
+    found = (one for interface in psutil.net_if_addrs().values() for one in interface)
+    return {one.address.partition("%")[0] for one in found if one.family in (socket.AF_INET, socket.AF_INET6)}
 
 
 def add(run: Run, config: Config, options: argparse.Namespace) -> int:
@@ -105,14 +183,19 @@ class _Added:
         self._python, self._restarts = options.python.get("rollout", ()), options.restarts
         self._health, self._incarnation, self._lease = Health(run), run.incarnation, run.lease
         groups = slots(config, options.count)
+        sites: list[Site] | list[None] = [None] * len(groups)
+        if options.address:
+            sites = sites_of(options.address, options.listen, len(groups), config.rollout.tp)
         self._processes = {p.name: p for p in (self._process(own) for own in groups)}
+        self._sites = dict(zip(self._processes, sites, strict=True))
+        """Where each is, if this is another site."""
         self._ended: set[str] = set()
 
     def outcome(self) -> int:
         for name in self._processes:
             self._start(name)
         print(f"started {', '.join(self._processes)} for {self._run.folder}", flush=True)
-        pulse = Pulse(self._run, self._config.machine.silence_s)
+        pulse, reach = Pulse(self._run, self._config.machine.silence_s), Reach(self._run)
         while len(self._ended) < len(self._processes):
             if (state := pulse.state()) != "running":
                 print(f"the run is over: it is {state}")
@@ -127,6 +210,9 @@ class _Added:
                             self._start(name)
             for name, why in self._health.to_end().items():
                 self._end(name, why)
+            sites = {name: site for name, site in self._sites.items() if site and name not in self._ended}
+            for news in reach.look(sites):
+                print(f"warning: {news}", file=sys.stderr, flush=True)
             for name in self._processes.keys() - self._ended:
                 if self._here.by_name[name].exit_code is not None:
                     self._again(name)
@@ -139,7 +225,8 @@ class _Added:
 
     def _start(self, name: str) -> None:
         process = self._processes[name]
-        self._here.start(start_order(self._config, self._run, process, self._here.supervisor(process), self._python))
+        supervisor, site = self._here.supervisor(process), self._sites[name]
+        self._here.start(start_order(self._config, self._run, process, supervisor, self._python, site=site))
         self._health.started(name)
 
     def _end(self, name: str, why: str) -> None:
@@ -156,6 +243,37 @@ class _Added:
             self._start(name)
         else:
             self._ended.add(name)
+
+
+class Reach:
+    """Tells once of an engine at another site that serves, but that the run's controller has not reached."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._since: dict[str, float] = {}
+        """When each was first found to serve, by this machine's monotonic clock."""
+        self._told: set[str] = set()
+        self._looked = 0.0
+
+    def look(self, sites: Mapping[str, Site]) -> list[str]:
+        """Returns what there is to tell of these engines. To be called often."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_S:
+            return []
+        self._looked = now
+        reached = {engine.name for engine in engines_of(read_status(self._run)) if not engine.state.gone}
+        news = []
+        for name in sorted(sites.keys() - reached - self._told):
+            with suppress(OSError, RunError, ValueError):
+                host, port = split_address(self._run.endpoint(name).partition("://")[2])
+                socket.create_connection((sites[name].listens, port), 1).close()
+                if now - self._since.setdefault(name, now) >= _UNREACHED_S:
+                    self._told.add(name)
+                    news.append(
+                        f"{name} serves at {join_address(host, port)}, but in {_UNREACHED_S:.0f} s the run has not "
+                        f"reached it: can its nodes connect to that port and the next ones of {host}?"
+                    )
+        return news
 
 
 def slots(config: Config, count: int) -> list[list[int | str]]:

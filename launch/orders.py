@@ -14,6 +14,7 @@ import msgspec
 
 from areal_megatron.config import Config
 from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS
+from areal_megatron.network import Site
 from areal_megatron.run import Run, is_server
 from launch import caches, gpus
 from launch.gpus import VISIBLE
@@ -132,11 +133,13 @@ def start_order(
     python: Sequence[str] = (),
     rendezvous: str = "",
     shares: GpuShares | None = None,
+    site: Site | None = None,
 ) -> StartOrder:
     """Returns the order that starts a process of the placement; machine.device must be decided.
 
     `python`: the command of another interpreter than this one. `rendezvous`: the name by which the parts of an engine
     find each other, a new one for every start. `shares`: how the pools divide their GPUs' memory, if they share GPUs.
+    `site`: where it is, if it is an engine at another one.
     """
     command = [*(python or [sys.executable]), "-m", module_of(config, process.pool), "--run", str(run.folder)]
     if process.pool == "rollout":  # engines live on while the others are started again
@@ -146,6 +149,8 @@ def start_order(
     if process.pool != "controller":
         command += ["--index", str(process.index)]
     settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if site:
+        settings |= site.settings
     if process.of > 1:
         settings |= {PART: f"{process.part}/{process.of}", RENDEZVOUS: rendezvous}
     cores: list[int] = []

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -45,11 +46,13 @@ def take_interrupts() -> None:
 class LocalRun:
     """`python -m launch.local` as its own process; output in one file."""
 
-    def __init__(self, folder: Path, *overrides: str, output: Path | None = None):
+    def __init__(self, folder: Path, *overrides: str, output: Path | None = None, enter: Sequence[str] = ()):
+        """`enter`: the beginning of the command, as of support/slow_link.py."""
         self.folder = folder
         self.traces = Traces(folder.parent)
         self._output = output or folder.with_suffix(".out")
         command = [
+            *enter,
             sys.executable,
             "-m",
             "launch.local",
@@ -109,9 +112,9 @@ def local_run(tmp_path):
     """Starts runs; whatever a failed test leaves running is ended."""
     runs = []
 
-    def start(name: str, *overrides: str, output: str = "") -> LocalRun:
+    def start(name: str, *overrides: str, output: str = "", enter: Sequence[str] = ()) -> LocalRun:
         """`output`: name of the file for the launcher's output, if the run's own is still needed."""
-        runs.append(LocalRun(tmp_path / name, *overrides, output=tmp_path / output if output else None))
+        runs.append(LocalRun(tmp_path / name, *overrides, output=tmp_path / output if output else None, enter=enter))
         return runs[-1]
 
     yield start

@@ -11,6 +11,8 @@ import functools
 import logging
 import math
 import os
+import socket
+import ssl
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -23,7 +25,7 @@ from areal_megatron.engine import answers
 from areal_megatron.engine.answers import RawAnswer, RawArray
 from areal_megatron.errors import printable
 from areal_megatron.lateness import now, within
-from areal_megatron.network import KEEP_ALIVE_S
+from areal_megatron.network import KEEP_ALIVE_S, keep_alive
 from areal_megatron.reshard import session
 
 log = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class EngineClient:
     """A connection to one engine. Make and use it in one event loop.
 
     `name` names the engine in every error, `token` is the run's secret. `timeout_s` bounds every call except
-    `generate`, whose length is the model's to choose. Every call may raise EngineError.
+    `generate`, whose length is the model's to choose. `tls` is for an https endpoint. Every call may raise EngineError.
 
     Example:
         client = EngineClient("engine-0", "http://10.0.0.2:8000", token, timeout_s=60)
@@ -111,12 +113,13 @@ class EngineClient:
     """One for all clients of an event loop. Whoever holds it decodes one answer in a turn of the loop: a group takes
     milliseconds, and answers of several engines that arrive together would hold the loop for all of them."""
 
-    def __init__(self, name: str, endpoint: str, token: str, timeout_s: float):
+    def __init__(self, name: str, endpoint: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None):
         self.name, self.endpoint, self.timeout_s = name, endpoint, timeout_s
-        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S / 4)
+        options = {"limit": 0, "ssl": tls or True, "socket_factory": _socket}  # True is aiohttp's default
+        kept = aiohttp.TCPConnector(keepalive_timeout=KEEP_ALIVE_S / 4, **options)
         self._session = self._session_over(kept, token)
         """For frequent calls; keeps connections, but never as long as the engine does."""
-        self._fresh = self._session_over(aiohttp.TCPConnector(limit=0, force_close=True), token)
+        self._fresh = self._session_over(aiohttp.TCPConnector(force_close=True, **options), token)
         """For all others: a new connection for each. What comes over one that the engine is closing fails, and a commit
         cannot simply be sent again."""
         self._generating: set[str] = set()
@@ -314,6 +317,13 @@ class EngineClient:
         headers = None if body is None else _JSON
         async with connections.request(method, self.endpoint + path, data=body, headers=headers) as response:
             return response.status, await response.read()
+
+
+def _socket(place: tuple[Any, ...]) -> socket.socket:
+    """An answer may take hours, in which nothing else comes over its connection."""
+    made = socket.socket(*place[:3])
+    keep_alive(made)
+    return made
 
 
 @functools.cache  # once a process

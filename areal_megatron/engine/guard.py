@@ -8,9 +8,13 @@ over which nobody does that.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hmac
 import logging
 import os
+import ssl
+from asyncio.sslproto import SSLProtocol
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,10 @@ from typing import Any
 from prometheus_client import Counter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from areal_megatron.credentials import Credentials
 from areal_megatron.engine.environment import SECRET_FILE
 from areal_megatron.errors import Rarely, printable, worth_a_line
-from areal_megatron.network import Strangers, backlog
+from areal_megatron.network import CREDENTIALS_FILE, STRANGER_S, Strangers, backlog
 
 log = logging.getLogger("vllm.areal")
 REFUSED = Counter("areal:refused_requests", "Requests without the run's secret")
@@ -97,11 +102,51 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
 
+class SecuredConnection(SSLProtocol):
+    """A GuardedConnection inside TLS: one that has not shown the credentials is a stranger as well.
+
+    uvicorn's own TLS would give it a minute, and know no limit to the number of such connections.
+    """
+
+    _strangers = GuardedConnection._strangers
+
+    def __init__(self, tls: ssl.SSLContext, **of_uvicorn: Any):
+        within, limit_s = _Within(self, **of_uvicorn), {"ssl_handshake_timeout": STRANGER_S}
+        super().__init__(asyncio.get_running_loop(), within, tls, None, server_side=True, **limit_s)
+
+    def connection_made(self, transport) -> None:
+        self._strangers.add(self, transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc) -> None:
+        self.is_known()
+        super().connection_lost(exc)
+
+    def is_known(self) -> None:
+        """The other end has shown the credentials, or has gone."""
+        self._strangers.discard(self)
+
+
+class _Within(GuardedConnection):
+    def __init__(self, around: SecuredConnection, **of_uvicorn: Any):
+        super().__init__(**of_uvicorn)
+        self._around = around
+
+    def connection_made(self, transport) -> None:
+        self._around.is_known()
+        super().connection_made(transport)
+
+
 _complaints = Rarely(logging.WARNING)
 
 
 def uvicorn_options() -> dict[str, Any]:
     """Returns the options for uvicorn with which it serves guarded connections and no WebSockets, and rarely warns of
-    malformed requests."""
+    malformed requests; with the credentials of an engine at another site it speaks TLS."""
     logging.getLogger("uvicorn.error").addFilter(_complaints)
-    return {"http": GuardedConnection, "ws": "none", "backlog": backlog()}
+    connection = GuardedConnection
+    if CREDENTIALS_FILE in os.environ:
+        tls = Credentials(Path(os.environ[CREDENTIALS_FILE])).listening()
+        connection = functools.partial(SecuredConnection, tls)
+        connection.__name__ = SecuredConnection.__name__  # uvicorn's log says which it is
+    return {"http": connection, "ws": "none", "backlog": backlog()}

@@ -2,9 +2,10 @@
 
     python -m areal_megatron.engine.server --run RUN_DIR --index E
 
-The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES. It announces `engine-E` before
-vLLM has loaded: clients wait for /health. Every route asks for the run's secret (engine/guard.py), so any OpenAI
-client works that sends it as its API key; the policy is served as the model `policy`.
+The launcher starts it with AREAL_CPUS (comma-separated cores) or CUDA_VISIBLE_DEVICES, and one at another site with
+AREAL_SITE (network.Site): then the server speaks TLS, and only with holders of the run's credentials. It announces
+`engine-E` before vLLM has loaded: clients wait for /health. Every route asks for the run's secret (engine/guard.py), so
+any OpenAI client works that sends it as its API key; the policy is served as the model `policy`.
 
 If an engine spans several nodes, each node runs one part of it, by vLLM's own multi-node executor. The first part
 serves; the others only hold ranks, and meet the first at the address that it announces as AREAL_RENDEZVOUS. AREAL_PART
@@ -13,6 +14,7 @@ says which part this is, and of how many: 1/2 is the second of two.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,19 +23,29 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
-from areal_megatron.models.architecture import read_config
-from areal_megatron.network import KEEP_ALIVE_S, address, socket_settings
+from areal_megatron.models.architecture import architecture, implied, read_config
+from areal_megatron.network import (
+    CREDENTIALS_FILE,
+    KEEP_ALIVE_S,
+    Site,
+    address,
+    join_address,
+    socket_settings,
+)
 from areal_megatron.run import Run, engine_name, from_command_line
 from areal_megatron.versions import require
 
 SERVED_MODEL = "policy"
 PASSED_THROUGH = "--passed-through"
 """What follows it on the command line of our servers is rollout.vllm as JSON."""
+_TRIES = 100
+"""How often ports in a row are looked for."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +96,14 @@ def passed_through(config: Config) -> list[str]:
 
 def engine_arguments(config: Config) -> list[str]:
     """Returns the options of vLLM's command line that are ours to set, of each part of an engine."""
-    rollout = config.rollout
+    rollout, hf_config = config.rollout, read_config(config.model.path)
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
-    command += ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
+    command += ["--hf-overrides", json.dumps(_overrides(config, hf_config))]
     command += ["--max-model-len", str(config.longest_sequence)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
+    if backend == "areal-streamed" and config.reshard.update != "full":
+        backend = "areal-changes"
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -100,9 +114,13 @@ def engine_arguments(config: Config) -> list[str]:
     if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
     if config.machine.is_cpu:
-        size = kv_cache.cpu_bytes(config, read_config(config.model.path), kv_cache.machine_bytes())
+        size = kv_cache.cpu_bytes(config, hf_config, kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
-        command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
+        if architecture(hf_config).dimensions.latent:
+            # The other kernel of CPUs keeps no weights that an update could be written into.
+            command += ["--attention-backend", "CPU_MLA"]
+        else:
+            command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
         # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
         command += ["--no-enable-chunked-prefill"]
         if rollout.tp == 1:
@@ -110,6 +128,11 @@ def engine_arguments(config: Config) -> list[str]:
     else:
         command += ["--moe-backend", "triton"]  # leaves experts as they are loaded; updates are written into them
     return command
+
+
+def _overrides(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM is to read in config.json."""
+    return {"head_dtype": config.model.head_dtype} | implied(hf_config)
 
 
 def memory_arguments(environment: Mapping[str, str]) -> list[str]:
@@ -156,13 +179,36 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
     return environment
 
 
-def reserve_port(host: str) -> tuple[int, socket.socket]:
-    """Returns a free port and a socket that keeps it until vLLM binds it: the socket survives exec, never listens."""
+def reserve_port(host: str, port: int = 0) -> tuple[int, socket.socket]:
+    """Returns a port, a free one if none is given, and a socket that keeps it until vLLM binds it: the socket survives
+    exec, never listens. Raises OSError if the port is not to be had."""
     reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.bind((host, 0))
-    reservation.set_inheritable(True)
-    return reservation.getsockname()[1], reservation
+    try:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((host, port))
+        reservation.set_inheritable(True)
+        return reservation.getsockname()[1], reservation
+    except OSError:
+        reservation.close()
+        raise
+
+
+def reserve_ports(host: str, first: int, count: int) -> tuple[int, list[socket.socket]]:
+    """Returns the first of `count` ports in a row and what keeps them, as `reserve_port` does; `first` 0: wherever they
+    are free. Raises OSError."""
+    for left in reversed(range(1 if first else _TRIES)):
+        with contextlib.ExitStack() as stack:
+            try:
+                port, reservation = reserve_port(host, first)
+                kept = [stack.enter_context(reservation)]
+                kept += [stack.enter_context(reserve_port(host, port + n)[1]) for n in range(1, count)]
+            except OSError:
+                if not left:
+                    raise
+            else:
+                stack.pop_all()
+                return port, kept
+    raise AssertionError("a try returns or raises")
 
 
 def own_cores(config: Config) -> list[int]:
@@ -174,30 +220,34 @@ def own_cores(config: Config) -> list[int]:
     return cpus
 
 
-def url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url(host: str, port: int, scheme: str = "http") -> str:
+    return f"{scheme}://{join_address(host, port)}"
 
 
 def main() -> None:
     run, index = from_command_line("areal_megatron.engine.server")
     config = load(run.config)
     require("rollout", config)
-    cpus, host = own_cores(config), address(config.machine.host)
+    site = Site.of(os.environ)
+    cpus, host = own_cores(config), address(site.listens if site else config.machine.host)
     number, parts = map(int, os.environ.get(PART, "0/1").split("/"))
     if number:
         part = NodePart(number, parts, run.endpoint(os.environ[RENDEZVOUS], config.machine.peer_timeout_s))
         command = headless_command(config, part)
     else:
-        port, _reservation = reserve_port(host)
+        port, _reservations = reserve_ports(host, *((site.port, 1 + config.rollout.tp) if site else (0, 1)))
+        site = site and site._replace(port=port)
         part = NodePart()
         if parts > 1:
             master_port, _master_reservation = reserve_port(host)
             part = NodePart(0, parts, f"{host}:{master_port}")
             run.announce(os.environ[RENDEZVOUS], part.master)
         command = server_command(config, host, port, part)
-        run.announce(engine_name(index), url(host, port))
+        run.announce(engine_name(index), url(site.host, port, "https") if site else url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)
-    environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus, parts)
+    environment = socket_settings(host) | os.environ | server_environment(config, run, cpus, parts)
+    if site:
+        environment |= site.settings | {CREDENTIALS_FILE: str(run.credentials.path)}
     os.execve(command[0], command, environment)
 
 

@@ -152,6 +152,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(cluster, submi
     traces.check()
 
 
+@pytest.mark.soak  # five minutes
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, world, tmp_path):
     """First the node of the only engine, then that of the launcher, whose loss only the other nodes notice."""
@@ -206,6 +207,7 @@ def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world
     assert [line["version"] for line in lines] == list(range(1, updates + 1)) and audit(run) == []
 
 
+@pytest.mark.soak  # five minutes
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, world, tmp_path):
     """Then an engine of another job joins. Neither job leaves anything behind."""

@@ -1,9 +1,10 @@
 """Servers as a run has them, each in a process of its own that may open few descriptors, for tests with strangers.
 
-    python -m tests.support.listeners engine|agents FOLDER
+    python -m tests.support.listeners engine|site|agents FOLDER
 
 `engine` is uvicorn with the options, middleware and event loop of an engine, around a stand-in for vLLM's routes;
-`agents` is the endpoint of an episode. Writes address and secret as one line; ends when its stdin does.
+`site` is one of an engine at another site, with the credentials site.pem in the folder; `agents` is the endpoint of an
+episode. Writes address and secret as one line; ends when its stdin does.
 """
 
 import asyncio
@@ -61,7 +62,12 @@ def listening(kind, folder):
             process.stdout.close()
 
 
-async def engine(folder, told):
+async def site(folder, told):
+    os.environ[network.CREDENTIALS_FILE] = str(folder / "site.pem")
+    await engine(folder, told, "https")
+
+
+async def engine(folder, told, scheme="http"):
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -85,7 +91,7 @@ async def engine(folder, told):
     config = uvicorn.Config(app, access_log=False, timeout_keep_alive=network.KEEP_ALIVE_S, **uvicorn_options())
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}", SECRET, flush=True)
+    print(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", SECRET, flush=True)
     await told.wait()
     server.should_exit = True
     await serving
@@ -111,11 +117,11 @@ async def main(kind, folder):
         loop.call_soon_threadsafe(told.set)
 
     threading.Thread(target=wait, daemon=True).start()
-    await {"engine": engine, "agents": agents}[kind](folder, told)
+    await {"engine": engine, "site": site, "agents": agents}[kind](folder, told)
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     network.STRANGER_S = STRANGER_S
-    run = {"engine": uvloop.run, "agents": asyncio.run}[sys.argv[1]]
+    run = {"engine": uvloop.run, "site": uvloop.run, "agents": asyncio.run}[sys.argv[1]]
     run(main(sys.argv[1], Path(sys.argv[2])))

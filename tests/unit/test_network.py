@@ -8,7 +8,7 @@ import pytest
 
 from areal_megatron import network
 from areal_megatron.config import ConfigError
-from areal_megatron.network import Strangers
+from areal_megatron.network import Strangers, join_address, split_address
 
 
 def test_an_address_a_name_and_an_interface():
@@ -118,3 +118,25 @@ def test_strangers_get_a_share_of_the_descriptors():
         assert network.backlog() == 50
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("far", ("far", 0)),
+        ("far:7000", ("far", 7000)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("fe80::1", ("fe80::1", 0)),
+        ("[fe80::1]", ("fe80::1", 0)),
+        ("[fe80::1]:7000", ("fe80::1", 7000)),
+    ],
+)
+def test_a_host_and_its_port(text, parts):
+    assert split_address(text) == parts
+    assert split_address(join_address(*parts)) == parts
+
+
+@pytest.mark.parametrize("text", ["", ":7000", "[]:7000", "[fe80::1:7000", "far:", "far:65536", "far:x", "far:-1"])
+def test_what_is_no_host_with_a_port(text):
+    with pytest.raises(ValueError, match=r"is not HOST|is no port"):
+        split_address(text)

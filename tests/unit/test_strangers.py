@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from areal_megatron.credentials import Credentials, new_credentials
 from tests.support.listeners import DESCRIPTORS, STRANGER_S, listening
 
 RANDOM, CRAFTED, SILENT = 5000, 500, 1000
@@ -25,9 +26,9 @@ def listener(request, tmp_path):
 class Friend(threading.Thread):
     """Asks with the secret, over a new connection each time, until it is told to stop."""
 
-    def __init__(self, listener):
+    def __init__(self, listener, tls=None):
         super().__init__()
-        self._listener, self._done = listener, threading.Event()
+        self._listener, self._tls, self._done = listener, tls, threading.Event()
         self.seconds, self.problems = [], []
 
     def run(self):
@@ -40,7 +41,10 @@ class Friend(threading.Thread):
             self.seconds.append(time.monotonic() - started)
 
     def connect(self):
-        return http.client.HTTPConnection(self._listener.host, self._listener.port, timeout=10)
+        place = self._listener.host, self._listener.port
+        if self._tls:
+            return http.client.HTTPSConnection(*place, timeout=10, context=self._tls)
+        return http.client.HTTPConnection(*place, timeout=10)
 
     def ask(self, connection, close=True):
         connection.request("GET", self._listener.path, headers={"Authorization": f"Bearer {self._listener.secret}"})
@@ -147,8 +151,12 @@ async def flood(listener):
     return await asyncio.gather(*(send(listener, request, gate) for request in requests)), silent
 
 
-def test_strangers_end_nothing_and_use_nothing_up(listener):
-    friend = Friend(listener)
+def survived(listener, tls=None):
+    """Floods the server, beside a friend who is served all the time; returns what the strangers were answered.
+
+    Nothing of the server's is used up afterwards, and its log is short.
+    """
+    friend = Friend(listener, tls)
     kept = friend.connect()
     friend.ask(kept, close=False)
     descriptors = listener.process.num_fds() - 1
@@ -159,8 +167,6 @@ def test_strangers_end_nothing_and_use_nothing_up(listener):
         friend.stop()
     assert len(answers) == RANDOM + CRAFTED and len(silent) == SILENT > DESCRIPTORS
     assert not friend.problems and max(friend.seconds) < 1 and len(friend.seconds) > 50
-    found = {answer.split(b" ")[1] for answer in answers if answer}
-    assert b"401" in found and all(status.startswith(b"4") for status in found), found
     friend.ask(kept)  # its connection has survived
 
     deadline = time.monotonic() + STRANGER_S + 5
@@ -170,7 +176,21 @@ def test_strangers_end_nothing_and_use_nothing_up(listener):
     for connection in silent:
         connection.close()
     assert len(listener.log.splitlines()) < 200 and len(listener.log) < 50_000
+    return answers
+
+
+def test_strangers_end_nothing_and_use_nothing_up(listener):
+    found = {answer.split(b" ")[1] for answer in survived(listener) if answer}
+    assert b"401" in found and all(status.startswith(b"4") for status in found), found
     assert "\x1b" not in listener.log and "\nforged" not in listener.log
+
+
+def test_strangers_at_an_engine_of_another_site_use_nothing_up(tmp_path):
+    """None of them gets past the handshake."""
+    (tmp_path / "site.pem").write_bytes(new_credentials())
+    with listening("site", tmp_path) as listener:
+        answers = survived(listener, Credentials(tmp_path / "site.pem").calling())
+        assert not any(b"HTTP" in answer for answer in answers)
 
 
 @pytest.mark.parametrize("path", ["/models", "/%0aforged:line%1b[2J"])

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from areal_megatron.engine.client import EngineClient, EngineError, versions_of_tokens
 from tests.support.generating import generated
+from tests.support.probing import probed
 
 
 def test_spans_become_versions_of_tokens():
@@ -226,3 +227,26 @@ def test_a_call_waits_for_a_descriptor_and_does_not_blame_the_engine(tmp_path):
             asyncio.run(asyncio.wait_for(play(), 30))
         finally:
             server.kill()
+
+
+def test_a_connection_over_which_an_answer_is_long_in_coming_is_probed():
+    """Or firewalls forget it, and the answer never comes."""
+
+    async def play():
+        async def say_nothing(reader, writer):
+            await reader.read(100)
+            asked.set()
+            await asyncio.sleep(60)
+
+        asked = asyncio.Event()
+        async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = EngineClient("engine-0", f"http://127.0.0.1:{port}", "secret", timeout_s=5)
+            call = asyncio.ensure_future(client.load(60))
+            await asked.wait()
+            while not probed(port):
+                await asyncio.sleep(0.05)
+            call.cancel()
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(play(), 30))

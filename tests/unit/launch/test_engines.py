@@ -1,16 +1,18 @@
 """What `python -m launch.engines` decides before it starts or drains anything."""
 
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.network import Site, address
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.run import Run
 from launch import engines
-from launch.engines import check_not_shared, check_running, claim, drain, slots
+from launch.engines import Reach, check_elsewhere, check_not_shared, check_running, claim, drain, sites_of, slots
 from launch.pools import Placement, Process, Slot
 from launch.records import Recorder
 
@@ -99,3 +101,91 @@ def test_a_gpu_that_the_pools_of_a_run_share_has_no_room_for_more_engines(run, m
         check_not_shared(run, asked)
     asked.machine.device = "cpu"  # cores can be shared by any number
     check_not_shared(run, asked)
+
+
+def test_engines_at_another_site_take_ports_in_a_row():
+    own = routed_address()
+    assert sites_of(f"{own}:47000", "", 3, 2) == [Site(own, port, own) for port in (47000, 47003, 47006)]
+    assert sites_of(own, "", 2, 1) == [Site(own, 0, own)] * 2, "wherever they are free, at each start"
+
+
+def test_a_machine_whose_address_is_translated_listens_at_its_own():
+    sites = sites_of("gateway.invalid:47000", "127.0.0.1", 2, 1)
+    assert sites == [Site("gateway.invalid", port, "127.0.0.1") for port in (47000, 47002)]
+    assert [Site.of(site.settings) for site in sites] == sites and Site.of({}) is None
+    for listens, problem in (("192.0.2.1", "is no address of this machine"), ("nowhere.invalid", "is not known here")):
+        with pytest.raises(ConfigError, match=f"^--listen: {listens} {problem}"):
+            sites_of("gateway.invalid:47000", listens, 2, 1)
+    with pytest.raises(ConfigError, match=r"^--listen: no other site can reach 0\.0\.0\.0"):
+        sites_of("gateway.invalid:47000", "0.0.0.0", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not HOST or HOST:PORT"),
+        (":7000", "is not HOST or HOST:PORT"),
+        ("[::1:7000", "is not HOST or HOST:PORT"),
+        ("far:70000", "70000 is no port"),
+        ("far:-1", "-1 is no port"),
+        ("far:http", "http is no port"),
+        ("nowhere.invalid:7000", "nowhere.invalid is not known here: "),
+        ("127.0.0.1:7000", "no other site can reach 127.0.0.1"),
+        ("[::1]:7000", "no other site can reach ::1"),
+        ("0.0.0.0", "no other site can reach 0.0.0.0"),
+        ("192.0.2.1:7000", "192.0.2.1 is no address of this machine; it has .*127.0.0.1"),
+        ("192.0.2.1:65534", "2 engines take 2 ports each, and there are too few after 65534"),
+    ],
+)
+def test_an_address_that_no_other_site_reaches_is_refused(text, problem):
+    with pytest.raises(ConfigError, match=f"^--address: .*{problem}"):
+        sites_of(text, "", 2, 1)
+
+
+def test_a_port_that_is_taken_is_named():
+    own = routed_address()
+    with socket.create_server((own, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^--address: ports {port - 1} to {port} of {own}: .*in use"):
+            sites_of(f"{own}:{port - 1}", "", 1, 1)
+
+
+def test_a_machine_of_the_run_is_at_no_other_site(run, monkeypatch):
+    Recorder(run, Placement((), ())).write({}, 0)
+    with pytest.raises(ConfigError, match="this machine has processes of the run already; leave --address out"):
+        check_elsewhere(run)
+    monkeypatch.setattr("socket.gethostname", lambda: "far")
+    check_elsewhere(run)
+
+
+def routed_address():
+    """An address of this machine that is no loopback's."""
+    try:
+        return address("auto")
+    except ConfigError as e:
+        pytest.skip(str(e))
+
+
+def test_an_engine_that_serves_where_the_run_does_not_reach_it_is_named_once(run, monkeypatch):
+    monkeypatch.setattr(engines, "_LOOK_S", 0.0)
+    monkeypatch.setattr(engines, "_UNREACHED_S", 0.2)
+    reach = Reach(run)
+    names = dict.fromkeys(("engine-1", "engine-2"), Site("far.invalid", 0, "127.0.0.1"))
+    assert reach.look(names) == [], "it has not announced itself"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"far.invalid:{server.getsockname()[1]}"
+        run.announce("engine-1", f"https://{place}")
+        write_status(run, {"engines": [{"name": "engine-1", "state": "ready"}]})
+        assert reach.look(names) == []
+        time.sleep(0.3)
+        assert reach.look(names) == [], "the run reaches it"
+        write_status(run, {"engines": [{"name": "engine-1", "state": "lost"}]})
+        assert reach.look(names) == []
+        time.sleep(0.3)
+        (told,) = reach.look(names)
+        assert f"engine-1 serves at {place}, but in 0 s the run has not reached it" in told
+        assert reach.look(names) == []
+    run.announce("engine-2", f"https://{place}")
+    assert reach.look(names) == []
+    time.sleep(0.3)
+    assert reach.look(names) == [], "it does not serve yet"

@@ -25,11 +25,16 @@ from launch.orders import start_order
 from launch.pools import Node, allocate
 
 ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "configs" / "models" / "Qwen3-8B"
 
 
 def config(device, tp):
     made = Config(
-        name="x", updates=1, model=ModelConfig(path="m"), data=DataConfig(train="t"), rollout=RolloutConfig(tp=tp)
+        name="x",
+        updates=1,
+        model=ModelConfig(path=str(MODEL)),
+        data=DataConfig(train="t"),
+        rollout=RolloutConfig(tp=tp),
     )
     made.machine.device = device
     return made
