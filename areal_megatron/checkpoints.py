@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from areal_megatron.checkpoint import delta
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.hf_folder import copy_description
@@ -32,13 +33,22 @@ class Export(threading.Thread):
     """Converts a checkpoint into a Hugging Face folder beside training, in a process of its own that may take as long
     as it needs.
 
-    It begins when the export `after` has ended. The process ends with this one: the kernel ends it when the thread that
-    started it ends (on Linux), the launcher with all other processes of the trainer's session.
+    It begins when the export `after` has ended, and asks `base` then for the export since which the changes are enough;
+    if they cannot be written, as when that one is damaged, it is whole. The process ends with this one: the kernel ends
+    it when the thread that started it ends (on Linux), the launcher with all other processes of the trainer's session.
+    removed: the checkpoint holds nothing but weights, and is removed then.
     """
 
-    def __init__(self, checkpoint: Path, out: Path, after: Export | None = None):
-        super().__init__(name=f"export-{checkpoint.name}", daemon=True)
-        self.checkpoint, self._out, self._after = checkpoint, out, after
+    def __init__(
+        self,
+        checkpoint: Path,
+        out: Path,
+        after: Export | None = None,
+        base: Callable[[], Path | None] = lambda: None,
+        removed: bool = False,
+    ):
+        super().__init__(name=f"export-{out.name}", daemon=True)
+        self.checkpoint, self._out, self._after, self._base, self._removed = checkpoint, out, after, base, removed
         self.start()
 
     def run(self) -> None:
@@ -47,24 +57,34 @@ class Export(threading.Thread):
         try:
             self._export()
         except OSError as e:
-            log.error("the export of %s failed: %s", self.checkpoint.name, e)
+            log.error("the export of %s failed: %s", self._out.name, e)
+        finally:
+            if self._removed:
+                shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def _export(self) -> None:
         self._out.parent.mkdir(exist_ok=True)
         if self._out.exists():  # this version was exported before the run was resumed
-            shutil.rmtree(self._out)
+            delta.remove(self._out)
+        base = self._base()
+        if base and not self._convert("--base", str(base)):
+            return
+        if base:
+            log.warning("the export of %s is a whole one: its changes could not be written, see above", self._out.name)
+        if self._convert():
+            log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
+
+    def _convert(self, *options: str) -> int:
+        """Returns the exit code."""
         command = [sys.executable, "-m", "areal_megatron.convert", "to-hf", str(self.checkpoint), str(self._out)]
-        process = subprocess.Popen([*command, "--parent", str(os.getpid())])
+        process = subprocess.Popen([*command, *options, "--parent", str(os.getpid())])
         begun = time.monotonic()
         while True:
             try:
-                failed = process.wait(_PROGRESS_S)
-                break
+                return process.wait(_PROGRESS_S)
             except subprocess.TimeoutExpired:
                 minutes, written = (time.monotonic() - begun) / 60, self._written() / 1e9
-                log.warning("the export of %s: %.1f GB after %.0f min", self.checkpoint.name, written, minutes)
-        if failed:
-            log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
+                log.warning("the export of %s: %.1f GB after %.0f min", self._out.name, written, minutes)
 
     def _written(self) -> int:
         unfinished = self._out.with_name(f".{self._out.name}.partial")
@@ -88,12 +108,12 @@ class Companion(Protocol):
 
 
 class Checkpoints:
-    """Saves every checkpoint.every versions; every rank calls it alike."""
+    """Saves every checkpoint.every versions, and exports every checkpoint.hf_every; every rank calls it alike."""
 
     def __init__(self, config: Config, run: Run, trainer: Trainer, companion: Companion):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
         self._trainer, self._companion = trainer, companion
-        self._saver = checkpoint.Saver(trainer)
+        self._saver, self._weights = checkpoint.Saver(trainer), checkpoint.Saver(trainer, weights_only=True)
         self._version = 0
         """Version of the checkpoint that was begun last."""
         self._saved = 0
@@ -101,7 +121,11 @@ class Checkpoints:
         self._folder: Path | None = None
         """Its folder; None: the incarnation began with the model of model.path."""
         self._stall_s = 0.0
+        self._exported = 0
+        """The last version whose weights were saved for an export alone, or with which this incarnation began."""
         self._exports: list[Export] = []
+        """Those that may not have ended; both savers' threads add to it."""
+        self._lock = threading.Lock()
 
     def resume(self) -> tuple[int, int]:
         """Loads what this incarnation of the run starts from; returns its version and number of batches.
@@ -116,23 +140,29 @@ class Checkpoints:
             with self._trainer.timeline.span("resume", version=start.version):
                 self._check(self._folder)
                 checkpoint.load(self._trainer, self._folder / "trainer")
-        self._version = self._saved = start.version
+        self._version = self._saved = self._exported = start.version
         return start.version, start.batches
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""
         self._saver.wait_until_read()
+        self._weights.wait_until_read()
 
     def after_update(self, version: int, batches: int, last: bool) -> None:
-        """Saves `version` if it is its turn or the last; to be called before the next batch is asked for.
+        """Saves `version` if it is its turn or the last, or its weights alone if it is only to be exported.
+
+        To be called before the next batch is asked for.
 
         A checkpoint that the file system does not take, as on a full disk, is reported and given up.
         """
         with self._removed_if_it_fails():
             self._saver.done()
+            self._weights.done()
         every = self._settings.every
         if every and version != self._version and (version % every == 0 or last):
             self._begin(version, batches)
+        elif version != self._version and self._is_to_be_exported(version):
+            self._begin_export(version)
 
     def stop(self, version: int, batches: int) -> None:
         """Saves `version`, whatever checkpoint.every is: the run is to end before its last update.
@@ -142,6 +172,7 @@ class Checkpoints:
         """
         with self._removed_if_it_fails():
             self._saver.wait()
+            self._weights.wait()
         if not self._is_saved(version):
             self._begin(version, batches)
         elif self._trainer.parallel.is_first and self._folder:
@@ -151,6 +182,7 @@ class Checkpoints:
         """Returns when what was begun is saved or given up, and exported."""
         with self._removed_if_it_fails():
             self._saver.wait()
+            self._weights.wait()
         self._wait_for_exports()
 
     def _begin(self, version: int, batches: int) -> None:
@@ -164,6 +196,23 @@ class Checkpoints:
             seal, lost = partial(self._seal, version, batches, begun), partial(self._lost, version, begun)
             self._saver.begin(path / "trainer", seal, lost)
         self._stall_s = time.monotonic() - begun
+
+    def _begin_export(self, version: int) -> None:
+        self._weights.wait()  # one at a time
+        folder = checkpoint_folder.weights(self._run, version)
+
+        def seal(_: dict[str, Written]) -> None:
+            self._describe(folder)
+            self._export(folder, version, removed=True)
+
+        def lost(reason: str) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            log.error("there is no export of version %d, and training goes on: %s", version, reason)
+
+        self._exported = version
+        with self._trainer.timeline.span("export", version=version):
+            self._run.check_current()
+            self._weights.begin(folder / "trainer", seal, lost)
 
     def _write_again(self, folder: Path, version: int, batches: int) -> None:
         self._wait_for_exports()  # one may be reading what is replaced
@@ -193,21 +242,35 @@ class Checkpoints:
         """Completes the checkpoint when all ranks' files are there; rank 0, on the saver's thread. Raises OSError."""
         folder = checkpoint_folder.partial(self._run, version)
         self._companion.wait_for_checkpoint(version)
-        (folder / "hf").mkdir()
-        copy_description(Path(self._model.path), folder / "hf", self._model.dtype, self._trainer.hf_config)
+        self._describe(folder)
         known = {f"trainer/{name}": file for name, file in written.items()}
         sealed = checkpoint_folder.seal(self._run, version, batches, known)
         self._saved, self._folder = version, sealed.folder
         warning = self._tidied(sealed.folder)
-        if self._settings.hf_every and version % self._settings.hf_every == 0:
-            out = self._run.exports / sealed.folder.name
-            self._exports.append(Export(sealed.folder, out, after=self._exports[-1] if self._exports else None))
+        if self._is_to_be_exported(version):
+            self._export(sealed.folder, version)
         self._companion.saved(version, self._stall_s, time.monotonic() - begun, warning=warning)
+
+    def _describe(self, folder: Path) -> None:
+        (folder / "hf").mkdir()
+        copy_description(Path(self._model.path), folder / "hf", self._model.dtype, self._trainer.hf_config)
+
+    def _is_to_be_exported(self, version: int) -> bool:
+        every = self._settings.hf_every
+        return bool(every) and version % every == 0 and version != self._exported
+
+    def _export(self, folder: Path, version: int, removed: bool = False) -> None:
+        every, deltas = self._settings.hf_every, self._settings.hf_deltas
+        base = partial(delta.base_for, self._run.exports, version, every, deltas)
+        with self._lock:
+            self._exports = [export for export in self._exports if export.is_alive()]
+            out, after = self._run.exports / f"version-{version:06d}", self._exports[-1] if self._exports else None
+            self._exports.append(Export(folder, out, after, base, removed))
 
     def _tidied(self, sealed: Path) -> str:
         """Removes what need not be kept; returns a warning if there is no room for the next ones, or ""."""
-        self._exports = [export for export in self._exports if export.is_alive()]
-        in_use = {sealed, *(export.checkpoint for export in self._exports)}
+        with self._lock:
+            in_use = {sealed, *(export.checkpoint for export in self._exports if export.is_alive())}
         try:
             checkpoint_folder.tidy(self._run, self._settings, in_use)
             warning = checkpoint_folder.shortage(self._run, self._settings, checkpoint_folder.size(sealed))

@@ -1,14 +1,16 @@
 """Converts between Hugging Face folders and distributed checkpoints of megatron-core (format torch_dist).
 
-    python -m areal_megatron.convert to-hf CHECKPOINT OUT [--config HF_DIR] [--dtype bfloat16] [--shard-gb 4]
-                                             [--verify] [--no-sync]
+    python -m areal_megatron.convert to-hf CHECKPOINT OUT [--config HF_DIR] [--base EXPORT] [--dtype bfloat16]
+                                             [--shard-gb 4] [--verify] [--no-sync]
     python -m areal_megatron.convert from-hf HF_DIR OUT [--dtype bfloat16] [--shard-gb 4] [--verify] [--no-sync]
 
 CHECKPOINT is a checkpoint folder of a run (RUN/checkpoints/version-000012), which holds `trainer/`, a torch_dist folder
 as megatron-core writes it, and `hf/`, all of the Hugging Face folder but the weights; or a torch_dist folder alone with
---config, a folder that has config.json and tokenizer. OUT is a new folder; it appears whole or not at all. One process
-without GPUs that never holds more than a part of a tensor; every parallel layout and every model of
-areal_megatron/models. Exit code 2 and one line for input that cannot be converted. More: docs/checkpoints.md.
+--config, a folder that has config.json and tokenizer; or an export of a run (RUN/exports/version-000012). With --base,
+an export too, OUT gets only what has changed since; to-hf makes a whole folder of that again. OUT is a new folder; it
+appears whole or not at all. One process without GPUs that never holds more than a part of a tensor; every parallel
+layout and every model of areal_megatron/models. Exit code 2 and one line for input that cannot be converted. More:
+docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -33,9 +34,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from areal_megatron import hub
 from areal_megatron.checkpoint import torch_dist
-from areal_megatron.checkpoint.disk import BlockBuffers, CheckpointError
+from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
+    INDEX,
     SHARD_BYTES,
+    SINGLE,
     HfFolder,
     HfTensor,
     copy_description,
@@ -46,9 +49,10 @@ from areal_megatron.checkpoint.torch_dist import DistCheckpoint
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.files import whole_folder
-from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.architecture import DELTA, architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.reshard.boxes import Box, numbers, whole
+from areal_megatron.models.pattern import name_at, numbers
+from areal_megatron.reshard.boxes import Box, whole
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of the largest chunk of a tensor that from_hf stores as one; who loads it holds a whole chunk."""
@@ -58,18 +62,12 @@ Report = Callable[[int, int], None]
 """Told (bytes done, bytes to do) after each block."""
 
 
-class BoxReader(Protocol):
-    """A model on disk that is read by boxes of canonical tensors, each within one layer and one expert."""
-
-    def dtype(self, tensor: str) -> str: ...
-    def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None: ...
-
-
 def to_hf(
     checkpoint: Path,
     out: Path,
     *,
     description: Path | None = None,
+    base: Path | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
@@ -78,16 +76,18 @@ def to_hf(
 ) -> None:
     """Writes the checkpoint folder's model as the Hugging Face folder `out`, which appears whole or not at all.
 
-    `checkpoint` may also be a torch_dist folder alone; then `description` is a folder with config.json, tokenizer
-    and so on. dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one tensor.
+    `checkpoint` may also be an export, or a torch_dist folder alone; then `description` is a folder with config.json,
+    tokenizer and so on. base: an export; `out` gets only what has changed since, in one file (checkpoint/delta.py).
+    dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one tensor.
     verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power failure
     soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that is
     missing or describes no known model.
     """
-    trainer, description = _folders(checkpoint, description)
+    source, description = _open(checkpoint, description)
     config = read_config(description)
-    with closing(DistCheckpoint(trainer, config)) as source:
-        model = hf_tensors(architecture(config).canonical, lambda pattern: dtype or source.dtype(pattern))
+    described = architecture(config)
+    with closing(source):
+        model = hf_tensors(described.canonical, lambda name: described.dtypes.get(name) or dtype or source.dtype(name))
         total = sum(tensor.nbytes for tensor in model)
         progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
@@ -97,11 +97,18 @@ def to_hf(
                 progress(rows.nbytes)
                 yield rows
 
-        with _new_folder(out, total, sync) as folder:
-            write_weights(folder, model, read, shard_bytes, sync)
-            copy_description(description, folder, model[0].dtype)
+        # How much will have changed since `base` is not known before.
+        with _new_folder(out, 0 if base else total, sync) as folder:
+            if base:
+                from areal_megatron.checkpoint.delta import write_delta  # imports torch
+
+                write_delta(folder, model, source, description, base, sync=sync, progress=progress)
+            else:
+                write_weights(folder, model, read, shard_bytes, sync)
+                copy_description(description, folder, model[0].dtype)
             if verify:
-                with closing(HfFolder.of_model(folder, config)) as result:
+                result, _ = _open(folder)
+                with closing(result):
                     compare(source, result, model, blocks, progress)
 
 
@@ -125,28 +132,36 @@ def from_hf(
     model = HfFolder.of_model(source, config)
     layout = torch_dist.layout(config)
     pieces = torch_dist.by_parameter(layout)
-    held = dict(layout.held)
-    for plain, fused in torch_dist.ALIASES.items():
-        held[fused], pieces[fused] = held[plain], pieces[plain]
-    tensors = {name: (dtype or model.dtype(pieces[name][0].tensor), shape) for name, shape in held.items()}
+    kinds = {
+        pattern: layout.dtypes.get(pattern) or dtype or model.dtype(own[0].tensor) for pattern, own in pieces.items()
+    }
+    places = {
+        name: (pattern, single.start[: numbers(pattern)])
+        for pattern, shape in layout.held.items()
+        for single in whole(shape).singles(numbers(pattern))
+        for name in _both_names(name_at(pattern, single.start[: numbers(pattern)]))
+    }
+    """A tensor's name → its pattern, and what its numbers are there."""
+    tensors = {name: (kinds[pattern], layout.held[pattern][len(at) :]) for name, (pattern, at) in places.items()}
     chunks = [
         (name, chunk)
         for name, (kind, shape) in tensors.items()
-        for single in whole(shape).singles(numbers(pieces[name][0].tensor))
+        for single in whole(shape).singles(numbers(pieces[places[name][0]][0].tensor) - len(places[name][1]))
         for chunk in single.cut(CHUNK_BYTES // ITEMSIZE[kind])
     ]
-    dtypes = {piece.tensor: tensors[piece.parameter][0] for piece in layout.pieces}
+    dtypes = {piece.tensor: kinds[piece.parameter] for piece in layout.pieces}
     written = hf_tensors(layout.canonical, dtypes.__getitem__)
     total = sum(prod(shape) * ITEMSIZE[kind] for kind, shape in tensors.values())
     progress, blocks = _Progress(report, total + verify * sum(tensor.nbytes for tensor in written)), BlockBuffers()
 
     def read(name: str, chunk: Box) -> Iterator[ndarray]:
-        kind, _ = tensors[name]
+        (kind, _), (pattern, at) = tensors[name], places[name]
         for block, rows in blocks.of(chunk, kind):
-            for piece in pieces[name]:
-                if common := piece.local.intersection(block):
+            region = Box((*at, *block.start), (*(number + 1 for number in at), *block.stop))
+            for piece in pieces[pattern]:
+                if common := piece.local.intersection(region):
                     box = common.within(piece.local).shifted(piece.box.start)
-                    model.read(piece.tensor, box, rows[common.within(block).slices], kind)
+                    model.read(piece.tensor, box, rows[(None,) * len(at)][common.within(region).slices], kind)
             progress(rows.nbytes)
             yield rows
 
@@ -158,6 +173,10 @@ def from_hf(
         if verify:
             with closing(DistCheckpoint(folder / TRAINER, config)) as result:
                 compare(model, result, written, blocks, progress)
+
+
+def _both_names(name: str) -> list[str]:
+    return [*dict.fromkeys((name, torch_dist.other_name(name)))]
 
 
 def compare(
@@ -208,20 +227,26 @@ class _Progress:
         self._report(self._done, self._total)
 
 
-def _folders(checkpoint: Path, description: Path | None) -> tuple[Path, Path]:
-    """Returns the torch_dist folder of a checkpoint, and the folder with its config and tokenizer."""
-    if (checkpoint / TRAINER).is_dir():
-        return checkpoint / TRAINER, description or checkpoint / DESCRIPTION
-    if not checkpoint.is_dir():
+def _open(model: Path, description: Path | None = None) -> tuple[BoxReader, Path]:
+    """Opens a checkpoint or an export; returns also the folder with its config and tokenizer."""
+    if (model / TRAINER).is_dir():
+        model, description = model / TRAINER, description or model / DESCRIPTION
+    elif (model / DELTA).exists():
+        from areal_megatron.checkpoint.delta import DeltaFolder  # imports torch
+
+        source = DeltaFolder(model)
+        return source, description or source.description
+    elif (model / INDEX).exists() or (model / SINGLE).exists():
+        description = description or model
+        return HfFolder.of_model(model, read_config(description)), description
+    elif not model.is_dir():
+        raise CheckpointError(f"{model} is no folder; give a checkpoint folder such as RUN/checkpoints/version-000012")
+    elif description is None:
         raise CheckpointError(
-            f"{checkpoint} is no folder; give a checkpoint folder such as RUN/checkpoints/version-000012"
-        )
-    if description is None:
-        raise CheckpointError(
-            f"{checkpoint} has no folder {TRAINER}: give a checkpoint folder, or for a torch_dist folder "
+            f"{model} has no folder {TRAINER}: give a checkpoint folder, or for a torch_dist folder "
             "alone --config HF_DIR, a folder with config.json and tokenizer"
         )
-    return checkpoint, description
+    return DistCheckpoint(model, read_config(description)), description
 
 
 def _end_with(parent: int) -> None:
@@ -250,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
             settings["report"] = lambda done, total: bar.update(task, completed=done, total=total)
             if options.direction == "to-hf":
                 description = options.config and Path(hub.model_folder(options.config, "--config", weights=False))
-                to_hf(options.checkpoint, options.out, description=description, **settings)
+                to_hf(options.checkpoint, options.out, description=description, base=options.base, **settings)
             else:
                 from_hf(Path(hub.model_folder(options.hf_dir, "HF_DIR")), options.out, **settings)
     except (CheckpointError, ConfigError) as e:
@@ -267,8 +292,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=program("areal_megatron.convert"), description=__doc__.split("\n")[0])
     directions = parser.add_subparsers(dest="direction", required=True)
     to = directions.add_parser("to-hf", help="write a Hugging Face folder")
-    to.add_argument("checkpoint", type=Path, help="checkpoint folder of a run, or a torch_dist folder")
+    to.add_argument("checkpoint", type=Path, help="checkpoint folder or export of a run, or a torch_dist folder")
     to.add_argument("out", type=Path, help="new folder")
+    to.add_argument("--base", type=Path, help="export of the same model: write only what has changed since")
     to.add_argument(
         "--config", help="folder, or name on the hub, with config.json and tokenizer, instead of CHECKPOINT/hf"
     )

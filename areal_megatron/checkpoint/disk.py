@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -23,6 +24,9 @@ from numpy import ndarray
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.boxes import Box, Shape
 
+FP8 = "float8_e4m3fn"
+"""The dtype of weights that are read with scales (fp8.py), and as nothing else."""
+_BYTES = ITEMSIZE | {FP8: 1}
 BLOCK_BYTES = 4 * 2**20
 """Read at a time, while the block before is written."""
 WRITE_BYTES = 256 * 2**10
@@ -46,12 +50,20 @@ class Extent:
     box: Box
 
 
+class BoxReader(Protocol):
+    """A model on disk that is read by boxes of canonical tensors, each within one layer and one expert."""
+
+    def dtype(self, tensor: str) -> str: ...
+    def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None: ...
+    def close(self) -> None: ...
+
+
 def empty(shape: Shape, dtype: str, memory: ndarray | None = None) -> ndarray:
     """Returns an array for elements of a dtype of ITEMSIZE, inside `memory` (bytes) if that is large enough."""
-    size = prod(shape) * ITEMSIZE[dtype]
+    size = prod(shape) * _BYTES[dtype]
     if memory is None or memory.size < size:
         memory = np.empty(size, np.uint8)
-    return memory[:size].view(f"u{ITEMSIZE[dtype]}").reshape(shape)
+    return memory[:size].view(f"u{_BYTES[dtype]}").reshape(shape)
 
 
 class BlockBuffers:
@@ -94,13 +106,15 @@ def read_box(files: OpenFiles, extent: Extent, box: Box, out: ndarray, dtype: st
     Raises CheckpointError where the file cannot be read or ends too early.
     """
     region, shape = box.within(extent.box), extent.box.shape
-    try:
+    with _told_of(extent.path):
         file = files.descriptor(extent.path)
         _fill(file, extent.offset, shape, region.start, region.stop, extent.dtype, out, dtype)
-    except EOFError:
-        raise CheckpointError(f"{extent.path} ends too early: it is truncated, take another copy of it") from None
-    except OSError as e:
-        raise CheckpointError(f"cannot read {extent.path}: {e.strerror}") from None
+
+
+def read_bytes(files: OpenFiles, path: Path, offset: int, out: ndarray) -> None:
+    """Fills a contiguous array with the bytes of a file from `offset` on. Raises CheckpointError as read_box does."""
+    with _told_of(path):
+        _read(files.descriptor(path), offset, raw(out))
 
 
 def raw(array: ndarray) -> memoryview:
@@ -127,6 +141,14 @@ def appending(path: Path, sync: bool) -> Iterator[Callable[[bytes | memoryview],
         written.result()
 
 
+def cast(array: ndarray, stored: str, dtype: str) -> ndarray:
+    """Returns the elements of dtype `stored` as elements of `dtype`."""
+    import torch
+
+    values = torch.from_numpy(array).view(getattr(torch, stored)).to(getattr(torch, dtype))
+    return values.view(getattr(torch, f"uint{8 * ITEMSIZE[dtype]}")).numpy()
+
+
 def _append(file: FileIO, data: memoryview, sync: bool) -> None:
     before = file.tell() // WRITE_BEHIND_BYTES
     while data:
@@ -140,7 +162,7 @@ def _fill(
     file: int, offset: int, shape: Shape, start: Shape, stop: Shape, stored: str, out: ndarray, dtype: str
 ) -> None:
     """Reads rows that follow each other in one call, others one after another."""
-    row = prod(shape[1:]) * ITEMSIZE[stored]
+    row = prod(shape[1:]) * _BYTES[stored]
     if not any(start[1:]) and stop[1:] == shape[1:]:
         _read_rows(file, offset + start[0] * row, stored, out, dtype)
         return
@@ -151,18 +173,25 @@ def _fill(
 def _read_rows(file: int, offset: int, stored: str, out: ndarray, dtype: str) -> None:
     direct = stored == dtype and out.flags.c_contiguous
     rows = out if direct else empty(out.shape, stored)
-    view = raw(rows)
+    _read(file, offset, raw(rows))
+    if not direct:
+        out[...] = rows if stored == dtype else cast(rows, stored, dtype)
+
+
+def _read(file: int, offset: int, view: memoryview) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if count == 0:
             raise EOFError
         view, offset = view[count:], offset + count
-    if not direct:
-        out[...] = rows if stored == dtype else _cast(rows, stored, dtype)
 
 
-def _cast(array: ndarray, stored: str, dtype: str) -> ndarray:
-    import torch
-
-    values = torch.from_numpy(array).view(getattr(torch, stored)).to(getattr(torch, dtype))
-    return values.view(getattr(torch, f"uint{8 * ITEMSIZE[dtype]}")).numpy()
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Turns what reading a file raises into a CheckpointError that names it."""
+    try:
+        yield
+    except EOFError:
+        raise CheckpointError(f"{path} ends too early: it is truncated, take another copy of it") from None
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from None

@@ -34,7 +34,7 @@ from areal_megatron.files import set_aside, sync_folder, sync_path, write_atomic
 from areal_megatron.run import IncarnationStart, Run, line_of
 
 _NAME = re.compile(r"version-(\d+)")
-_PARTIAL = re.compile(r"\.version-\d+\.incarnation-(\d+)\.partial")
+_PARTIAL = re.compile(r"\.version-\d+\.incarnation-(\d+)\.(?:partial|weights)")
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 _TRAINER = "trainer/"
 _SEAL = "complete.json"
@@ -93,6 +93,11 @@ class _Place(NamedTuple):
 def partial(run: Run, version: int) -> Path:
     """Returns the folder into which this incarnation, and no other, writes the checkpoint of `version`."""
     return run.checkpoints / f".version-{version:06d}.incarnation-{run.incarnation}.partial"
+
+
+def weights(run: Run, version: int) -> Path:
+    """Returns the folder into which this incarnation writes the weights of `version` for an export, and no more."""
+    return run.exports / f".version-{version:06d}.incarnation-{run.incarnation}.weights"
 
 
 def again(run: Run, version: int, saved: Path) -> dict[str, Written]:
@@ -236,9 +241,9 @@ def put_back(run: Run) -> None:
 
 
 def remove_unfinished(run: Run) -> None:
-    """Removes what earlier incarnations of the run had not finished writing or removing. Raises Replaced."""
+    """Removes what earlier incarnations of the run had not finished writing, exporting or removing. Raises Replaced."""
     run.check_current()
-    for path in run.checkpoints.glob(".*"):
+    for path in (*run.checkpoints.glob(".*"), *run.exports.glob(".*")):
         partial = _PARTIAL.fullmatch(path.name)
         if not partial or int(partial[1]) <= run.incarnation:
             shutil.rmtree(path, ignore_errors=True)

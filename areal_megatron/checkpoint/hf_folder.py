@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import shutil
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 
 from numpy import ndarray
 
-from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, appending, raw, read_box
+from areal_megatron.checkpoint import fp8
+from areal_megatron.checkpoint.disk import FP8, CheckpointError, Extent, OpenFiles, appending, raw, read_box
 from areal_megatron.errors import printable
 from areal_megatron.files import write_json
 from areal_megatron.json_input import parse_json
-from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.reshard.boxes import Box, Shape, expand, numbers, whole
+from areal_megatron.models.pattern import first_numbers, name_at, numbers
+from areal_megatron.reshard.boxes import Box, Shape, expand, whole
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -41,6 +44,8 @@ DESCRIPTION = (
 )
 """Names of the files that describe a model. No code: models run without any of their own."""
 SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_READ = SAFETENSORS_DTYPES | {"F8_E4M3": FP8}
+_SAFETENSORS_WORDS = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}
 HEADER_LIMIT = 100 * 2**20
 """Bytes of a safetensors header; the safetensors library refuses more."""
 SHARD_BYTES = 4 * 2**30
@@ -58,13 +63,16 @@ class HfFolder:
     def __init__(self, folder: Path, canonical: Mapping[str, Shape], model: str = ""):
         expected, config = expand(canonical), f"config.json ({model})" if model else "config.json"
         file_of = _file_of(folder)
-        files = sorted({file_of[name] for name in expected if name in file_of}) if file_of else [SINGLE]
+        wanted = expected.keys() | {name + fp8.SCALE for name in expected}
+        files = sorted({file_of[name] for name in wanted if name in file_of}) if file_of else [SINGLE]
         self._files = OpenFiles()
         self._extents: dict[str, Extent] = {}
+        self._scales: dict[str, Extent] = {}
+        """Tensor in 8 bits → its scales."""
         self.names = set(file_of)
         """Every tensor that the folder says it has."""
         for file in files:
-            names, extents = safetensors_extents(folder / file, expected)
+            names, extents = safetensors_extents(folder / file, wanted)
             self._extents |= extents
             self.names |= names
         for name, shape in expected.items():
@@ -72,20 +80,40 @@ class HfFolder:
                 raise CheckpointError(f"{folder} has no tensor {name}, which {config} asks for")
             if (found := self._extents[name].box.shape) != shape:
                 raise CheckpointError(f"{folder}: {name} has shape {list(found)}, {config} asks for {list(shape)}")
+            if self._extents[name].dtype == FP8:
+                self._scales[name] = self._scales_of(folder, name, shape)
+
+    def _scales_of(self, folder: Path, name: str, shape: Shape) -> Extent:
+        scales, expected = self._extents.get(name + fp8.SCALE), fp8.scale_shape(shape)
+        if len(shape) != 2 or scales is None or scales.dtype != "float32" or scales.box.shape != expected:
+            raise CheckpointError(
+                f"{folder}: {name} has 8 bits, and no {name + fp8.SCALE} in float32 of shape {list(expected)}; only "
+                f"matrices with a scale for each block of {fp8.BLOCK} × {fp8.BLOCK} are read"
+            )
+        return scales
 
     @classmethod
     def of_model(cls, folder: Path, hf_config: Mapping[str, Any]) -> HfFolder:
-        """Opens the folder of exactly the model of hf_config: raises CheckpointError also for any other tensor."""
+        """Opens the folder of exactly the model of hf_config: raises CheckpointError also for any other tensor, but of
+        layers that come after the model's, of which one line of the log tells."""
         model = architecture(hf_config)
         weights = cls(folder, model.canonical, model.name)
-        for name in weights.names - weights._extents.keys():
+        further = sorted(filter(model.is_of_further_layer, weights.names))
+        if further:
+            log.warning(
+                "left out from %s: %s and %d more, which predict further tokens", folder, further[0], len(further) - 1
+            )
+        scales = {name + fp8.SCALE for name in weights._scales}
+        for name in weights.names - expand(model.canonical).keys() - scales - {*further}:
             if not (name == "lm_head.weight" and model.tied) and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{folder} has a tensor {name}, which config.json ({model.name}) does not have")
         return weights
 
     def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
-        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one."""
-        return self._extents[tensor.format(*(numbered or [0] * numbers(tensor)))].dtype
+        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one. One
+        in 8 bits is read in bfloat16."""
+        dtype = self._extents[name_at(tensor, numbered or [0] * numbers(tensor))].dtype
+        return "bfloat16" if dtype == FP8 else dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
         """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern.
@@ -93,11 +121,26 @@ class HfFolder:
         The box must be within one layer and expert.
         """
         named = numbers(tensor)
-        extent = self._extents[tensor.format(*box.start[:named])]
-        read_box(self._files, extent, Box(box.start[named:], box.stop[named:]), out[(0,) * named], dtype)
+        name, region = name_at(tensor, box.start[:named]), Box(box.start[named:], box.stop[named:])
+        part = out[(0,) * named]
+        if scales := self._scales.get(name):
+            fp8.read_scaled(self._files, self._extents[name], scales, region, part, dtype)
+        else:
+            read_box(self._files, self._extents[name], region, part, dtype)
 
     def close(self) -> None:
         self._files.close()
+
+
+class SafetensorsEntry(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    dtype: str
+    """The file's word for it, such as BF16."""
+    shape: Shape
+    offset: int
+    """Its first byte in the file."""
+    nbytes: int
 
 
 class HfTensor(NamedTuple):
@@ -122,10 +165,14 @@ def hf_tensors(canonical: Mapping[str, Shape], dtype: Callable[[str], str]) -> l
     found = []
     for _, patterns in groupby(canonical, key=lambda pattern: bool(numbers(pattern))):
         boxes = [(name, box) for name in patterns for box in whole(canonical[name]).singles(numbers(name))]
-        for pattern, box in sorted(boxes, key=lambda pair: pair[1].start[0]):
-            name = pattern.format(*box.start[: numbers(pattern)])
-            found.append(HfTensor(name, pattern, box, dtype(pattern)))
+        for pattern, box in sorted(boxes, key=lambda pair: _layer(*pair)):
+            found.append(HfTensor(name_at(pattern, box.start[: numbers(pattern)]), pattern, box, dtype(pattern)))
     return found
+
+
+def _layer(pattern: str, box: Box) -> int:
+    """The first number of a tensor's name; 0 if it has none."""
+    return next((first + at for first, at in zip(first_numbers(pattern), box.start, strict=False)), 0)
 
 
 def write_weights(
@@ -152,7 +199,7 @@ def write_weights(
     for number, held in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
         with appending(folder / name, sync) as append:
-            append(safetensors_header(held))
+            append(safetensors_header((t.name, _SAFETENSORS_WORDS[t.dtype], t.shape, t.nbytes) for t in held))
             for tensor in held:
                 for block in blocks(tensor):
                     append(raw(block))
@@ -164,21 +211,16 @@ def write_weights(
 
 def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str, Any] | None = None) -> None:
     """Copies what describes a model, by name (DESCRIPTION), out of its folder; config.json gets the dtype of the new
-    weights. `config`: what it holds besides; by default what it holds in `source`.
+    weights, and what vLLM wants to read (`implied`). `config`: what it holds besides; by default what it holds in
+    `source`.
 
     Everything else is named in one line of the log, also a link that leads out of the model's folder (and out of its
     folder in the Hugging Face cache): what it leads to may be private. Raises OSError, and ConfigError for config.json.
     """
-    skipped = []
-    for file in sorted(source.iterdir()):
-        described = any(file.match(pattern) for pattern in DESCRIPTION)
-        if file.name.startswith(".") or file.name.endswith((*WEIGHT_SUFFIXES, ".index.json")) or file.is_dir():
-            continue
-        if described and file.is_file() and _is_own(file.resolve(), source.resolve()):
-            shutil.copyfile(file, folder / file.name)
-        else:
-            skipped.append(printable(file.name))
-    if skipped:
+    described = describing_files(source)
+    for file in described:
+        shutil.copyfile(file, folder / file.name)
+    if skipped := [printable(file.name) for file in _no_weights(source) if file not in described]:
         log.warning(
             "not copied from %s to %s: %s; only files of a model that have a usual name, and links within its "
             "folder, are",
@@ -187,8 +229,27 @@ def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str
             ", ".join(skipped),
         )
     config = dict(read_config(source) if config is None else config)
+    config |= implied(config)
+    config.pop("quantization_config", None)  # weights are written whole
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     write_json(folder / "config.json", config)
+
+
+def describing_files(folder: Path) -> list[Path]:
+    """Returns the files that describe the model of a folder, in the order of their names. Raises OSError."""
+    return [
+        file
+        for file in _no_weights(folder)
+        if any(file.match(pattern) for pattern in DESCRIPTION)
+        and file.is_file()
+        and _is_own(file.resolve(), folder.resolve())
+    ]
+
+
+def _no_weights(folder: Path) -> list[Path]:
+    weights = (*WEIGHT_SUFFIXES, ".index.json")
+    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
+    return [file for file in files if not file.name.endswith(weights) and not file.is_dir()]
 
 
 def _is_own(target: Path, source: Path) -> bool:
@@ -200,8 +261,23 @@ def _is_own(target: Path, source: Path) -> bool:
 def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], dict[str, Extent]]:
     """Returns the names of all tensors of a safetensors file, and the extents of those in `wanted`.
 
-    Raises CheckpointError where the file is damaged or such a tensor has a dtype that is not in SAFETENSORS_DTYPES.
+    Raises CheckpointError where the file is damaged or such a tensor has a dtype that is not read.
     """
+    entries = safetensors_entries(path)
+    extents = {}
+    for name in entries.keys() & wanted:
+        entry = entries[name]
+        if entry.dtype not in _READ:
+            raise CheckpointError(f"{path}: {name} has dtype {entry.dtype}; supported are {', '.join(_READ)}")
+        dtype, box = _READ[entry.dtype], whole(entry.shape)
+        if entry.nbytes != box.size * (1 if dtype == FP8 else ITEMSIZE[dtype]):
+            raise CheckpointError(_no_safetensors(path, f"{name} does not lie in it whole"))
+        extents[name] = Extent(path, entry.offset, dtype, box)
+    return set(entries), extents
+
+
+def safetensors_entries(path: Path) -> dict[str, SafetensorsEntry]:
+    """Returns what a safetensors file holds, by name; raises CheckpointError where it is damaged or truncated."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -210,39 +286,37 @@ def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], 
                 raise ValueError("its header is too long")
             header = parse_json(file.read(length))
         header.pop("__metadata__", None)
-        extents = {}
-        for name in header.keys() & wanted:
-            entry = header[name]
-            box, (start, stop) = whole(entry["shape"]), entry["data_offsets"]
-            if entry["dtype"] not in SAFETENSORS_DTYPES:
-                raise CheckpointError(
-                    f"{path}: {name} has dtype {entry['dtype']}; supported are {', '.join(SAFETENSORS_DTYPES)}"
-                )
-            dtype = SAFETENSORS_DTYPES[entry["dtype"]]
-            if stop - start != box.size * ITEMSIZE[dtype] or 8 + length + stop > size:
+        entries = {}
+        for name, entry in header.items():
+            start, stop = map(operator.index, entry["data_offsets"])
+            shape = tuple(map(operator.index, entry["shape"]))
+            entries[name] = SafetensorsEntry(entry["dtype"], shape, 8 + length + start, stop - start)
+            if not 0 <= start <= stop <= size - 8 - length:
                 raise ValueError(f"{name} does not lie in it whole")
-            extents[name] = Extent(path, 8 + length + start, dtype, box)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
-    except CheckpointError:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {e}; take another copy of it") from None
-    return set(header), extents
+        raise CheckpointError(_no_safetensors(path, e)) from None
+    return entries
 
 
-def safetensors_header(tensors: Iterable[HfTensor]) -> bytes:
-    """Returns the beginning of a safetensors file in which the tensors follow in this order."""
-    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+def safetensors_header(tensors: Iterable[tuple[str, str, Shape, int]], size: int = 0) -> bytes:
+    """Returns the beginning of a safetensors file in which tensors follow in this order.
+
+    Each tensor: name, the file's word for its dtype, shape and bytes. size: least bytes of what is returned.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        described = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[tensor.name] = described
-    text = json.dumps(header, separators=(",", ":")).encode()
+    for name, dtype, shape, nbytes in tensors:
+        start, end = end, end + nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size - 8)
     text += b" " * (-len(text) % 8)  # tensors are to begin at a multiple of 8 bytes
     return struct.pack("<Q", len(text)) + text
+
+
+def _no_safetensors(path: Path, reason: object) -> str:
+    return f"{path} is truncated or no safetensors file: {reason}; take another copy of it"
 
 
 def _file_of(folder: Path) -> dict[str, str]:

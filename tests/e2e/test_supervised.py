@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from areal_megatron.checkpoint.folder import complete
+from areal_megatron.convert import to_hf
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.pairs import read_pairs
@@ -43,7 +44,8 @@ def fine_tuning(world, tmp_path):
         "optimizer.lr=1e-3",
         "checkpoint.every=8",
         "checkpoint.keep=10",
-        "checkpoint.hf_every=24",
+        "checkpoint.hf_every=6",
+        "checkpoint.hf_deltas=7",
         "eval.every=12",
     ]
 
@@ -52,9 +54,9 @@ def steps(run: Run, kind: str = "sft") -> list[dict]:
     return [line for line in read_metrics(run) if line["kind"] == kind]
 
 
-def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fine_tuning):
+def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fine_tuning, tmp_path):
     """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer; a third goes on from the
-    middle of the first with two replicas."""
+    middle of the first with two replicas. Exports hold what has changed since the first one, which is whole."""
     straight = local_run("straight", *fine_tuning)
     stopped = local_run("stopped", *fine_tuning)
     run = Run(stopped.folder)
@@ -77,8 +79,14 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     assert steps(whole)[-1]["lr"] < 1e-5 < max(line["lr"] for line in steps(whole))
     expected, found = (load_file(each.hf / "model.safetensors") for each in (whole, run))
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
-    exported = load_file(run.exports / f"version-{UPDATES:06d}" / "model.safetensors")
-    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+    for each in (whole, run):
+        back = tmp_path / f"{each.folder.name}-again"
+        to_hf(each.exports / f"version-{UPDATES:06d}", back)
+        exported = load_file(back / "model.safetensors")
+        assert exported.keys() == expected.keys()
+        assert all(torch.equal(expected[name], exported[name]) for name in expected)
+    held = [(folder / "delta.json").exists() for folder in sorted(whole.exports.iterdir())]
+    assert held == [False, True, True, True]
 
     evaluations = steps(whole, "eval")
     assert [line["version"] for line in evaluations] == [0, 12, 24]
@@ -89,7 +97,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
 
     middle = whole.checkpoints / "version-000016"
     replicas = ["trainer.dp=2", "machine.slots=2", f"resume={middle}", "checkpoint.every=0", "data.eval="]
-    other = local_run("other", *fine_tuning, *replicas, "checkpoint.hf_every=0")
+    other = local_run("other", *fine_tuning, *replicas, "checkpoint.hf_every=0", "checkpoint.hf_deltas=0")
     assert other.wait() == 0, other.output
     losses = {line["version"]: line["loss"] for line in steps(whole)}
     for line in steps(Run(other.folder)):

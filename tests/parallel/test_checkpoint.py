@@ -11,6 +11,8 @@ CASES = {
     "dense": ("qwen3", {"tp": 2, "pp": 2}, [{"tp": 2, "pp": 2}, {}, {"dp": 2}, {"pp": 4}]),
     "replicas": ("qwen2", {"dp": 2}, [{"dp": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}]),
     "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}, {"cp": 2, "ep": 2}]),
+    "sigmoid-router": ("glm4_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}]),
+    "latents": ("deepseek_v3", {"dp": 2, "ep": 2}, [{"tp": 2}]),
     "context": ("qwen3", {"cp": 2}, [{"cp": 2}, {"dp": 2}, {"cp": 2, "tp": 2}]),
 }
 """A model, the layout that saves, and those that resume."""
@@ -39,8 +41,13 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
 
 @pytest.mark.parametrize(
     ("model", "layout", "critic"),
-    [("qwen3", {"tp": 2}, True), ("qwen3_moe", {"dp": 2, "ep": 2}, False)],
-    ids=["dense", "experts"],
+    [
+        ("qwen3", {"tp": 2}, True),
+        ("qwen3_moe", {"dp": 2, "ep": 2}, False),
+        ("glm4_moe", {"tp": 2}, False),
+        ("deepseek_v3", {"tp": 2}, False),
+    ],
+    ids=["dense", "experts", "sigmoid-router", "latents"],
 )
 def test_runs_go_on_with_and_without_transformer_engine(tmp_path, on_ranks, model, layout, critic):
     save_model(model, tmp_path / model)
@@ -65,9 +72,9 @@ def test_optimizer_states_on_the_host_are_the_same_states(tmp_path, on_ranks):
 
 @pytest.mark.parametrize(
     ("check", "run", "world"),
-    [("full_disk", "full", 2), ("no_room_for_the_model", "room", 1), ("clock", "clock", 1)],
+    [("full_disk", "full", 2), ("no_room_for_the_model", "room", 1), ("clock", "clock", 1), ("exports", "exports", 2)],
 )
-def test_a_disk_without_room_and_a_clock_that_jumps(tmp_path, on_ranks, check, run, world):
+def test_a_disk_without_room_a_clock_that_jumps_and_exports_of_all_versions(tmp_path, on_ranks, check, run, world):
     save_model("qwen3", tmp_path / "qwen3")
     run = Run(tmp_path / run)
     run.create()

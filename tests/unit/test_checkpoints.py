@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from areal_megatron import checkpoints
 from areal_megatron.checkpoints import Export
-from areal_megatron.convert import from_hf
+from areal_megatron.convert import from_hf, to_hf
 from tests.support.reshard_oracle import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def test_an_export_takes_as_long_as_it_needs_and_the_next_one_waits(checkpoint, 
     first = Export(checkpoint, tmp_path / "exports" / "first")
     second = Export(checkpoint, tmp_path / "exports" / "second", after=first)
     within(60, lambda: len(caplog.messages) > 2)
-    assert all("the export of version-000002: 0.0 GB after" in message for message in caplog.messages)
+    assert all("the export of first: 0.0 GB after" in message for message in caplog.messages)
     let_it_be_read(checkpoint)
     first.join(120)
     assert not first.is_alive() and second.is_alive()
@@ -77,7 +78,28 @@ def test_an_export_that_fails_is_reported(checkpoint, tmp_path, monkeypatch, cap
 def test_an_export_for_which_there_is_no_place_is_reported(checkpoint, tmp_path, caplog):
     (tmp_path / "exports").write_bytes(b"")
     Export(checkpoint, tmp_path / "exports" / "out").join(60)
-    assert "the export of version-000002 failed" in caplog.text and "exports" in caplog.text
+    assert "the export of out failed" in caplog.text and "exports" in caplog.text
+
+
+def test_changes_that_cannot_be_written_become_a_whole_export(checkpoint, tmp_path, monkeypatch, caplog):
+    """And an export that is made again takes along those that need it."""
+    monkeypatch.chdir(ROOT)
+    (checkpoint / "trainer" / "metadata.json").unlink()
+    let_it_be_read(checkpoint)
+    base, needing = tmp_path / "exports" / "version-000001", tmp_path / "exports" / "version-000002"
+    shutil.copytree(tmp_path / "model", base)
+    to_hf(checkpoint, needing, base=base)
+    os.truncate(base / "model.safetensors", 1000)
+    Export(checkpoint, tmp_path / "exports" / "version-000003", base=lambda: base).join(120)
+    assert "the export of version-000003 is a whole one" in caplog.text
+    Export(checkpoint, base, base=lambda: tmp_path / "exports" / "version-000003").join(120)
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["version-000001", "version-000003"]
+    assert (base / "delta.json").exists()
+    to_hf(base, tmp_path / "whole")
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    for folder in (tmp_path / "whole", tmp_path / "exports" / "version-000003"):
+        found = load_file(folder / "model.safetensors")
+        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise, by prctl")

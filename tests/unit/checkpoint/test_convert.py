@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from areal_megatron import convert
 from areal_megatron.checkpoint import disk
+from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.convert import from_hf, to_hf
 from tests.support.reshard_oracle import MODELS, write_model
 
@@ -275,6 +277,61 @@ def test_verify_finds_one_wrong_bit(checkpoint, hf_folder, tmp_path, capsys, mon
     monkeypatch.setattr(convert, "compare", harmed)
     message = refused(capsys, tmp_path, direction, source, tmp_path / "out", "--verify")
     assert "model.norm.weight read back is not what was written" in message
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
+    tensors = write_model("glm4-moe", tmp_path / "model")
+    further = {f"model.layers.4.{name}": torch.zeros(3) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file(tensors | further, tmp_path / "model" / "model.safetensors")
+    from_hf(tmp_path / "model", tmp_path / "checkpoint")
+    assert "model.layers.4.eh_proj.weight and 1 more, which predict further tokens" in caplog.text
+    to_hf(tmp_path / "checkpoint", tmp_path / "again", dtype="bfloat16", verify=True)
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        kind = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert torch.equal(found[name], tensor.to(kind)) and found[name].dtype == kind
+
+
+def in_8_bits(tensors):
+    """Quantises matrices of layers but routers as DeepSeek-V3 has them, by torch; returns the folder's tensors, and
+    what they stand for."""
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = meant[name] = tensor
+        if tensor.dim() == 2 and ".layers." in name and ".mlp.gate." not in name:
+            rows, columns = tensor.shape
+            padded = F.pad(tensor, (0, -columns % 128, 0, -rows % 128))
+            blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+            scale = blocks.abs().amax((1, 3)) / 448
+            by_element = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+            stored[name] = (tensor / by_element).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            meant[name] = stored[name].float() * by_element
+    return stored, meant
+
+
+def test_weights_in_8_bits_become_whole(tmp_path):
+    model = tmp_path / "model"
+    tensors = write_model("deepseek-v3-moe", model, hidden_size=160, intermediate_size=288)
+    stored, meant = in_8_bits(tensors)
+    assert sum(name.endswith("_scale_inv") for name in stored) > 100
+    save_file(stored, model / "model.safetensors")
+    described = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(described | {"quantization_config": {"quant_method": "fp8"}}))
+    from_hf(model, tmp_path / "checkpoint", verify=True)
+    to_hf(tmp_path / "checkpoint", tmp_path / "whole", verify=True)
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in meant.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+        if f"{name}_scale_inv" in stored:
+            assert found[name].dtype == torch.bfloat16
+    assert "quantization_config" not in json.loads((tmp_path / "whole" / "config.json").read_text())
+    name = next(name for name in stored if name.endswith("_scale_inv"))
+    save_file(stored | {name: torch.ones(1, 1)}, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has 8 bits, and no .*_scale_inv in float32 of shape .* 128 × 128"):
+        from_hf(model, tmp_path / "again")
 
 
 @pytest.mark.parametrize(

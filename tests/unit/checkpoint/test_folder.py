@@ -266,8 +266,12 @@ def test_a_replaced_incarnation_seals_removes_and_overwrites_nothing(run):
     assert [folder.name[-1] for folder in checkpoint_folder.complete(run)] == ["2"]
     sealed = checkpoint_folder.seal(live, 4, 4)
     assert (sealed.folder / "trainer" / "__0_0.distcp").read_bytes() == b"new"
+    for unfinished in (checkpoint_folder.weights(run, 3), run.exports / ".version-000003.partial"):
+        unfinished.mkdir(parents=True)
+    (run.exports / "version-000002").mkdir()
     checkpoint_folder.remove_unfinished(live)
     assert [path.name for path in run.checkpoints.glob(".*")] == []
+    assert [path.name for path in run.exports.iterdir()] == ["version-000002"]
     assert start.newest(run) == sealed
 
 

@@ -1,0 +1,169 @@
+"""Changes of weights: found, encoded, decoded, merged and applied, bit by bit; bytes that are none are refused."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from areal_megatron.reshard.changes import HEAD_BYTES, ChangesError, bits, decode, encode, find, merge, zstd
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+COMPRESSORS = [None, zstd]
+
+
+def _states(dtype: torch.dtype, elements: int, share: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two states of a tensor, of which `share` of the elements differ: half of those by a step of AdamW, the others
+    by any bits, NaN, infinities and zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    before = (torch.randn(elements, generator=generator) * 0.02).to(dtype)
+    changed = torch.rand(elements, generator=generator) < share
+    stepped = (before.double() * 1.01).to(dtype)
+    other = torch.randint(-(2**15), 2**15, (elements,), generator=generator).to(torch.int16)
+    other = other.repeat_interleave(dtype.itemsize // 2).view(dtype)[:elements] if dtype.itemsize == 2 else -before
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0], dtype=dtype)
+    other[: len(odd)] = odd[: len(other[:5])]
+    by_step = torch.rand(elements, generator=generator) < 0.5
+    after = torch.where(changed, torch.where(by_step, stepped, other), before)
+    return before, after
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return bits(tensor.clone()).numpy()
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+@pytest.mark.parametrize("share", [0, 1e-4, 0.015, 0.12, 0.13, 0.6, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_later_state_comes_out_bit_by_bit(dtype, share, compression):
+    before, after = _states(dtype, 50_001, share)
+    changes, values = find(before, after)
+    assert np.array_equal(changes.places, np.flatnonzero(_array(before) != _array(after)))
+    assert np.array_equal(values, _array(after)[changes.places])
+    encoded = encode(changes, compression)
+    found, length = decode(encoded + b"what comes next", 50_001, dtype.itemsize)
+    assert length == len(encoded)
+    state = _array(before)
+    found.apply(state)
+    assert np.array_equal(state, _array(after))
+
+
+@pytest.mark.parametrize("shares", [(0.01, 0.5, 0.01, 0), (0.5, 0.01, 0.3, 0.01)], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+def test_parts_of_different_density_are_compared_alike(dtype, shares):
+    """The tensor has several blocks, of which the last one is short."""
+    generator = torch.Generator().manual_seed(0)
+    width = dtype.itemsize
+    parts, flips = [], []
+    for share, elements in zip(shares, (2**17, 2**17, 2**18, 77_777), strict=True):
+        parts.append(torch.randint(0, 256, (elements * width,), generator=generator).to(torch.uint8))
+        flips.append((torch.rand(elements * width, generator=generator) < share / width).to(torch.uint8))
+    before = torch.cat(parts)
+    after = before ^ torch.cat(flips)
+    changes, values = find(before.view(dtype), after.view(dtype))
+    earlier, later = _array(before.view(dtype)), _array(after.view(dtype))
+    assert np.array_equal(changes.places, np.flatnonzero(earlier != later))
+    assert np.array_equal(values, later[changes.places])
+    changes.apply(earlier)
+    assert np.array_equal(earlier, later)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu_the_same_changes_are_found(dtype):
+    before, after = _states(dtype, 50_001, 0.1)
+    (here, values), (there, values_there) = find(before, after), find(before.cuda(), after.cuda())
+    assert encode(here) == encode(there) and np.array_equal(values, values_there)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 254, 255, 256, 257, 511, 70_000])
+def test_changes_at_both_ends_and_after_long_gaps(elements):
+    before = torch.zeros(elements, dtype=torch.bfloat16)
+    for at in {0, 1, 253, 254, 255, 256, 510, elements // 2, elements - 1} & set(range(elements)):
+        after = before.clone()
+        after[at] = 1
+        after[-1] = -2
+        found, _ = decode(encode(find(before, after)[0]), elements, 2)
+        state = _array(before)
+        found.apply(state)
+        assert np.array_equal(state, _array(after))
+
+
+def test_a_small_change_costs_two_bytes_and_half_of_that_compressed():
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(2**20, generator=generator).bfloat16()
+    up = torch.rand(2**20, generator=generator) < 0.015
+    after = (bits(before) + up.to(torch.int16)).view(torch.bfloat16)
+    changes, _ = find(before, after)
+    assert len(encode(changes)) < 2.15 * len(changes.places)
+    assert len(encode(changes, zstd)) < 1.2 * len(changes.places)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merged_changes_lead_from_the_first_state_to_the_last(dtype):
+    first, second = _states(dtype, 10_000, 0.1, seed=1)
+    third = torch.where(torch.rand(10_000) < 0.05, first, second)  # some change back
+    changes = merge(find(first, second)[0], find(second, third)[0], _array(third))
+    state = _array(first)
+    changes.apply(state)
+    assert np.array_equal(state, _array(third))
+
+
+def test_changes_of_another_base_are_refused_and_nothing_changes():
+    before, after = _states(torch.bfloat16, 10_000, 0.05)
+    changes, _ = find(before, after)
+    other = _array(before)
+    other[changes.places[3]] ^= 1
+    held = other.copy()
+    with pytest.raises(ChangesError, match="based on other weights"):
+        changes.apply(other)
+    assert np.array_equal(other, held)
+    with pytest.raises(ChangesError, match="not those of a tensor of 9999"):
+        changes.apply(held[:-1])
+
+
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_every_flipped_byte_is_found(compression):
+    before, after = _states(torch.bfloat16, 300, 0.2)
+    encoded = encode(find(before, after)[0], compression)
+    for at in range(len(encoded)):
+        wrong = bytearray(encoded)
+        wrong[at] ^= 1 << at % 8
+        state = _array(before)
+        try:
+            decode(bytes(wrong), 300, 2)[0].apply(state)
+        except ChangesError:
+            assert np.array_equal(state, _array(before))
+        else:  # padding of the head
+            assert np.array_equal(state, _array(after))
+    for length in range(len(encoded)):
+        with pytest.raises(ChangesError):
+            decode(encoded[:length], 300, 2)
+
+
+def test_lengths_that_lie_are_refused_before_anything_is_made():
+    before, after = _states(torch.bfloat16, 1000, 0.2)
+    encoded = bytearray(encode(find(before, after)[0], zstd))
+    for offset in (12, 20, 28, 36):  # numbers of changes, bytes of places, wide differences, stored bytes
+        for lie in (0, 2**20, 2**40, 2**63):
+            wrong = encoded.copy()
+            struct.pack_into("<Q", wrong, offset, lie)
+            with pytest.raises(ChangesError):
+                decode(bytes(wrong), 1000, 2)
+
+
+def test_compressed_changes_are_never_more_than_they_say():
+    bomb = zstd(bytes(2**28))
+    head = struct.pack("<BBBxQQQQQII", 2, 1, 1, 1000, 10, 10, 0, len(bomb), zlib.crc32(bomb), 0)
+    assert len(head) == HEAD_BYTES
+    with pytest.raises(ChangesError, match="another length"):
+        decode(head + bomb, 1000, 2)
+
+
+def test_no_bytes_are_taken_for_changes():
+    generator = np.random.default_rng(0)
+    for _ in range(2000):
+        with pytest.raises(ChangesError):
+            decode(generator.bytes(int(generator.integers(0, 200))), 100, 2)
