@@ -12,7 +12,7 @@ from areal_megatron import lateness as attended
 from areal_megatron.config import Config
 from areal_megatron.controller.batches import ask_again_s
 from areal_megatron.controller.changed import Changed
-from areal_megatron.controller.engine import Engine, connect
+from areal_megatron.controller.engine import Engine, connect, connector
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal
 from areal_megatron.controller.updates import EngineUpdates
@@ -52,7 +52,7 @@ class Fleet:
         """`changed` is notified of what may allow another admission."""
         self._config, self._run, self._hf_config, self._schedule = config, run, hf_config, schedule
         self._changed, self._events = changed, events
-        self._token = run.token
+        self._connect = connector(config, run)
         self._fresh = not run.start.checkpoint and not config.engines_start_empty
         """Whether engines begin with the weights of version 0, with which the run begins."""
         self.engines: list[Engine] = []
@@ -185,7 +185,9 @@ class Fleet:
         serving = [engine for engine in self.engines if not engine.gone]
         idle = [engine.take_idle_s() for engine in serving]
         last = [link.last for link in self._links.values() if link.last]
-        account = {key: max(update[key] for update in last) for key in ("publish_s", "commit_s") if last}
+        account = {
+            key: max(update[key] for update in last) for key in ("publish_s", "commit_s", "weights_changed") if last
+        }
         account |= {"weights_bytes": sum(update["weights_bytes"] for update in last)} if last else {}
         return account | {
             "engines_serving": len(serving),
@@ -279,7 +281,7 @@ class Fleet:
         endpoint = self._announced.get(name, besides)
         if endpoint == besides:
             return None
-        found = EngineClient(name, endpoint, self._token, self._config.machine.peer_timeout_s)
+        found = self._connect(name, endpoint)
         try:
             await found.wait_until_healthy(0)
             return found

@@ -153,10 +153,11 @@ class Generation:
         return self._trajectories.pop(group.number)
 
     def _free_engine(self) -> Engine | None:
-        """The least loaded engine that may take a group, by Eq. 3 and by rollout.max_running."""
+        """The least loaded engine that may take a group, by Eq. 3, by rollout.max_running and by its share of all."""
         if self._interrupting:
             return None
-        room = self._config.rollout.max_running - self._config.rollout.group_size
+        group = self._config.rollout.group_size
+        room = min(self._config.rollout.max_running, self._schedule.share(self._sharing()) * group) - group
         whole = [e for e in self._sampler.engines if e.state != EngineState.TORN]
         if not whole and all(e.version >= 0 for e in self._sampler.engines):  # one without any gets it again
             raise EngineError(
@@ -167,6 +168,13 @@ class Generation:
         with_room = [e for e in with_weights if not e.draining and e.running <= room]
         free = [e for e in with_room if self._schedule.interrupted or self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
+
+    def _sharing(self) -> int:
+        """Returns how many engines share what is admitted: those that will take prompts soon. One that starts does at
+        the run's beginning; later it may take minutes, in which nobody waits for it."""
+        absent = {EngineState.TORN} | ({EngineState.STARTING} if self._schedule.version else set())
+        present = [e for e in self._sampler.engines if not (e.gone or e.draining or e.unreached)]
+        return sum(e.state not in absent for e in present)
 
     def _next_group(self, engine: Engine) -> Group:
         if self._schedule.interrupted:

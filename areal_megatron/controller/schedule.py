@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 
 TRAINED = "trained"
 FILTERED = "filtered"
@@ -124,6 +126,18 @@ class Schedule:
         batches_ahead = self._counted() // self.groups_per_batch
         return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
 
+    def share(self, engines: int) -> int:
+        """Returns how many groups one of so many engines should run now: its part, rounded up, of those that would run
+        if all were admitted that the newest committed version admits.
+
+        Without that, the first engine to commit a version takes all that the version admits, as far as it has room, and
+        everybody waits for its answers. The parts are enough for all, so that an engine without any has one.
+        """
+        newest = max(self.engines.values(), default=self.version)
+        admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
+        waiting = self.version * self.groups_per_batch + len(self.finished) + len(self.training)
+        return max(-(-(admitted - waiting) // max(engines, 1)), 1)
+
     def admit(self, engine: int, epoch: int, prompt_id: int) -> Group:
         """Starts a group on the engine. Raises ScheduleError unless `may_admit`, or if the prompt has a disposition."""
         if not self.may_admit(engine):
@@ -181,12 +195,16 @@ class Schedule:
 
     def stragglers(self) -> int:
         """Returns for how many unfinished groups a batch has to wait although enough groups have finished."""
+        return len(self.awaited())
+
+    def awaited(self) -> set[int]:
+        """Returns the numbers of those groups: as long as all of them are unfinished, no batch forms."""
         if self.training or len(self.finished) < self.groups_per_batch:
-            return 0
+            return set()
         batch = self._oldest_finished()
         tight = self._infeasible_without(batch)
         unfinished = [*self.running.values(), *self.interrupted.values()]
-        return sum(group.deadline <= max(tight) for group in unfinished) if tight else 0
+        return {group.number for group in unfinished if group.deadline <= max(tight)} if tight else set()
 
     def applied(self) -> None:
         """Records that the update of the batch in training is done: the policy is one version further."""
@@ -253,10 +271,10 @@ class Schedule:
 
     def _infeasible_without(self, batch: list[Group]) -> list[int]:
         """Deadlines that cannot all be met if `batch` trains now."""
-        taken = {group.number for group in batch}
-        left_by_deadline = Counter(group.deadline for group in self._in_flight() if group.number not in taken)
+        left_by_deadline = Counter(map(_deadline, self._in_flight()))
+        left_by_deadline.subtract(map(_deadline, batch))  # which is a part of them
         infeasible, left = [], 0
-        for deadline in sorted(left_by_deadline):
+        for deadline in sorted(deadline for deadline, count in left_by_deadline.items() if count):
             left += left_by_deadline[deadline]
             if left > (deadline - self.version) * self.groups_per_batch:
                 infeasible.append(deadline)
@@ -270,9 +288,7 @@ class Schedule:
         )
 
     def _in_flight(self) -> Iterator[Group]:
-        yield from self.running.values()
-        yield from self.interrupted.values()
-        yield from self.finished.values()
+        return chain(self.running.values(), self.interrupted.values(), self.finished.values())
 
     def _leave_running(self, group: Group) -> Group:
         if self.running.pop(group.number, None) is None:
@@ -295,5 +311,5 @@ class Schedule:
         self.counts[disposition.partition(":")[0]] += 1
 
 
-def _by_deadline(group: Group) -> tuple[int, int]:
-    return group.deadline, group.number
+_by_deadline = attrgetter("deadline", "number")
+_deadline = attrgetter("deadline")

@@ -380,3 +380,28 @@ def test_impossible_events_are_refused(event):
     it.filter(group)
     with pytest.raises(ScheduleError):
         event(it, group)
+
+
+def test_the_share_of_an_engine_is_of_what_would_run_with_the_newest_version():
+    schedule = Schedule(batch_size=8, group_size=2, max_staleness=1, updates=5)  # 4 groups a batch, 8 admitted at first
+    schedule.add_engine(0, 0)
+    assert [schedule.share(engines) for engines in (1, 2, 3, 8, 100)] == [8, 4, 3, 1, 1]
+    groups = [schedule.admit(0, 0, prompt) for prompt in range(8)]
+    for group in groups[:5]:
+        schedule.finish(group)
+    assert schedule.share(2) == 2  # 3 still run, no other may begin
+    assert len(schedule.form_batch()) == 4
+    assert schedule.share(2) == 2
+    schedule.applied()
+    assert schedule.share(2) == 2
+    schedule.committed(0, 1)
+    assert schedule.share(2) == 4  # 4 more may begin: 7, of which one engine runs 4
+
+
+def test_one_that_has_all_to_itself_may_run_all():
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=0, updates=1)
+    schedule.add_engine(0, 0)
+    for prompt in range(2):
+        assert schedule.share(1) == 2 and schedule.may_admit(0)
+        schedule.finish(schedule.admit(0, 0, prompt)) if prompt else schedule.admit(0, 0, prompt)
+    assert schedule.share(1) == 1

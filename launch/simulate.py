@@ -1,0 +1,183 @@
+"""Simulates a run without starting it: `python -m launch.simulate CONFIG [key=value …] --gpu h800 --median 7600`.
+
+The run's own decisions (who is admitted, which groups make a batch, how it is packed, who sends which weights) on
+times that are foretold from the GPU's rates (docs/scale.md). Of the model it needs config.json. Answers have lognormal
+lengths, or with --lengths-of those that a run with rollout.dump=true has trained. Exit code 2 if the run cannot work,
+with one line that says what to change. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from areal_megatron import config_file, hub
+from areal_megatron.command import program
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.files import write_json
+from areal_megatron.model_check import trained_config
+from areal_megatron.run import Run
+from launch.forecast.accelerators import Accelerator, accelerator
+from launch.forecast.engine_time import EngineTime
+from launch.forecast.lengths import AnswerLengths, LognormalLengths, RecordedLengths
+from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
+from launch.forecast.trainer_time import TrainerTime
+from launch.forecast.weights_time import WeightsTime
+from launch.memory import plan_memory
+from launch.memory.engine import kv_tokens
+
+QUIET_S = 5.0
+"""Seconds after which the command says how far it is, and again after as many."""
+
+
+def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 0) -> tuple[Config, Times]:
+    """Returns the config with trainer.recompute decided, and what everything in its run takes on such GPUs, with `gib`
+    GiB of memory each (0: as many as they have). Raises ConfigError for what does not fit."""
+    config.machine.device = "cuda"
+    hf_config = trained_config(config)
+    memory = plan_memory(config, hf_config, gib or gpu.gib)
+    config = memory.recompute.apply(config)
+    return config, Times(
+        EngineTime(config, hf_config, gpu),
+        TrainerTime(config, hf_config, gpu, node_gpus),
+        WeightsTime.of(config, hf_config, gpu),
+        kv_tokens(config, hf_config, memory.engine.of("KV cache"), on_cuda=True),
+    )
+
+
+def table(config: Config, gpu: Accelerator, times: Times, run: SimulatedRun) -> str:
+    trained = sum(run.staleness.values())
+    shares = " ".join(f"{value}: {number / trained:.1%}" for value, number in sorted(run.staleness.items()))
+    weights, last = times.weights, run.steady
+    rows = {
+        "GPUs": f"{run.gpus} {gpu.name}: trainers {config.trainer_ranks}, engines {config.rollout.engines} × "
+        f"{config.rollout.tp}{', shared' if config.machine.shared else ''}",
+        "trained tokens/s": f"{run.tokens_per_s:,.0f}, {run.tokens_per_s / run.gpus:,.0f} a GPU",
+        "update": f"{run.update_s:,.1f} s; trainers work for {sum(u.training for u in last) / len(last):,.1f} s of it",
+        "run": f"{run.hours(config.updates):,.2f} h for {config.updates} updates, {len(run.updates)} of them simulated",
+        "idle": f"engines {1 - run.engine_busy:.1%}, trainers {1 - run.trainer_busy:.1%} of the time",
+        "stragglers": f"trainers waited for them for {run.straggler_wait:.1%} of the time",
+        "staleness": f"{shares} of the answers",
+        "tokens": f"{run.sampled:,.0f} sampled, {run.wasted:.1%} of them wasted; {run.preempted:,} answers preempted",
+        "weights": f"transfer {weights.transfer:.2f} s, pause {1e3 * weights.commit:.0f} ms",
+        "checkpoint": f"trainers pause for {weights.checkpoint:.2f} s",
+    }
+    if run.failures:
+        rows["failures"] = ", ".join(f"{kind} {count}" for kind, count in sorted(run.failures.items()))
+    return "\n".join(f"{name:<18}{text}" for name, text in rows.items())
+
+
+def report(config: Config, run: SimulatedRun) -> dict[str, object]:
+    """Returns what --json writes."""
+    return {
+        "gpus": run.gpus,
+        "tokens_per_s": run.tokens_per_s,
+        "update_s": run.update_s,
+        "hours": run.hours(config.updates),
+        "engine_idle": 1 - run.engine_busy,
+        "trainer_idle": 1 - run.trainer_busy,
+        "straggler_wait": run.straggler_wait,
+        "wasted": run.wasted,
+        "failures": dict(run.failures),
+        "staleness": {str(value): number for value, number in sorted(run.staleness.items())},
+        "updates": [
+            {
+                "version": update.version,
+                "end_s": update.end,
+                "tokens": update.tokens,
+                "training_s": update.training,
+                "straggler_wait_s": update.straggler_wait,
+            }
+            for update in run.updates
+        ],
+    }
+
+
+class SimulationProgress:
+    """Says on stderr how far a simulation is, once it takes longer than QUIET_S."""
+
+    def __init__(self, updates: int):
+        self._updates, self._begun = updates, time.monotonic()
+        self._told = self._begun
+
+    def __call__(self, update: TrainedUpdate) -> None:
+        now = time.monotonic()
+        if now - self._told >= QUIET_S:
+            self._told = now
+            print(
+                f"{update.version + 1} of {self._updates} updates, {update.end / 3600:,.2f} h of the run, in "
+                f"{now - self._begun:,.0f} s",
+                file=sys.stderr,
+            )
+
+
+def _lengths(options: argparse.Namespace, config: Config) -> AnswerLengths:
+    if options.lengths_of:
+        if options.median is not None:
+            raise ConfigError("--median: the lengths are those of --lengths-of; give one of the two")
+        return RecordedLengths.of(Run(options.lengths_of).trajectories)
+    if options.median is None:
+        raise ConfigError(
+            "--median: say how long answers are, in tokens, or with --lengths-of RUN_FOLDER whose they are"
+        )
+    return LognormalLengths(
+        options.median, options.sigma, config.rollout.max_new_tokens, options.prompt, alike=options.alike
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=program("launch.simulate"), description=__doc__.split("\n")[0])
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser.add_argument("--gpu", required=True, help="a100, h100, h800, h200, b200, or a JSON file with its rates")
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of a node")
+    parser.add_argument("--gpu-gb", type=float, default=0, metavar="GIB", help="GiB of a GPU, if not as usual")
+    parser.add_argument("--median", type=float, metavar="TOKENS", help="median of the answers' lognormal lengths")
+    parser.add_argument("--sigma", type=float, default=0.9, help="standard deviation of their logarithm")
+    parser.add_argument("--alike", type=float, default=0.5, help="share of its variance that answers to a prompt share")
+    parser.add_argument("--prompt", type=int, default=200, metavar="TOKENS", help="tokens of a prompt")
+    parser.add_argument("--lengths-of", type=Path, metavar="RUN_FOLDER", help="take lengths from a run's trajectories")
+    parser.add_argument("--simulate", type=int, default=0, metavar="N", help="stop after so many updates")
+    parser.add_argument(
+        "--filtered", type=float, default=0, metavar="SHARE", help="share of the groups that are filtered"
+    )
+    parser.add_argument("--wait", action="store_true", help="engines let answers end before they take new weights")
+    parser.add_argument("--mtbf-hours", type=float, default=float("inf"), help="mean time between failures of a node")
+    parser.add_argument("--return-s", type=float, default=300, help="seconds until engines, or the run, are back")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        gpu = accelerator(options.gpu)
+        config = config_file.load(options.config, options.overrides)
+        if config.mode != "rl":
+            raise ConfigError(f"mode: a run of mode={config.mode} has no engines; there is nothing to simulate")
+        config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
+        lengths = _lengths(options, config)
+        around = Circumstances(
+            interruption=not options.wait,
+            filtered=options.filtered,
+            node_mtbf_s=3600 * options.mtbf_hours,
+            return_s=options.return_s,
+            node_gpus=options.gpus,
+            seed=options.seed,
+        )
+        config, times = times_of(config, gpu, options.gpus, options.gpu_gb)
+        updates = min(options.simulate or config.updates, config.updates)
+        run = Simulator(config, times, lengths, around).run(updates, SimulationProgress(updates))
+        print(table(config, gpu, times, run))
+        if options.json:
+            write_json(options.json, report(config, run))
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: --json: cannot write {options.json}: {e.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The benchmark of simulated runs: the lengths that it assumes are those that it says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.forecast.lengths import LognormalLengths
+from tools.bench import forecast
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_lengths_have_the_mean_of_the_papers_throughput():
+    lengths, rng = LognormalLengths(forecast.MEDIAN, forecast.SIGMA, 27648), np.random.default_rng(0)
+    drawn = np.concatenate([lengths.group(rng, 16)[1] for _ in range(5000)])
+    assert pytest.approx(9670, rel=1e-3) == forecast.MEAN
+    assert drawn.mean() == pytest.approx(forecast.MEAN, rel=0.02)
+
+
+@pytest.mark.parametrize("model", forecast.TABLE_1)
+def test_the_runs_are_as_large_as_the_papers(model, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = forecast.load(model)
+    assert config.trainer_ranks + config.rollout.engines * config.rollout.tp == 8 * forecast.TABLE_1[model].nodes
+
+
+def test_a_batch_of_synchronous_answers_is_simulated(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    run = forecast.simulated(forecast.load("1.5B", *forecast.NODE_7), 2, synchronous=True)
+    assert run.gpus == 8 and [update.staleness for update in run.updates] == [{0: 1024}] * 2

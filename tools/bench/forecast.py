@@ -1,0 +1,172 @@
+"""Simulated runs beside the AReaL paper's (arXiv 2505.24298), and how long simulations take.
+
+    python -m tools.bench.forecast paper [--json FILE]
+    python -m tools.bench.forecast speed
+
+`paper`: Table 1 (hours of four models, synchronous and asynchronous), throughput over η (1.5B on 16 nodes, and Table 7
+on one), interruption on four nodes, and the trainers' TFLOP/s, all with one set of efficiencies and one distribution of
+lengths. `speed`: 512 GPUs, 60 updates of 8,192 answers.
+
+The paper does not give lengths. Their mean is what its throughput at η = 8 makes of its hours (1.5B): 371,700 tokens/s
+× 14.8 h over 250 updates of 8,192 answers. Their spread is assumed. The synchronous runs have all GPUs generate, then
+train, without any cost for the change, and with all of a GPU's memory for either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from areal_megatron import config_file
+from areal_megatron.config import Config
+from areal_megatron.files import write_json
+from launch.forecast.accelerators import accelerator
+from launch.forecast.lengths import LognormalLengths
+from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator
+from launch.simulate import times_of
+
+MEAN, SIGMA = 371_700 * 14.8 * 3600 / (250 * 8192), 0.9
+
+
+class Row(NamedTuple):
+    """A row of Table 1."""
+
+    nodes: int
+    synchronous: float
+    asynchronous: float
+    """Hours."""
+    tflops: float
+    """TFLOP/s of a trainer's GPU with dynamic micro-batches; 0: not given."""
+
+
+TABLE_1 = {
+    "1.5B": Row(16, 41.0, 14.8, 427),
+    "7B": Row(24, 57.7, 25.4, 455),
+    "14B": Row(32, 48.8, 21.9, 0),
+    "32B": Row(48, 51.1, 31.1, 388),
+}
+THROUGHPUT = {0: 128.7, 1: 269.3, 2: 356.6, 4: 356.6, 8: 371.7, 16: 382.4}
+"""η → thousand tokens/s, 1.5B (Figure 5c)."""
+ONE_NODE = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
+"""The same on one node with a context of 8k and 64 prompts a batch (Table 7)."""
+INTERRUPTION = {"1.5B": 1.12, "7B": 1.17}
+"""Throughput over that of engines which let answers end, on four nodes."""
+NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
+NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4", "rollout.engines=12"]}
+
+
+def median_of(mean: float, sigma: float, cap: int) -> float:
+    """Returns the median of the lognormal distribution that has this mean once it is cut at the cap."""
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / 4000) for i in range(4000)]
+    low, high = 1.0, float(cap)
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        own = np.minimum(middle * np.exp(sigma * np.array(quantiles)), cap).mean()
+        low, high = (middle, high) if own < mean else (low, middle)
+    return low
+
+
+MEDIAN = median_of(MEAN, SIGMA, 27648)
+
+
+def load(model: str, *overrides: str) -> Config:
+    path = f"model.path=configs/models/DeepSeek-R1-Distill-Qwen-{model}"
+    return config_file.load(f"configs/r1_{model.lower()}.yaml", [path, *overrides])
+
+
+def simulated(config: Config, updates: int = 0, synchronous: bool = False, interruption: bool = True) -> SimulatedRun:
+    begun = time.monotonic()
+    gpus = config.trainer_ranks + config.rollout.engines * config.rollout.tp
+    if synchronous:
+        t, r = config.trainer, config.rollout
+        t.dp, r.engines, r.max_staleness = gpus // (t.tp * t.pp), gpus // r.tp, 0
+    config, times = times_of(config, accelerator("h800"))
+    config.machine.shared = synchronous
+    lengths = LognormalLengths(MEDIAN, SIGMA, config.rollout.max_new_tokens)
+    updates = min(updates or config.rollout.max_staleness + 8, config.updates)
+    run = Simulator(config, times, lengths, Circumstances(interruption)).run(updates)
+    print(f"{config.name}: {updates} updates in {time.monotonic() - begun:.0f} s", file=sys.stderr)
+    return run
+
+
+def tflops(config: Config) -> float:
+    """Returns the TFLOP/s of a trainer's GPU over one update: of all passes, those for log-probabilities too."""
+    config, times = times_of(config, accelerator("h800"))
+    lengths, rng = LognormalLengths(MEDIAN, SIGMA, config.rollout.max_new_tokens), np.random.default_rng(0)
+    groups = [lengths.group(rng, config.rollout.group_size) for _ in range(config.groups_per_batch)]
+    answers = np.concatenate([answers for _, answers in groups])
+    prompts = np.full(len(answers), groups[0][0])
+    scored = 1 + (config.ppo.minibatches - 1) / config.ppo.minibatches / 3
+    flops = scored * times.trainer.model_flops(prompts + answers, answers)
+    return flops / times.trainer.update(prompts, answers) / config.trainer_ranks / 1e12
+
+
+def beside(found: float, published: float) -> str:
+    return f"{found:9.2f}{published:9.2f}{found / published - 1:+8.0%}"
+
+
+def paper() -> dict[str, object]:
+    print(f"answers: lognormal, mean {MEAN:,.0f}, median {MEDIAN:,.0f}, sigma {SIGMA}, at most 27,648 tokens; H800")
+    print(f"\n{'':<34}{'here':>9}{'paper':>9}{'':>8}")
+    found: dict[str, object] = {}
+
+    def row(name: str, here: float, published: float) -> None:
+        found[name] = {"here": here, "paper": published}
+        print(f"{name:<34}{beside(here, published)}", flush=True)
+
+    for model, published in TABLE_1.items():
+        config = load(model)
+        both = [simulated(load(model), 4, synchronous=True), simulated(load(model))]
+        hours = [run.hours(config.updates) for run in both]
+        row(f"{model}, hours, synchronous", hours[0], published.synchronous)
+        row(f"{model}, hours, asynchronous", hours[1], published.asynchronous)
+        row(f"{model}, ratio of the two", hours[0] / hours[1], published.synchronous / published.asynchronous)
+        if published.tflops:
+            row(f"{model}, TFLOP/s of a trainer", tflops(load(model)), published.tflops)
+    for name, table, sizes in (("16 nodes", THROUGHPUT, ()), ("one node", ONE_NODE, NODE_7)):
+        first = 0.0
+        for eta, published in table.items():
+            here = simulated(load("1.5B", f"rollout.max_staleness={eta}", *sizes)).tokens_per_s / 1e3
+            first = first or here
+            row(f"1.5B, {name}, η = {eta}, k tokens/s", here, published)
+            if eta:
+                row(f"1.5B, {name}, η = {eta}, over η = 0", here / first, published / table[0])
+    for model, published in INTERRUPTION.items():
+        runs = [simulated(load(model, *NODES_4[model]), interruption=interrupts) for interrupts in (True, False)]
+        row(f"{model}, interruption", runs[0].tokens_per_s / runs[1].tokens_per_s, published)
+    return found
+
+
+def speed() -> None:
+    begun, used = time.monotonic(), time.process_time()
+    run = simulated(load("1.5B", "updates=60", "trainer.dp=64", "rollout.engines=384"), 60)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        f"{run.gpus} GPUs, {len(run.updates)} updates of 8,192 answers: {time.monotonic() - begun:.1f} s, of which "
+        f"{time.process_time() - used:.1f} of a processor; peak memory {memory:.2f} GiB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("paper", "speed"))
+    parser.add_argument("--json", type=Path, help="write the figures beside the paper's here")
+    options = parser.parse_args()
+    if options.what == "speed":
+        speed()
+    else:
+        found = paper()
+        if options.json:
+            write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    main()
