@@ -17,6 +17,7 @@ setup(
         "aiohttp",
         "huggingface-hub>=2.4",
         "argcomplete",
+        "cryptography",
         "math-verify",
         "matplotlib",
         "msgspec",
@@ -30,6 +31,7 @@ setup(
         "safetensors",
         "tensorboard",
         "transformers",
+        "zstandard",
     ],
     extras_require={
         **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te

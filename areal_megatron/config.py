@@ -379,6 +379,11 @@ class RolloutConfig:
 
 @dataclass
 class ReshardConfig:
+    update: str = key("auto", choices=("auto", "full", "delta"))
+    """What engines are sent: all weights; what has changed since the version that they have, where it is known and
+    less; or, with `auto`, of each message what takes less time by what was measured (docs/resharding.md)."""
+    compression: str = key("none", choices=("none", "zstd"))
+    """What changes are compressed with. It halves them, which pays on links below about 10 Gb/s."""
     staging: str = key("full", choices=("full", "streamed"))
     """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
     not fit, into room for one layer, while it is paused."""
@@ -388,6 +393,9 @@ class ReshardConfig:
     where the two share GPUs, else `device`."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
+    check_logprobs: bool = True
+    """End the run if an engine gives tokens other log-probabilities than the trainers, by more than model.dtype
+    explains: with the weights that it began with, and after its first update (docs/metrics.md)."""
     timeout_s: float = key(120.0, above=0)
     """Longest time for one version to reach an engine. A slower engine keeps its old version, and the next optimizer
     step waits no longer than this."""
@@ -402,7 +410,10 @@ class CheckpointConfig:
     keep_every: int = key(0, at_least=0)
     """Checkpoints of versions that are a multiple of this stay for good; 0: none."""
     hf_every: int = key(0, at_least=0)
-    """Versions between exports of checkpoints to Hugging Face format, a multiple of `every`; 0: none."""
+    """Versions between exports to Hugging Face format; 0: none."""
+    hf_deltas: int = key(0, at_least=0)
+    """Exports between two whole ones, of which each holds only what has changed since an earlier one
+    (docs/checkpoints.md). 0: all are whole."""
     timeout_s: float = key(3600.0, above=0)
     """Longest time for writing one; then the run ends with an error. One that cannot be written is given up."""
 
@@ -705,11 +716,10 @@ def _hint(f: Field, value: Any) -> str:
 
 def _check_run(config: Config, require: Require) -> None:
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
-    every, hf_every = config.checkpoint.every, config.checkpoint.hf_every
     require(
-        not hf_every or (every and hf_every % every == 0),
-        "checkpoint.hf_every",
-        f"must be a multiple of checkpoint.every={every}: checkpoints are what is exported",
+        bool(config.checkpoint.hf_every) or not config.checkpoint.hf_deltas,
+        "checkpoint.hf_deltas",
+        "has no meaning without exports: set checkpoint.hf_every, or leave it out",
     )
     require(
         config.eval.temperature > 0 or config.eval.n == 1,

@@ -21,7 +21,7 @@ from zmq.utils import z85
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.run import SecretKeys
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class LinkRef(msgspec.Struct):
@@ -31,6 +31,10 @@ class LinkRef(msgspec.Struct):
     generation: int
     trial: bool = False
     """Weights did not reach the engine lately: no optimizer step waits for it."""
+    changes_only: bool = False
+    """The engine generates until all has arrived, and has room for changes alone."""
+    site: str = ""
+    """host:port of the engine's server, if it is at another site."""
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -84,6 +88,8 @@ class Delivered(msgspec.Struct, tag=True):
     seconds: float
     bytes: int
     error: str = ""
+    changed: float = 1.0
+    """The share of elements that were sent, alone or in a whole message."""
 
 
 class Sending(msgspec.Struct, tag=True):

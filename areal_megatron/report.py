@@ -190,6 +190,7 @@ def _final_rows(data: RunData) -> list[tuple[str, str]]:
         ("publish, median s", _median(data, "publish_s", 3)),
         ("commit, median s", _median(data, "commit_s", 3)),
         ("weights sent per update, MB", _median(data, "weights_bytes", 1, 1e-6)),
+        ("elements sent per update, %", _median(data, "weights_changed", 2, 100)),
         ("log-probability difference, largest", f"{max(data.values('logprob_diff_max'), default=0):.1e}"),
         ("the same of the probe", f"{max(data.values('mismatch_max'), default=0):.1e}"),
         ("effective share, least", f"{min(data.values('effective_share'), default=1):.3f}"),

@@ -9,8 +9,9 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.controller_port import ControllerPort
 from areal_megatron.protocol import ControllerError, Delivered
+from areal_megatron.reshard.changes import zstd
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.run import Run
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.trainer import Trainer
@@ -36,6 +37,9 @@ class Weights:
             on_delivered=self._report,
             timeline=trainer.timeline,
             link=config.link,
+            update=config.reshard.update,
+            compress=zstd if config.reshard.compression == "zstd" else None,
+            tls=run.credentials.calling(),
         )
         self._ended = threading.Event()
         if trainer.parallel.is_first:
@@ -45,7 +49,10 @@ class Weights:
         """Starts to send `version` to the engines and returns at once."""
         links = self._controller.links(version, self._store)
         trials = {link.engine for link in links if link.trial}
-        self._publisher.publish(version, [(link.engine, link.generation) for link in links], trials)
+        changes_only = {link.engine for link in links if link.changes_only}
+        sites = {link.engine: link.site for link in links if link.site}
+        generations = [(link.engine, link.generation) for link in links]
+        self._publisher.publish(version, generations, trials, changes_only, sites)
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""
@@ -70,9 +77,11 @@ class Weights:
             except ControllerError:
                 return  # the main loop meets it too, and ends the run
 
-    def _report(self, engine: int, generation: int, version: int, seconds: float, size: int, error: str) -> None:
+    def _report(
+        self, engine: int, generation: int, version: int, seconds: float, received: Received, error: str
+    ) -> None:
         """Called on the threads of the links."""
-        delivered = Delivered(engine, generation, version, seconds, size, error)
+        delivered = Delivered(engine, generation, version, seconds, received.bytes, error, received.changed)
         try:
             self._controller.report(delivered, f"link-{engine}")
         except ControllerError as e:  # the main loop meets it too, and ends the run

@@ -37,12 +37,16 @@ class ClusterPlan:
 
     def table(self) -> str:
         lines = [self.placement.table(), "", self.memory.table()]
-        if host := self.memory.host:
-            most = max(Counter(rank.node for rank in self.placement.pool("trainer")).values())
-            lines += [
-                f"optimizer.on_host: {host / GIB:,.2f} GiB of the host's memory for a trainer rank, "
-                f"{most * host / GIB:,.2f} for the {most} of a node"
-            ]
+        most = max(Counter(rank.node for rank in self.placement.pool("trainer")).values())
+        on_host = {"optimizer.on_host": self.memory.host}
+        if self.memory.gpu_gib:  # otherwise it is a part of a trainer rank's memory
+            on_host["reshard.update"] = self.memory.published
+        lines += [
+            f"{key}: {size / GIB:,.2f} GiB of the host's memory for a trainer rank, {most * size / GIB:,.2f} for the "
+            f"{most} of a node"
+            for key, size in on_host.items()
+            if size
+        ]
         return "\n".join(lines)
 
     def report(self) -> dict[str, Any]:

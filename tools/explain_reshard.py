@@ -1,20 +1,24 @@
 """Who sends which weights to whom, how many bytes that is, and how long it should take. Starts nothing.
 
     python tools/explain_reshard.py CONFIG [key=value …] [--rank TRAINER] [--link 45] [--memory 2000] [--json FILE]
+                                    [--changed 0.015] [--look 2]
 
 CONFIG is a run's config. Of the model only model.path/config.json is read, so that a cluster's plan can be inspected
 anywhere (configs/models has those of some models). --rank lists what one trainer rank sends. The prediction assumes
 that every rank sends and receives at --link GB/s at the same time, that all engines are updated at once, and that a
-commit reads and writes the engine rank's shard once at --memory GB/s.
+commit reads and writes the engine rank's shard once at --memory GB/s. Where trainers send what has changed
+(reshard.update), the share --changed of the elements has, and each rank looks through what it sends, once for all
+engines, at --look GB/s, while the changes that it has found are on their way.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import re
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -23,11 +27,13 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.reshard.boxes import numbers
+from areal_megatron.models.pattern import first_numbers
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
+CHANGE_BYTES = {"none": 2.1, "zstd": 1.1}
+"""What a change takes of bfloat16 weights at a learning rate of 1e-6 (docs/resharding.md)."""
 ROWS = 16
 """Trainer ranks listed before the table is cut short."""
 
@@ -47,12 +53,19 @@ class Explained:
         self.slices = [layout.size for layout in planner.destinations]
         self.traffic = planner.traffic
         self.received = [[0] * self.engine.ranks for _ in self.plans]
+        looked: set[Transfer] = set()
+        self.looked = [0] * self.trainers.ranks
+        """Trainer rank → the elements that it sends, those that several engines take counted once."""
         for number, plan in enumerate(self.plans):
             for transfer in plan.transfers:
+                if transfer not in looked:
+                    looked.add(transfer)
+                    self.looked[transfer.source] += transfer.send.box.size
                 self.received[number][transfer.destination] += transfer.receive.box.size
 
-    def figures(self, link: float, memory: float) -> dict[str, float]:
-        """Returns what --json writes; `link` and `memory` in GB/s."""
+    def figures(self, link: float, memory: float, changed: float, look: float) -> dict[str, float]:
+        """Returns what --json writes; `link`, `memory` and `look` in GB/s."""
+        change = changed * CHANGE_BYTES[self.config.reshard.compression] / self.element
         sent, received = max(self.traffic.sent) * self.element, max(map(max, self.received)) * self.element
         shard = max(self.slices) * self.element
         return {
@@ -68,14 +81,23 @@ class Explained:
             "busiest_sender_over_mean": self.traffic.busiest_over_mean,
             "busiest_sender_over_least": self.traffic.busiest_over_least,
             "predicted_transfer_s": max(sent, received) / 1e9 / link,
+            "predicted_transfer_of_changes_s": max(
+                max(self.looked) * self.element / 1e9 / look, change * max(sent, received) / 1e9 / link
+            ),
             "predicted_commit_s": 2 * shard / 1e9 / memory,
             "planning_s": self.seconds,
-            "planning_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "planning_peak_mb": _peak_mb(),
         }
 
 
-def describe(explained: Explained, link: float, memory: float) -> str:
-    config, trainers, figures = explained.config, explained.trainers, explained.figures(link, memory)
+def _peak_mb() -> float:
+    """Returns the most memory that this program has had; getrusage would count that of its parent before the start."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def describe(explained: Explained, figures: Mapping[str, float], options: argparse.Namespace) -> str:
+    config, trainers = explained.config, explained.trainers
     stages = "+".join(map(str, trainers.stage_sizes(explained.model.dimensions.layers)))
     lines = [
         f"{Path(config.model.path).name}: {figures['model_gb']:,.1f} GB in {config.model.dtype}",
@@ -103,8 +125,11 @@ def describe(explained: Explained, link: float, memory: float) -> str:
         f"the busiest trainer rank sends {figures['sent_gb_per_trainer_rank_max']:,.3f} GB, "
         f"{figures['busiest_sender_over_mean']:.3f} of the mean and {figures['busiest_sender_over_least']:.3f} of the "
         "least that the layouts allow",
-        f"predicted: transfer {figures['predicted_transfer_s']:.3f} s at {link:g} GB/s a rank, while engines generate; "
-        f"commit {1e3 * figures['predicted_commit_s']:.1f} ms at {memory:g} GB/s, plus vLLM's fixed pause",
+        f"predicted: transfer {figures['predicted_transfer_s']:.3f} s at {options.link:g} GB/s a rank, while engines "
+        f"generate; commit {1e3 * figures['predicted_commit_s']:.1f} ms at {options.memory:g} GB/s, plus vLLM's fixed "
+        "pause",
+        f"with {options.changed:.1%} of the elements changed: transfer "
+        f"{figures['predicted_transfer_of_changes_s']:.3f} s, looked through at {options.look:g} GB/s a rank",
         f"planned in {figures['planning_s']:.2f} s of one core with {figures['planning_peak_mb']:,.0f} MB",
     ]
     return "\n".join(lines)
@@ -132,12 +157,12 @@ def _by_tensor(plan: Plan, rank: int) -> dict[tuple[int, str], list[Transfer]]:
 
 def _numbers(tensor: str, transfers: list[Transfer]) -> str:
     """Returns the name with the ranges of its numbers, such as model.layers.{0–6}.mlp…"""
-    boxes = [transfer.receive.box for transfer in transfers]
-    ranges = [
-        (min(box.start[axis] for box in boxes), max(box.stop[axis] for box in boxes) - 1)
-        for axis in range(numbers(tensor))
-    ]
-    return tensor.format(*(f"{{{first}–{last}}}" if first < last else first for first, last in ranges))
+    boxes, name = [transfer.receive.box for transfer in transfers], tensor
+    for axis, base in enumerate(first_numbers(tensor)):
+        first = base + min(box.start[axis] for box in boxes)
+        last = base + max(box.stop[axis] for box in boxes) - 1
+        name = re.sub(r"\{\d*\}", f"{{{first}–{last}}}" if first < last else str(first), name, count=1)
+    return name
 
 
 def main() -> None:
@@ -148,6 +173,8 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=45.0, help="GB/s that a rank sends and receives")
     parser.add_argument("--memory", type=float, default=2000.0, help="GB/s of an engine rank's memory")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--changed", type=float, default=0.015, help="share of elements that an update changes")
+    parser.add_argument("--look", type=float, default=2.0, help="GB/s of weights that a trainer rank looks through")
     options = parser.parse_intermixed_args()
     try:
         config = config_file.load(options.config, options.overrides)
@@ -158,12 +185,13 @@ def main() -> None:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    figures = explained.figures(options.link, options.memory, options.changed, options.look)
     if options.rank is None:
-        print(describe(explained, options.link, options.memory))
+        print(describe(explained, figures, options))
     else:
         print(list_rank(explained, options.rank))
     if options.json:
-        write_json(options.json, explained.figures(options.link, options.memory))
+        write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from areal_megatron import lateness as attended
 from areal_megatron.config import Config
@@ -57,6 +58,12 @@ class Engine:
     def busy(self) -> bool:
         """Whether it owes an answer."""
         return self._unfinished > 0
+
+    @property
+    def site(self) -> str:
+        """host:port of its server if it is at another site, or "": only such a one speaks TLS."""
+        scheme, _, address = self.client.endpoint.partition("://")
+        return address if scheme == "https" else ""
 
     @property
     def gone(self) -> bool:
@@ -154,5 +161,15 @@ class Engine:
 def connect(config: Config, run: Run, index: int, changed: Changed | None = None) -> Engine:
     """The engine of this index, where it has announced itself last. Raises RunError if it has not."""
     name = engine_name(index)
-    client = EngineClient(name, run.endpoint(name), run.token, config.machine.peer_timeout_s)
+    client = connector(config, run)(name, run.endpoint(name))
     return Engine(index, client, Timeline(run.timeline(name), name), changed)
+
+
+def connector(config: Config, run: Run) -> Callable[[str, str], EngineClient]:
+    """Returns what makes a connection to the engine of a name that has announced itself at an endpoint.
+
+    It has read the run's secret and credentials already: a controller that was replaced unnoticed must not know those
+    of the next one. Raises ConfigError if others may use them.
+    """
+    token, tls = run.token, run.credentials.calling()
+    return lambda name, endpoint: EngineClient(name, endpoint, token, config.machine.peer_timeout_s, tls)

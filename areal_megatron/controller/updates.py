@@ -2,9 +2,9 @@
 
 The trainers publish a version; each engine receives it into staging while it generates, and once the trainers
 report the delivery it commits under a short pause. With `streamed` staging the pause begins before the first
-message. A failed link costs a new generation at the next version and leaves its engine behind, or, if weights were
-streaming in, `torn`: it stays paused and gets no request until it has a whole version again. The others do not
-notice.
+message, unless few changes are expected (session.FEW_CHANGES). A failed link costs a new generation at the next
+version and leaves its engine behind, or, if weights were streaming in, `torn`: it stays paused and gets no request
+until it has a whole version again. The others do not notice.
 
 An engine that several generations in a row have failed to reach, while another generates, is *unreached*: its network
 carries requests but no weights. Each further update would hold the trainers up to reshard.timeout_s. So updates leave
@@ -27,7 +27,7 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.lateness import within
 from areal_megatron.observe.status import EngineState
 from areal_megatron.protocol import Delivered, LinkRef, Publish
-from areal_megatron.reshard.session import init_body
+from areal_megatron.reshard.session import FEW_CHANGES, init_body
 
 log = logging.getLogger(__name__)
 _UNREACHED_AFTER = 2
@@ -42,6 +42,8 @@ class _Update:
     generation: int
     store: str
     opens_generation: bool
+    generates: bool
+    """Whether the engine generates until all has arrived."""
     delivered: asyncio.Future[Delivered] = field(default_factory=asyncio.Future)
 
 
@@ -70,7 +72,10 @@ class EngineUpdates:
         """Generations that failed since the last commit of this process of the engine."""
         self.failures = 0
         self.last: dict[str, float] = {}
-        """publish_s, commit_s (how long the engine stood still) and weights_bytes of the last commit."""
+        """publish_s, commit_s (how long the engine stood still), weights_bytes and weights_changed of the last
+        commit."""
+        self._changed = 1.0
+        """The share of elements that the last update sent; 1 if it failed."""
 
     @property
     def is_due(self) -> bool:
@@ -84,11 +89,15 @@ class EngineUpdates:
         if opens_generation:
             self._generation += 1
             self._usable = True
-        update = _Update(message.version, self._generation, message.store, opens_generation)
+        reshard = self._config.reshard
+        few = reshard.update != "full" and self._changed <= FEW_CHANGES and not opens_generation
+        changes_only = reshard.staging == "streamed" and few
+        generates = reshard.staging == "full" or few
+        update = _Update(message.version, self._generation, message.store, opens_generation, generates)
         self._pending[update.generation, update.version] = update
         self._unfinished.append(update)
         self._updates.put_nowait(update)
-        return LinkRef(self._engine.index, self._generation, trial)
+        return LinkRef(self._engine.index, self._generation, trial, changes_only, self._engine.site)
 
     def delivered(self, message: Delivered) -> None:
         update = self._pending.pop((message.generation, message.version), None)
@@ -142,8 +151,7 @@ class EngineUpdates:
                     hf_config=self._hf_config,
                 )
             )
-        streamed = config.reshard.staging == "streamed"
-        if streamed:
+        if not update.generates:
             start = self._stop_for(EngineState.RECEIVING)
             await client.pause(clear_cache=False)
         await client.start_update()
@@ -160,15 +168,21 @@ class EngineUpdates:
             await client.abandon_update()
             self._fail(update, delivered.error)
             return
-        if not streamed:
+        if update.generates:
             start = self._stop_for(EngineState.COMMITTING)
-        stood_s = await self._commit(update.version)
+        stood_s = await self._commit(update)
         end = time.time_ns()
         self._engine.timeline.event("commit", start, end, version=update.version)
         if not self._usable:
             raise EngineError(f"{self._engine.name} was lost while it committed version {update.version}")
-        commit_s = (end - start) / 1e9 if streamed else stood_s
-        self.last = {"publish_s": delivered.seconds, "commit_s": commit_s, "weights_bytes": delivered.bytes}
+        commit_s = stood_s if update.generates else (end - start) / 1e9
+        self._changed = delivered.changed
+        self.last = {
+            "publish_s": delivered.seconds,
+            "commit_s": commit_s,
+            "weights_bytes": delivered.bytes,
+            "weights_changed": delivered.changed,
+        }
         self._engine.version = update.version
         if self._engine.unreached:
             log.warning("weights reach %s again", self._engine.name)
@@ -182,15 +196,15 @@ class EngineUpdates:
         self._engine.state = state
         return time.time_ns()
 
-    async def _commit(self, version: int) -> float:
+    async def _commit(self, update: _Update) -> float:
         """Returns for how many seconds the engine stood still."""
         client = self._engine.client
         try:
-            stood_s = await client.commit(version, clear_cache=self._config.rollout.kv_policy == "recompute")
+            stood_s = await client.commit(update.version, clear_cache=self._config.rollout.kv_policy == "recompute")
         except EngineError:
             with contextlib.suppress(EngineError):  # the first says more
                 await client.abandon_update()
-            if self._config.reshard.staging == "full":  # it has whole weights, the old ones
+            if update.generates:  # it has whole weights, the old ones
                 await client.resume()
                 self._resume()
             raise
@@ -203,6 +217,7 @@ class EngineUpdates:
 
     def _fail(self, update: _Update, reason: str) -> None:
         self.failures += 1
+        self._changed = 1.0
         if self._engine.state == EngineState.RECEIVING:
             self._engine.tear()
         if update.generation == self._generation:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.models.architecture import architecture
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, LayoutError, Piece, numbers
 
@@ -35,6 +36,8 @@ BUCKET_ELEMENTS = 4 * 2**20
 CUDA_BUCKET_ELEMENTS = 32 * 2**20
 """The same on GPUs (64 MiB in bfloat16): each message is a kernel on either side and a rendezvous of two streams, which
 only large messages make up for."""
+GROUP = 8
+"""So many messages of a pair of ranks follow one another where changes are sent: a message of changes has as many."""
 _DIRECT = 8
 """A part of a tensor that has at least 1/8 of a bucket is a message of its own. A sender that need neither cast nor
 gather such a part sends it from the parameter itself, without a copy."""
@@ -89,6 +92,8 @@ class Bucket:
     """Counts the messages of this pair, from 0."""
     transfers: tuple[Transfer, ...]
     elements: int
+    dtype: str = ""
+    """The dtype of the elements; "" for the one that the engines' weights have."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ class Plan:
     sources: int
     destinations: int
     bucket_elements: int
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Canonical tensor → the dtype in which it travels, of those that have one whatever the model's is."""
 
     def sent_by(self, source: int) -> list[Bucket]:
         """Returns the messages of one trainer rank, in the order in which it sends them."""
@@ -113,6 +120,26 @@ class Plan:
     def received_by(self, destination: int) -> list[Bucket]:
         """Returns the messages for one engine rank, in the order in which it receives them."""
         return self._buckets(transfer for transfer in self.transfers if transfer.destination == destination)
+
+    def groups(self, buckets: Sequence[Bucket]) -> list[list[int]]:
+        """Returns the numbers of a rank's `buckets` in the order of updates that send changes: of GROUP messages of a
+        pair those that are one after another, and the groups in one order for all ranks."""
+        of_pair: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for place in sorted(range(len(buckets)), key=lambda place: buckets[place].number):
+            bucket = buckets[place]
+            of_pair[bucket.number // GROUP, bucket.source, bucket.destination].append(place)
+        turns = max(self.sources, self.destinations)
+
+        def turn(group: tuple[int, int, int]) -> tuple[int, int, int]:
+            number, source, destination = group
+            return number, (destination - source) % turns, source
+
+        return [of_pair[group] for group in sorted(of_pair, key=turn)]
+
+    def order(self, update: str) -> str:
+        """Returns what is equal on two ranks if and only if they expect the same messages in the same order; `update`
+        is the setting of that name."""
+        return self.digest if update == "full" else f"{self.digest}-in-groups"
 
     @cached_property
     def digest(self) -> str:
@@ -127,17 +154,25 @@ class Plan:
         of_pair: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         for transfer in own:
             of_pair[transfer.source, transfer.destination].append(transfer)
-        buckets = [
-            Bucket(*pair, number, tuple(group), sum(transfer.send.box.size for transfer in group))
-            for pair, transfers in of_pair.items()
-            for number, group in enumerate(_fill(transfers, self.bucket_elements))
-        ]
+        buckets = []
+        for pair, transfers in of_pair.items():
+            for number, group in enumerate(self._groups(transfers)):
+                elements = sum(transfer.send.box.size for transfer in group)
+                buckets.append(Bucket(*pair, number, tuple(group), elements, self._dtype(group[0])))
         # One order for all ranks, so that no cycle of ranks waits for itself; senders start with different receivers.
         # Messages that need no packing come first: the others are packed while those are on their way.
         turns = max(self.sources, self.destinations)
         return sorted(
             buckets, key=lambda b: (len(b.transfers) > 1, b.number, (b.destination - b.source) % turns, b.source)
         )
+
+    def _groups(self, transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+        """The messages of a pair; all that is in a message has one dtype."""
+        for dtype in sorted({self._dtype(transfer) for transfer in transfers}):
+            yield from _fill((each for each in transfers if self._dtype(each) == dtype), self.bucket_elements)
+
+    def _dtype(self, transfer: Transfer) -> str:
+        return self.dtypes.get(transfer.receive.tensor, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +233,7 @@ class Planner:
         self.sources = trainer_layout.layouts(hf_config, trainers)
         self.destinations = [engine_layout.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
         self._bucket_elements, self._engines = bucket_elements, engines
+        self._dtypes = architecture(hf_config).dtypes
         ranks: dict[int, list[int]] = defaultdict(list)
         for rank, layout in enumerate(self.sources):
             ranks[id(layout)].append(rank)
@@ -231,7 +267,8 @@ class Planner:
                     transfers.append(
                         Transfer(source, part.send.narrow(box), part.destination, part.receive.narrow(box))
                     )
-        return Plan(tuple(transfers), len(self.sources), len(self.destinations), self._bucket_elements)
+        counts = len(self.sources), len(self.destinations)
+        return Plan(tuple(transfers), *counts, self._bucket_elements, self._dtypes)
 
     @cached_property
     def traffic(self) -> Traffic:

@@ -9,16 +9,28 @@ Each class has a partner on the engine's side:
 | Outlet | Inlet (staging.py) | the rank's end of a link, for one generation; it owns the transport.Link |
 | Transmission | Reception (staging.py) | one update, on a thread of its own |
 | Parcel | `places` and `copies` of the Inlet | one message: its flat tensor, and what fills it or takes from it |
+
+With `reshard.update` `delta` or `auto`, what has changed since the version of an engine is sent in place of a message
+where that is less (published.py). Then a pair's messages go in groups, which come in segments:
+
+| part | elements | what it is |
+|---|---|---|
+| head | 3 × int64 | of how many messages the changes follow, their bytes, 1 if a whole message comes then |
+| changes | as many bytes | one message's after the other (changes.py); nothing if there are none |
+| message | as the plan has it | if the head says so |
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import secrets
+import ssl
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -27,13 +39,26 @@ from torch import Tensor
 
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.plan import Bucket, Plan, Planner
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Members, Message, bind, pack
+from areal_megatron.reshard.published import Choice, Cost, Publications
+from areal_megatron.reshard.session import publication, version_of
+from areal_megatron.reshard.streams import Dialer
+from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Members, Message, bind, connect, pack
 from areal_megatron.run import RunError
 
+_LOOKING = ThreadPoolExecutor(2, thread_name_prefix="changes")
+"""Looks for changes in several messages at a time; on a CPU a core compares 1 to 3 GB/s."""
 _LOOK_S = 0.5
 """How often a trainer that waits looks whether other ranks have given up the update."""
-OnDelivered = Callable[[int, int, int, float, int, str], None]
-"""(engine, generation, version, seconds since publish, bytes received, error or ""); called on the link's thread."""
+OnDelivered = Callable[[int, int, int, float, "Received", str], None]
+"""(engine, generation, version, seconds since publish, what was received, error or ""); called on the link's thread."""
+
+
+class Received(NamedTuple):
+    """What all ranks of an engine received of an update."""
+
+    bytes: int = 0
+    changed: float = 1.0
+    """The share of elements that were sent, alone or in a whole message."""
 
 
 class Publisher:
@@ -43,8 +68,8 @@ class Publisher:
     Megatron's names, with every gather into them finished; their storage is read in place, so no step may change them
     between `publish` and the return of `wait_until_read`. `planner` knows the layouts of both sides; `engines` engines
     exist from the start, and hold `dtype`. `store` is host:port of the trainers' TCPStore, `timeout_s` the time that an
-    update may take, `link` the setting of that name. `on_delivered` is called on rank 0 alone, once for each version
-    and link.
+    update may take, `link` and `update` the settings of these names, `compress` what changes are compressed with.
+    `on_delivered` is called on rank 0 alone, once for each version and link. `tls` is for engines at other sites.
 
     Raises LayoutError if the parameters are not those of the layout.
 
@@ -72,6 +97,9 @@ class Publisher:
         timeline: Timeline,
         check_finite: bool = False,
         link: str = "device",
+        update: str = "full",
+        compress: Callable[[bytes], bytes] | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
         held = parameters()
         planner.sources[rank].check({name: p.shape for name, p in held.items()}, f"trainer rank {rank}")
@@ -86,17 +114,29 @@ class Publisher:
             on_delivered=on_delivered if rank == 0 else None,
             timeline=timeline,
             through_host=link == "host",
+            update=update,
+            published=Publications(compress),
+            tls=tls,
         )
         for engine in range(engines):
             self._trainer.plan(engine)
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Transmission] = []
 
-    def publish(self, version: int, links: Sequence[tuple[int, int]], trials: Collection[int] = ()) -> None:
+    def publish(
+        self,
+        version: int,
+        links: Sequence[tuple[int, int]],
+        trials: Collection[int] = (),
+        changes_only: Collection[int] = (),
+        sites: Mapping[int, str] | None = None,
+    ) -> None:
         """Starts sending `version` to each (engine, generation) in the background; returns at once.
 
-        `trials`: engines that weights did not reach lately; `wait_until_read` gives them up instead of waiting. Raises
-        RunError, before anything is sent, for a weight that is NaN or Inf if check_finite is set.
+        `trials`: engines that weights did not reach lately; `wait_until_read` gives them up instead of waiting.
+        `changes_only`: engines that generate meanwhile, and have room for changes alone. `sites`: engine → the address
+        (host:port) of its server, of those at other sites. Raises RunError, before
+        anything is sent, for a weight that is NaN or Inf if check_finite is set.
         """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
         parameters = self._parameters()
@@ -106,8 +146,9 @@ class Publisher:
             outlet = self._outlets.get(engine)
             if outlet is None or outlet.generation != generation:
                 self._cut_off(outlet)
-                outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation)
-            self._updates.append(Transmission(outlet, version, parameters, trial=engine in trials))
+                site = (sites or {}).get(engine, "")
+                outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation, site)
+            self._updates.append(Transmission(outlet, version, parameters, engine in trials, engine in changes_only))
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
@@ -133,12 +174,16 @@ class Publisher:
         for update in self._updates:
             if update.outlet is outlet:
                 update.cut_off("a new generation has begun")
+        if outlet is not None:
+            outlet.close()
 
     def close(self) -> None:
         """Waits for the updates in flight, at most their timeout; trials are given up."""
         for update in self._updates:
             update.end_trial("training is over")
             update.join()
+        for outlet in self._outlets.values():
+            outlet.close()
         self._outlets.clear()
 
 
@@ -168,13 +213,31 @@ class TrainerRank:
     timeline: Timeline
     through_host: bool = False
     """Whether messages travel between buffers in the memory of the host."""
+    update: str = "full"
+    """The setting reshard.update."""
+    published: Publications = field(default_factory=lambda: Publications(None))
+    choices: dict[int, Choice] = field(default_factory=dict)
+    """Number of an engine → whether it gets changes."""
+    tls: ssl.SSLContext | None = None
+    """By which this rank and engines at other sites know each other."""
+
+    @cached_property
+    def run(self) -> str:
+        """What all these trainer ranks call themselves: versions of earlier ones of the run may have other weights.
+
+        Raises LinkError without their store.
+        """
+        return connect(self.store, self.timeout_s).compare_set("incarnation", "", secrets.token_hex(8)).decode()
+
+    def choice(self, engine: int) -> Choice:
+        return self.choices.setdefault(engine, Choice(self.update))
 
 
 class Outlet:
     """This rank's end of the link to one engine in one generation, kept from update to update."""
 
-    def __init__(self, trainer: TrainerRank, engine: int, generation: int):
-        self.trainer, self.engine, self.generation = trainer, engine, generation
+    def __init__(self, trainer: TrainerRank, engine: int, generation: int, site: str = ""):
+        self.trainer, self.engine, self.generation, self._site = trainer, engine, generation, site
         self.key = engine, generation
         self.updates = 0
         self.given_up = ""
@@ -196,6 +259,11 @@ class Outlet:
         return self.plan.sent_by(self.trainer.rank)
 
     @cached_property
+    def groups(self) -> list[list[int]]:
+        """The numbers of `buckets` in the order of an update that sends changes."""
+        return self.plan.groups(self.buckets)
+
+    @cached_property
     def members(self) -> Members:
         return Members.of(self.plan)
 
@@ -214,7 +282,10 @@ class Outlet:
                 device=self.trainer.device,
                 timeout_s=self.trainer.timeout_s,
                 through_host=self.trainer.through_host,
+                site=Dialer(self._site, self.trainer.tls) if self._site else None,
             )
+            if self.trainer.rank == 0:
+                self._link.serve(self.plan.destinations)
             if (member := self.members.trainer(self.trainer.rank)) is not None:
                 self._link.join(self.members, member)
         return self._link
@@ -231,6 +302,11 @@ class Outlet:
                 link.abort()
             return self._broken
         return reason
+
+    def close(self) -> None:
+        """Ends the streams to an engine at another site; nothing is sent any more."""
+        if link := self._link:
+            link.close()
 
     def failure(self, update: int) -> str:
         """Returns why a rank of the link has given up `update`, or "". May be called from any thread."""
@@ -250,21 +326,27 @@ class Outlet:
             self._parcels, self._bound_to = self._bind(parameters), storage
         return self._parcels
 
+    def dtype(self, bucket: Bucket) -> torch.dtype:
+        return getattr(torch, bucket.dtype) if bucket.dtype else self.trainer.dtype
+
+    def size(self, bucket: Bucket) -> int:
+        """Returns the bytes of a message."""
+        return bucket.elements * self.dtype(bucket).itemsize
+
     def _bind(self, parameters: Mapping[str, Tensor]) -> list[Parcel]:
-        dtype, device = self.trainer.dtype, self.trainer.device
         views = [list(self._views(bucket, parameters)) for bucket in self.buckets]
-        direct = [_is_message(held, dtype) for held in views]
-        largest = max((b.elements for b, as_is in zip(self.buckets, direct, strict=True) if not as_is), default=0)
-        self._buffers = [torch.empty(largest, dtype=dtype, device=device) for _ in range(2)]
+        direct = [_is_message(held, self.dtype(bucket)) for bucket, held in zip(self.buckets, views, strict=True)]
+        largest = max((self.size(b) for b, as_is in zip(self.buckets, direct, strict=True) if not as_is), default=0)
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self.trainer.device) for _ in range(2)]
         turns = itertools.cycle(self._buffers)
         parcels = []
         for bucket, held, as_is in zip(self.buckets, views, direct, strict=True):
             if as_is:
-                parcels.append(Parcel(bucket, held[0].view(-1), None))
+                parcels.append(Parcel(bucket, held[0].view(-1), None, _elements(bucket)))
             else:
-                flat = next(turns)[: bucket.elements]
+                flat = next(turns)[: self.size(bucket)].view(self.dtype(bucket))
                 copies = bind((transfer.send for transfer in bucket.transfers), parameters, flat)
-                parcels.append(Parcel(bucket, flat, copies))
+                parcels.append(Parcel(bucket, flat, copies, _elements(bucket)))
         return parcels
 
     @staticmethod
@@ -286,14 +368,21 @@ class Parcel(NamedTuple):
     """What is sent: one of the outlet's two buffers, or the part of a parameter that is the message as it is."""
     copies: Copies | None
     """What packs the buffer; None where the parameter itself is sent."""
+    elements: Hashable
+    """Which elements of the rank's parameters the message has; engines may have such a message in common."""
+
+
+def _elements(bucket: Bucket) -> Hashable:
+    return tuple(transfer.send for transfer in bucket.transfers)
 
 
 class Transmission:
     """One version on its way to one engine."""
 
-    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool):
-        self.outlet, self.version, self._parameters, self._trial = outlet, version, parameters, trial
-        self._deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
+    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool, changes_only: bool):
+        self.outlet, self.version, self.parameters, self._trial = outlet, version, parameters, trial
+        self.changes_only = changes_only
+        self.deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
         self._read = threading.Event()
         """Set when no live parameter is read any more."""
         outlet.updates += 1
@@ -312,12 +401,12 @@ class Transmission:
         """Returns when no live parameter is read any more, or will be; at once if it is a trial."""
         self.end_trial("it was a trial, and the next step does not wait for those")
         # One second more, in which the link's own thread says whom it waited for.
-        overdue = time.monotonic() + self._deadline.left.total_seconds() + 1
+        overdue = time.monotonic() + self.deadline.left.total_seconds() + 1
         while not self._read.wait(_LOOK_S):
             if failure := self.outlet.failure(self._number):  # which that thread does not hear of inside a message
                 self.give_up(failure)
             elif time.monotonic() > overdue:
-                self.cut_off(f"not read within {self._deadline.timeout_s:.0f} s and given up for the next step")
+                self.cut_off(f"not read within {self.deadline.timeout_s:.0f} s and given up for the next step")
 
     def end_trial(self, reason: str) -> None:
         """Gives a trial up unless everything has been read."""
@@ -335,18 +424,18 @@ class Transmission:
         """Cuts the update off on every rank, none of which waits for the engine any longer."""
         self.outlet.say_failed(self._number, reason)
         self.outlet.given_up = self.outlet.given_up or reason
-        self._deadline.expire()
+        self.deadline.expire()
         self.cut_off(reason)
         # This update's own thread may be inside a message for long, and the controller's answer too.
-        threading.Thread(target=self._report, args=(0, reason), name="report-given-up", daemon=True).start()
+        threading.Thread(target=self._report, args=(Received(), reason), name="report-given-up", daemon=True).start()
 
     def join(self) -> None:
         """Waits until it has arrived or failed, at most its timeout."""
-        self.thread.join(self._deadline.left.total_seconds() + 1)
+        self.thread.join(self.deadline.left.total_seconds() + 1)
 
     def _run(self) -> None:
         outlet, trainer = self.outlet, self.outlet.trainer
-        received, error = 0, outlet.given_up
+        received, error = Received(), outlet.given_up
         if not error:
             with outlet.busy:  # the last instructions of the update before may still run
                 try:
@@ -359,7 +448,7 @@ class Transmission:
         self._read.set()
         self._report(received, error)
 
-    def _report(self, received: int, error: str) -> None:
+    def _report(self, received: Received, error: str) -> None:
         """Tells the controller how this update ended, once."""
         trainer, outlet = self.outlet.trainer, self.outlet
         if trainer.on_delivered and self._unreported.acquire(blocking=False):
@@ -373,43 +462,42 @@ class Transmission:
             return
         ranks = range(outlet.plan.destinations)
         ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
-        for rank, digest in enumerate(link.wait(ready, self._deadline, update=n, stop=self._stop)):
-            if digest != outlet.plan.digest:
+        held: list[int | None] = []
+        for rank, said in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
+            digest, _, what = said.partition(" ")
+            held.append(version_of(what, trainer.run))
+            if digest != outlet.plan.order(trainer.update):
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
-                    "the same release, with the same model and sizes?"
+                    "the same release, with the same model, sizes and settings?"
                 )
-        link.say(f"sending/{n}/{trainer.rank}", "")
-        link.meet(self._deadline, update=n, stop=self._stop)
-        size = sum(bucket.elements for bucket in outlet.buckets) * trainer.dtype.itemsize
+        with link.stream():
+            sending = _Sending(self, link, held)
+        link.say(f"sending/{n}/{trainer.rank}", f"{sending.how} {publication(self.version, trainer.run)}")
+        link.meet(self.deadline, update=n, stop=self._stop)
+        size = sum(map(outlet.size, outlet.buckets))
         span = trainer.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
         if self._settled:
             self._settled.synchronize()
         with span, link.stream():
-            self._send_buckets(link)
+            sending.send()
+        link.say(f"sent/{n}/{trainer.rank}", "")
 
-    def _send_buckets(self, link: Link) -> None:
-        packed: deque[Message] = deque()
-        direct: list[Message] = []
-        for bucket, flat, copies in self.outlet.parcels(self._parameters):
-            if copies is not None and len(packed) == 2:
-                packed.popleft().wait(self._deadline)
-            with self._reading:
-                self._stop()
-                if copies is not None:
-                    pack(copies)
-                    link.settle()
-            (direct if copies is None else packed).append(link.send(flat, bucket, self._deadline))
-        for message in direct:
-            message.wait(self._deadline)
-        link.settle()
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Returns a context in which live parameters may be read; no step changes them before it ends.
+
+        Raises LinkError if the update was cut off.
+        """
         with self._reading:
-            self._stop()  # otherwise what was read since may belong to the next version
+            self._stop()
+            yield
+
+    def all_is_read(self) -> None:
+        """Lets the next step change the parameters. Raises LinkError if the update was cut off: what was read since may
+        belong to the next version."""
+        with self.reading():
             self._read.set()
-        for message in packed:
-            message.wait(self._deadline)
-        link.settle()
-        link.say(f"sent/{self._number}/{self.outlet.trainer.rank}", "")
 
     def _stop(self) -> None:
         if self._cut_off:
@@ -418,11 +506,132 @@ class Transmission:
                 f"engine {outlet.engine}, generation {outlet.generation}, version {self.version}: {self._cut_off}"
             )
 
-    def _wait_received(self) -> int:
-        """Returns how many bytes the engine received, once all its ranks have them and no sender was cut off."""
+    def _wait_received(self) -> Received:
+        """Returns what the engine received, once all its ranks have it and no sender was cut off."""
         n, link, outlet = self._number, self.outlet.link(), self.outlet
         ranks = range(outlet.plan.destinations)
         received = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
         sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.members.senders}
-        values = link.wait(received | sent, self._deadline, update=n, stop=lambda: None)
-        return sum(map(int, values[: len(received)]))
+        values = link.wait(received | sent, self.deadline, update=n, stop=lambda: None)
+        size, new, elements = map(sum, zip(*(map(int, v.split()) for v in values[: len(received)]), strict=True))
+        return Received(size, new / elements)
+
+
+class _Sending:
+    """The messages of one update from one trainer rank to one engine."""
+
+    def __init__(self, update: Transmission, link: Link, held: Sequence[int | None]):
+        """`held`: engine rank → the version of these trainers that it has, or None."""
+        self._update, self._link, self._held = update, link, held
+        self._outlet, self._trainer = update.outlet, update.outlet.trainer
+        self._parcels = self._outlet.parcels(update.parameters)
+        self._choice = self._trainer.choice(self._outlet.engine)
+        self._looks_at = [update.changes_only or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
+        self._from_buffer: dict[int, Message] = {}
+        """Address of a buffer → the message that was sent from it last."""
+        self._direct: list[Message] = []
+        self._aside: list[tuple[Message, Tensor]] = []
+        """Heads and changes; gloo does not keep what it sends."""
+        self._whole_bytes, self._looked_s = 0, 0.0
+        self._costs: list[Cost] = []
+
+    @property
+    def how(self) -> str:
+        """What the engine is told: `whole` for whole messages without heads, `changes` for groups with heads, and
+        `changes-only` if no whole message may be among them."""
+        return "changes-only" if self._update.changes_only else "changes" if any(self._looks_at) else "whole"
+
+    def send(self) -> None:
+        """Returns when all that was sent may change. Raises LinkError."""
+        begun = time.monotonic()
+        if any(self._looks_at):
+            for group in self._outlet.groups:
+                self._send_group(group)
+        else:
+            order = (
+                itertools.chain(*self._outlet.groups) if self._trainer.update != "full" else range(len(self._parcels))
+            )
+            for number in order:
+                self._wait_for_buffer(self._parcels[number])
+                with self._update.reading():
+                    self._pack(self._parcels[number])
+                self._send_whole(self._parcels[number])
+        for message in self._direct:
+            message.wait(self._update.deadline)
+        self._link.settle()
+        self._update.all_is_read()
+        for message in (*self._from_buffer.values(), *(message for message, _ in self._aside)):
+            message.wait(self._update.deadline)
+        self._link.settle()
+        size = sum(map(self._outlet.size, self._outlet.buckets))
+        if 2 * self._whole_bytes >= size:
+            self._choice.measured(self._whole_bytes, time.monotonic() - begun - self._looked_s)
+        self._choice.judge(self._costs, self._looked_s)
+
+    def _send_group(self, group: Sequence[int]) -> None:
+        told: list[bytes] = []
+        found: dict[int, bytes | None] = {}
+        if self._trainer.device.type == "cpu":
+            in_place = [n for n in group if self._looks_at[n] and self._parcels[n].copies is None]
+            parcels = [self._parcels[number] for number in in_place]
+            with self._update.reading(), self._looking():
+                found = dict(zip(in_place, _LOOKING.map(self._changes, parcels), strict=True))
+        for number in group:
+            parcel = self._parcels[number]
+            if number not in found:
+                self._wait_for_buffer(parcel)
+                with self._update.reading():
+                    self._pack(parcel)
+                    if self._looks_at[number]:
+                        with self._looking():
+                            found[number] = self._changes(parcel)
+            changes = found.get(number)
+            if changes is None:
+                self._tell(parcel.bucket.destination, told, whole=True)
+                self._send_whole(parcel)
+                told = []
+            else:
+                told.append(changes)
+        if told:
+            self._tell(self._parcels[group[0]].bucket.destination, told, whole=False)
+
+    def _changes(self, parcel: Parcel) -> bytes | None:
+        kept = self._trainer.published.kept(parcel.elements)
+        changes = kept.changes(parcel.flat, self._update.version, self._held[parcel.bucket.destination])
+        if kept.was_looked_at:
+            size = parcel.flat.nbytes
+            self._costs.append(Cost(parcel.elements, size, size if changes is None else len(changes)))
+        return changes
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self._looked_s += time.monotonic() - begun
+
+    def _tell(self, engine_rank: int, told: Sequence[bytes], whole: bool) -> None:
+        changes = b"".join(told)
+        head = torch.tensor([len(told), len(changes), whole])
+        body = torch.frombuffer(bytearray(changes), dtype=torch.uint8) if changes else None
+        for flat in (head, body):
+            if flat is not None:
+                flat = flat.to(self._trainer.device)
+                self._aside.append((self._link.tell(flat, engine_rank, self._update.deadline), flat))
+
+    def _pack(self, parcel: Parcel) -> None:
+        if parcel.copies is not None:
+            pack(parcel.copies)
+            self._link.settle()
+
+    def _wait_for_buffer(self, parcel: Parcel) -> None:
+        """Returns when the buffer of a message is free: not while parameters are read, which a step waits for."""
+        if message := self._from_buffer.pop(parcel.flat.data_ptr(), None):
+            message.wait(self._update.deadline)
+
+    def _send_whole(self, parcel: Parcel) -> None:
+        message = self._link.send(parcel.flat, parcel.bucket, self._update.deadline)
+        self._whole_bytes += parcel.flat.nbytes
+        if parcel.copies is None:
+            self._direct.append(message)
+        else:
+            self._from_buffer[parcel.flat.data_ptr()] = message

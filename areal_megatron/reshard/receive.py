@@ -10,13 +10,16 @@ raises, and all have the same idea of whether vLLM's session is open.
 
 vLLM rearranges experts after loading. On CUDA the Triton kernels compute from the loaded weights as they are, and any
 other is refused. On CPU the kernels compute from a packed form, which replaces the loaded one: here updates are written
-into plain tensors of their own and packed again after each.
+into plain tensors of their own and packed again after each. What latent attention derives from its projections is a
+view of them, or made again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,10 +36,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from areal_megatron.config import ConfigError
+from areal_megatron.credentials import Credentials
+from areal_megatron.network import CREDENTIALS_FILE, Site, address
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.session import ABORT_BODY, LinkInfo
-from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.session import ABORT_BODY, ROOM, LinkInfo
+from areal_megatron.reshard.staging import Inlet, Live, Reception, Shard, reserve
+from areal_megatron.reshard.streams import Listener
 from areal_megatron.reshard.transport import LinkError
 
 log = init_logger("vllm.areal_megatron.receive")
@@ -72,14 +78,16 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    streamed = False
+    streamed, room = False, 0.0
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # Reserved before vLLM sizes its KV cache, so that the cache leaves room.
         self._parameters, self._repack = live_parameters(self.model)
         _clear_padding(self.model)
-        self._staging = reserve(self._parameters, self.streamed)
+        self._staging = reserve(self._parameters, self.streamed, self.room)
+        self._live = Live()
+        self._site = _listener(self._rank)
         self._inlet: Inlet | None = None
         self._update: Reception | None = None
 
@@ -91,8 +99,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel, problem = self.parallel_config, ""
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
-        rank = parallel.data_parallel_rank * tp + parallel.rank
-        shard = Shard(self._parameters, self._staging, sizes, rank, self.streamed, self._repack)
+        held = self._parameters, self._staging, sizes, self._rank
+        shard = Shard(*held, self.streamed, self._repack, self._live, self._site)
         try:
             if parallel.pipeline_parallel_size != 1:
                 raise LayoutError("an engine with pipeline parallelism has no layout; use rollout.tp")
@@ -100,6 +108,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         except (LayoutError, ConfigError) as e:
             problem = str(e)
         self._refuse(LayoutError, problem)
+
+    @property
+    def _rank(self) -> int:
+        parallel = self.parallel_config
+        return parallel.data_parallel_rank * parallel.tensor_parallel_size + parallel.rank
 
     def start_weight_update(self) -> None:
         """Starts to receive the next update of this generation; the trainers hear of failures over the link."""
@@ -155,12 +168,31 @@ class StreamedReceiver(Receiver):
     streamed = True
 
 
+class ChangesReceiver(StreamedReceiver):
+    """A Receiver with `streamed` staging that is large enough for changes: while there are few, generation is paused
+    for the commit alone."""
+
+    room = ROOM
+
+
+def _listener(rank: int) -> Listener | None:
+    """Returns where a rank of an engine at another site takes the trainers' streams; None for any other engine's."""
+    if (site := Site.of(os.environ)) is None:
+        return None
+    tls = Credentials(Path(os.environ[CREDENTIALS_FILE])).listening()
+    return Listener(address(site.listens), site.port + 1 + rank, tls)
+
+
 def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Returns the tensors to write updates into, by vLLM's names, and a function to call when all are written.
 
     Raises LayoutError if vLLM keeps experts in an order that no layout describes.
     """
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    latents = dict(_latents(model))
+    derived = {f"{name}.{own}" for name, module in latents.items() for own, _ in module.named_parameters(recurse=False)}
+    parameters: dict[str, Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if name not in derived
+    }
     packed = []
     for name, experts in _experts(model):
         if current_platform.is_cpu():
@@ -173,6 +205,8 @@ def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable
     def repack() -> None:
         for plain in packed:
             plain.repack()
+        for attention in latents.values():
+            _derive(attention)
 
     return parameters, repack
 
@@ -192,6 +226,18 @@ def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         for name, module in model.named_modules()
         if "w13_weight" in dict(module.named_parameters(recurse=False))
     )
+
+
+def _latents(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "W_UK_T"))
+
+
+def _derive(attention: Any) -> None:
+    """Makes what latent attention computes from of the projection that an update has been written into, unless it is a
+    part of it, as without quantisation."""
+    weight = attention.kv_b_proj.weight
+    if attention.W_UK_T.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+        attention.process_weights_after_loading(weight.dtype)
 
 
 class _Plain:

@@ -27,6 +27,13 @@ from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Planner, largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ABORT_BODY = {"update_info": {"action": "abort"}}
+ROOM = 0.1
+"""The share of a shard's elements for which `streamed` staging has room at least, if trainers may send changes. With
+their places in 32 bits, those of 3% of 16-bit elements fit in there."""
+HISTORY = 1 / 16
+"""The bytes of changes of earlier versions that trainers keep of a message for engines which lag, over its own."""
+FEW_CHANGES = 0.02
+"""If no more of the elements changed at the last update, the next one is expected to fit in there too."""
 
 
 @dataclass
@@ -53,6 +60,8 @@ class LinkInfo:
 
     link: str = "device"
     """The setting of that name: what messages travel through."""
+    update: str = "full"
+    """The setting of that name: whether trainers may send what has changed."""
 
     def planner(self) -> Planner:
         """Returns the planner that the trainers have too. Raises ConfigError if the sizes do not fit the model."""
@@ -76,6 +85,7 @@ def init_body(
         bucket_elements=largest_bucket(not config.machine.is_cpu),
         engines=config.rollout.engines,
         link=config.link,
+        update=config.reshard.update,
     )
     return {"init_info": asdict(info)}
 
@@ -83,3 +93,14 @@ def init_body(
 def commit_body(version: int, clear_cache: bool) -> dict[str, Any]:
     """Returns the body that commits what is staged; tokens sampled from then on carry `version`."""
     return {"version": str(version), "clear_cache": clear_cache}
+
+
+def publication(version: int, run: str) -> str:
+    """Returns the name of a version of the trainers that call themselves `run`."""
+    return f"{run}:{version}"
+
+
+def version_of(name: str, run: str) -> int | None:
+    """Returns the version of a publication, or None if it is not of the trainers that call themselves `run`."""
+    of, _, version = name.rpartition(":")
+    return int(version) if of == run and version.isdecimal() else None

@@ -9,6 +9,11 @@ Staging is reserved once and has one of two sizes:
   them into the live parameters, and a failed update leaves those complete.
 - `streamed`: room for one layer. The engine is paused, and messages are copied into the live parameters as they arrive,
   so a failed update leaves a mixture of versions.
+
+Changes are based on the live parameters, which stay as they are until the commit. With `full` staging they wait in the
+place of the message that they stand for: as places and new values, which the commit writes, or, where that is not less,
+as the whole message. With `streamed` staging they are written at once; but if the last update had few changes, the
+engine generates, and changes wait in the staging.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import re
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +31,40 @@ from torch import Tensor
 
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.changes import Changes, ChangesError, bits, decode
+from areal_megatron.reshard.edits import Edit, Places, Room, move
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Plan, largest_bucket
 from areal_megatron.reshard.session import LinkInfo
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Members, Message, bind, settle, unpack
+from areal_megatron.reshard.streams import Listener
+from areal_megatron.reshard.transport import (
+    Copies,
+    Deadline,
+    Link,
+    LinkError,
+    Members,
+    Message,
+    bind,
+    pack,
+    settle,
+    unpack,
+)
+
+_EDITED = 1 / 16
+"""Changes are written one by one at a commit if they take up to so much of their message's place; above, copying the
+whole message is as fast."""
+
+
+@dataclass
+class Live:
+    """What the live parameters of an engine rank are."""
+
+    publication: str = ""
+    """The name of the version that they all have (session.publication); empty: unknown, or a mixture."""
+
+
+_ALIGNED = 16
+"""Messages of any dtype begin at multiples of this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +79,23 @@ class Shard:
     streamed: bool = False
     repack: Callable[[], None] = lambda: None
     """Called at the end of a commit: updates what vLLM has derived from the parameters."""
+    live: Live = field(default_factory=Live)
+    site: Listener | None = None
+    """Where trainers of another site reach the rank."""
 
 
-def reserve(parameters: Mapping[str, Tensor], streamed: bool = False) -> Tensor:
-    """Returns staging for these parameters: one axis, their dtype, on their device."""
+def reserve(parameters: Mapping[str, Tensor], streamed: bool = False, room: float = 0.0) -> Tensor:
+    """Returns staging for these parameters: bytes on their device. If `streamed` it has at least the share `room` of
+    theirs."""
     first = next(iter(parameters.values()))
-    size = sum(parameter.numel() for parameter in parameters.values())
+    size = sum(parameter.nbytes for parameter in parameters.values())
     if streamed:
         layers: dict[str, int] = defaultdict(int)
         for name, parameter in parameters.items():
-            layers[re.sub(r"(layers\.\d+\.).*", r"\1", name)] += parameter.numel()
-        size = min(size, max(*layers.values(), 2 * largest_bucket(first.device.type != "cpu")))
-    return torch.empty(size, dtype=first.dtype, device=first.device)
+            layers[re.sub(r"(layers\.\d+\.).*", r"\1", name)] += parameter.nbytes
+        buckets = 2 * largest_bucket(first.device.type != "cpu") * first.itemsize
+        size = min(size, max(*layers.values(), buckets, int(size * room)))
+    return torch.empty(size, dtype=torch.uint8, device=first.device)
 
 
 class Inlet:
@@ -74,10 +115,15 @@ class Inlet:
         """The part of staging that receives each bucket."""
         self.copies: list[Copies] = []
         """What copies each bucket from there into the live parameters."""
-        self.slots = 0
-        """How many messages fit into staging at the same time."""
+        self.live_places: list[Places] = []
+        """Where the elements of each bucket are in the live parameters."""
         self.digest = ""
-        _check(shard, info.hf_config, EngineSizes(**info.engine_sizes), getattr(torch, info.dtype), self.name)
+        self.groups: list[list[int]] = []
+        """The numbers of the buckets in the order in which they arrive; only those of a group may come as changes of
+        several messages."""
+        self.dtype = getattr(torch, info.dtype)
+        """The dtype of the messages that have none of their own."""
+        _check(shard, info.hf_config, EngineSizes(**info.engine_sizes), self.dtype, self.name)
 
         def join() -> None:
             try:
@@ -88,11 +134,12 @@ class Inlet:
                     device=shard.staging.device,
                     timeout_s=info.timeout_s,
                     through_host=info.link == "host",
+                    site=shard.site,
                 )
                 plan = info.planner().plan(info.engine)
                 members = Members.of(plan)
                 self.link.join(members, members.engine(shard.rank))
-                self._bind(plan)
+                self._bind(plan, info.update)
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
@@ -117,24 +164,33 @@ class Inlet:
             link.say_failed(update, reason)
             link.abort()
 
-    def _bind(self, plan: Plan) -> None:
+    def _bind(self, plan: Plan, update: str) -> None:
         """Gives each message its place: one after another in `full` staging, in turns in `streamed` staging."""
-        self.digest = plan.digest
+        self.digest = plan.order(update)
         self.buckets = plan.received_by(self.shard.rank)
-        largest = max((bucket.elements for bucket in self.buckets), default=1)
-        self.slots = self.shard.staging.numel() // largest if self.shard.streamed else len(self.buckets)
-        if self.buckets and not self.slots:
+        self.groups = plan.groups(self.buckets) if update != "full" else [list(range(len(self.buckets)))]
+        dtypes = [getattr(torch, bucket.dtype) if bucket.dtype else self.dtype for bucket in self.buckets]
+        sizes = [bucket.elements * dtype.itemsize for bucket, dtype in zip(self.buckets, dtypes, strict=True)]
+        largest = -(-max(sizes, default=1) // _ALIGNED) * _ALIGNED
+        staging = self.shard.staging
+        slots = staging.nbytes // largest if self.shard.streamed else len(self.buckets)
+        if self.buckets and not slots:
             raise LayoutError(
-                f"{self.name}: staging of {self.shard.staging.numel()} elements has no room for a message of {largest}"
+                f"{self.name}: staging of {staging.nbytes} bytes has no room for a message of {largest} bytes"
             )
-        offset = 0
-        for number, bucket in enumerate(self.buckets):
-            if self.shard.streamed:
-                offset = number % self.slots * largest
-            self.places.append(self.shard.staging[offset : offset + bucket.elements])
-            offset += bucket.elements
-            received = (transfer.receive for transfer in bucket.transfers)
+        if self.shard.streamed:
+            turns = {number: turn for turn, number in enumerate(chain(*self.groups))}
+            starts = [turns[number] % slots * largest for number in range(len(self.buckets))]
+        else:  # the widest elements first, so that all begin at multiples of their size
+            starts, offset = [0] * len(self.buckets), 0
+            for number in sorted(range(len(self.buckets)), key=lambda n: -dtypes[n].itemsize):
+                starts[number] = offset
+                offset += sizes[number]
+        for bucket, dtype, start, size in zip(self.buckets, dtypes, starts, sizes, strict=True):
+            self.places.append(staging[start : start + size].view(dtype))
+            received = [transfer.receive for transfer in bucket.transfers]
             self.copies.append(bind(received, self.shard.parameters, self.places[-1]))
+            self.live_places.append(Places(received, self.shard.parameters, dtype))
 
 
 class Reception:
@@ -149,6 +205,16 @@ class Reception:
         self._inlet, self._number = inlet, inlet.updates
         self._deadline = Deadline(inlet.timeout_s)  # from /start_weight_update; transport.py lists all limits
         self._error = "not received yet"
+        self._publication = ""
+        self._arriving: deque[tuple[Message, int]] = deque()
+        """Messages on their way, and the numbers of their buckets."""
+        self._whole: list[int] = []
+        """The numbers of the buckets whose places hold all that is to be committed."""
+        self._edits: list[Edit] = []
+        self._room: Room | None = None
+        """Where changes wait for the commit, if staging is `streamed` and the engine generates meanwhile."""
+        self._bytes = self._elements = 0
+        """What was received: bytes, and elements that changed or came in whole messages."""
         before = after._thread if after else None
         self._thread = threading.Thread(target=self._run, args=(before,), name=f"receive-{self._number}", daemon=True)
         self._thread.start()
@@ -169,11 +235,14 @@ class Reception:
         into staging.
         """
         shard = self._inlet.shard
-        if not shard.streamed:
-            for copies in self._inlet.copies:
-                unpack(copies)
+        shard.live.publication = ""
+        for number in self._whole:
+            unpack(self._inlet.copies[number])
+        for edit in self._edits:
+            edit.write()
         shard.repack()
         settle(shard.staging.device)
+        shard.live.publication = self._publication
 
     def _run(self, before: threading.Thread | None) -> None:
         inlet = self._inlet
@@ -185,35 +254,121 @@ class Reception:
                     raise LinkError(f"{inlet.name}: an abandoned update still holds staging")
             self._receive(link)
             self._error = ""
-            received = sum(bucket.elements for bucket in inlet.buckets) * inlet.shard.staging.itemsize
-            link.say(f"received/{self._number}/{inlet.shard.rank}", str(received))
+            elements = sum(bucket.elements for bucket in inlet.buckets)
+            link.say(f"received/{self._number}/{inlet.shard.rank}", f"{self._bytes} {self._elements} {elements}")
         except Exception as e:  # a thread's traceback would be lost
+            if isinstance(e, ChangesError):
+                inlet.shard.live.publication = ""  # whoever is wrong about it, the next generation begins with all
             self._error = str(e)
             inlet.break_link(self._number, f"{inlet.name}: update {self._number}: {e}")
 
     def _receive(self, link: Link) -> None:
         inlet, n = self._inlet, self._number
-        link.say(f"ready/{n}/{inlet.shard.rank}", inlet.digest)
+        link.say(f"ready/{n}/{inlet.shard.rank}", f"{inlet.digest} {inlet.shard.live.publication}")
         senders = sorted({bucket.source for bucket in inlet.buckets})
         # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
         sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
-        link.wait(sending, self._deadline, update=n, stop=self._stop)
+        said = [text.split(" ") for text in link.wait(sending, self._deadline, update=n, stop=self._stop)]
+        tells_changes = {source for source, (how, _) in zip(senders, said, strict=True) if how != "whole"}
+        publications = {publication for _, publication in said}
+        if inlet.shard.streamed and any(how == "changes-only" for how, _ in said):
+            self._room = Room(inlet.shard.staging, 0, inlet.shard.staging.nbytes)
+        if len(publications) != 1:
+            raise LinkError(f"the trainers send several versions: {', '.join(sorted(publications))}")
+        self._publication = publications.pop()
         link.meet(self._deadline, update=n, stop=self._stop)
         with link.stream():
-            arriving: deque[tuple[Message, Copies]] = deque()
-            for bucket, place, copies in zip(inlet.buckets, inlet.places, inlet.copies, strict=True):
-                if len(arriving) == inlet.slots:
-                    self._arrive(*arriving.popleft())
-                arriving.append((link.receive(place, bucket, self._deadline), copies))
-            while arriving:
-                self._arrive(*arriving.popleft())
+            for group in inlet.groups:
+                if inlet.buckets[group[0]].source in tells_changes:
+                    self._receive_changes(link, group)
+                else:
+                    for number in group:
+                        self._receive_whole(link, number)
+            while self._arriving:
+                self._arrive()
             link.settle()
 
-    def _arrive(self, message: Message, copies: Copies) -> None:
+    def _receive_whole(self, link: Link, number: int) -> None:
+        inlet = self._inlet
+        if self._room:
+            raise LinkError("a whole message came, for which the engine must stand still, as it does next time")
+        if inlet.shard.streamed:  # its place may be that of a message which is still on its way
+            while any(inlet.places[other].data_ptr() == inlet.places[number].data_ptr() for _, other in self._arriving):
+                self._arrive()
+        bucket = inlet.buckets[number]
+        self._arriving.append((link.receive(inlet.places[number], bucket, self._deadline), number))
+        self._elements += bucket.elements
+        self._bytes += inlet.places[number].nbytes
+
+    def _arrive(self) -> None:
+        """Waits for the message that is on its way for longest."""
+        message, number = self._arriving.popleft()
         message.wait(self._deadline)
+        self._in_place(number)
+
+    def _in_place(self, number: int) -> None:
+        """Takes note that the place of a bucket holds all of it."""
         if self._inlet.shard.streamed:
             self._stop()
-            unpack(copies)
+            self._inlet.shard.live.publication = ""
+            unpack(self._inlet.copies[number])
+        else:
+            self._whole.append(number)
+
+    def _receive_changes(self, link: Link, group: list[int]) -> None:
+        """Receives a group of messages of one trainer rank, of some of which there are only changes (publish.py)."""
+        inlet, left = self._inlet, deque(group)
+        source = inlet.buckets[group[0]].source
+        while left:
+            self._stop()
+            count, size, whole = self._hear(link, torch.empty(3, dtype=torch.int64), source).tolist()
+            named = [left.popleft() for _ in range(min(count, len(left)))]
+            most = sum(inlet.places[number].nbytes for number in named)
+            if count != len(named) or not 0 <= size <= most or whole > len(left) or not (named or whole):
+                raise LinkError(
+                    f"trainer rank {source} sends changes of {count} messages in {size} bytes, which cannot be"
+                )
+            told = memoryview(self._hear(link, torch.empty(size, dtype=torch.uint8), source).numpy()) if size else b""
+            self._bytes += size
+            for number in named:
+                changes, length = decode(told, inlet.buckets[number].elements, inlet.places[number].itemsize)
+                told = told[length:]
+                self._elements += len(changes.places)
+                self._take(number, changes)
+            if whole:
+                self._receive_whole(link, left.popleft())
+
+    def _hear(self, link: Link, flat: Tensor, source: int) -> Tensor:
+        flat = flat.to(self._inlet.shard.staging.device)
+        link.hear(flat, source, self._deadline).wait(self._deadline)
+        link.settle()
+        return flat.cpu()
+
+    def _take(self, number: int, changes: Changes) -> None:
+        """Has the changes of a message written at the commit, or now if the engine stands still."""
+        inlet = self._inlet
+        edits, later = inlet.live_places[number].edits(changes)
+        if self._room:
+            moved = move(edits, self._room)
+            if moved is None:
+                raise LinkError("more changes came than there is room for; next time the engine stands still")
+            self._edits += moved
+        elif inlet.shard.streamed:
+            self._stop()
+            inlet.shard.live.publication = ""
+            for edit in edits:
+                edit.write()
+        else:
+            place, staging = inlet.places[number], inlet.shard.staging
+            start, size = place.storage_offset() * place.itemsize, place.nbytes
+            moved = move(edits, Room(staging, start, start + int(size * _EDITED)))
+            if moved is not None:
+                self._edits += moved
+            else:
+                pack(inlet.copies[number])
+                where = torch.from_numpy(changes.places).to(place.device)
+                bits(place)[where] = torch.from_numpy(later).to(place.device)
+                self._in_place(number)
 
     def _stop(self) -> None:
         if self.abandoned:
@@ -226,8 +381,9 @@ def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype
         raise LayoutError(f"{holder} has {shard.sizes}, the trainers send to {sizes}")
     layout = engine_layout.layout(hf_config, sizes, shard.rank)
     layout.check({name: parameter.shape for name, parameter in shard.parameters.items()}, holder)
+    own = layout.parameter_dtypes
     for name, parameter in shard.parameters.items():
-        if parameter.dtype != dtype:
-            raise LayoutError(f"{holder}: {name} is {parameter.dtype}, the trainers send {dtype}")
+        if parameter.dtype != (expected := getattr(torch, own[name]) if name in own else dtype):
+            raise LayoutError(f"{holder}: {name} is {parameter.dtype}, the trainers send {expected}")
         if not parameter.is_contiguous():
             raise LayoutError(f"{holder}: {name} of shape {list(parameter.shape)} is not contiguous")

@@ -1,17 +1,18 @@
 """One link: the trainer ranks that send to one engine and the ranks of this engine, for one generation.
 
 Weights travel over a process group of the link's own: gloo between CPUs, NCCL between GPUs, or gloo between buffers in
-the memory of the host (`reshard.link=host`). What the ranks have to tell each other they write under keys of the
-trainers' TCPStore, with a prefix of the link's own:
+the memory of the host (`reshard.link=host`); to an engine at another site over TLS streams, which also carry the
+engine's use of the keys (streams.py). What the ranks have to tell each other they write under keys of the trainers'
+TCPStore, with a prefix of the link's own:
 
 | key | set by | value |
 |---|---|---|
 | library | the first rank of either side that joined | what carries its messages, and who it is |
 | member/M | member M | it is about to connect to all the others at once (NCCL only) |
-| ready/N/R | engine rank R | digest of the plan it follows; it waits for update N |
-| sending/N/S | trainer rank S | its first message of update N is on its way |
+| ready/N/R | engine rank R | digest of the plan it follows, and what it holds; it waits for update N |
+| sending/N/S | trainer rank S | what it publishes; its first message of update N is on its way |
 | sent/N/S | trainer rank S | it read every parameter before any could change |
-| received/N/R | engine rank R | bytes received; staging holds the update |
+| received/N/R | engine rank R | bytes and elements received; staging holds the update |
 | failed/N | the first rank of either side that failed | why |
 
 N counts the updates of a generation from 1. A group in which anything failed is never used again: gloo's pairs
@@ -25,6 +26,7 @@ are unusable after a timeout, so the controller gives the link a new generation.
 | an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
 | an engine rank, from /start_weight_update until it has its last message | timeout_s | staging.Reception |
 | connecting to the store; an operation of an NCCL group | timeout_s | `connect`, `_nccl_group` |
+| connecting to an engine at another site; an answer about its keys | timeout_s | streams.py |
 | a member that waits for the others, or for the name of NCCL's group | the update's own | `Link.meet` |
 | one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_gloo_group` |
 | the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
@@ -48,7 +50,7 @@ import functools
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,16 +62,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.errors import first_line
+from areal_megatron.reshard.changes import bits
 from areal_megatron.reshard.plan import Bucket, Plan
+from areal_megatron.reshard.streams import KEYS, Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
 
 POLL_S = (0.001, 0.005)
 """The pause between two looks at the store: the first, and the longest, to which it grows."""
 POLL_S_PER_RANK = 0.001
 """The longest pause for each rank of a link, if that is more: all ranks of all links look at the same store, and a look
 takes 36 µs of it."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → an integer dtype of that size."""
 
 _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -88,6 +89,9 @@ _LOOK_AT_GPU_S = 0.0001
 
 _WIRES = 2
 """Buffers of the host for each peer: one is copied to or from while the other is on its way."""
+
+_FIRST_TAG = 2**20
+"""Tags below it are the numbers of buckets."""
 
 GLOO_TRIES = 5
 """How often gloo waits for a peer that does not connect before it gives up."""
@@ -177,21 +181,33 @@ class Link:
         device: torch.device,
         timeout_s: float,
         through_host: bool = False,
+        site: Dialer | Listener | None = None,
     ):
+        """`site`: how the ends of a link between two sites connect; only the trainers' end then needs the store."""
         self.name = f"link to engine {engine}, generation {generation}"
-        self.device, self._timeout_s, self._through_host = device, timeout_s, through_host
-        self._keys = dist.PrefixStore(f"link/{engine}/{generation}", connect(store, timeout_s))
-        self._group: dist.Backend | None = None
+        self.device, self._timeout_s, self._site = device, timeout_s, site
+        self._through_host = through_host or (site is not None and device.type != "cpu")
+        self._site_name = f"{store} {engine}/{generation}"
+        if isinstance(site, Listener):
+            site.begin(self._site_name)
+            self._keys = RemoteKeys(functools.partial(site.take, self._site_name, KEYS), timeout_s)
+        else:
+            self._keys = dist.PrefixStore(f"link/{engine}/{generation}", connect(store, timeout_s))
+        self._served: list[Stream] = []
+        self._lost_rank = ""
+        self._group: dist.Backend | Streams | None = None
         self._longest_pause_s = POLL_S[1]
         self._stream: torch.Stream | None = None
         self._under_way: dict[int, deque[Message]] = defaultdict(deque)
         """The messages of each stream that this rank has not seen arrive, the oldest first."""
         self._wires: dict[int, deque[Tensor]] = defaultdict(deque)
         """Buffers of the host for each peer, used in turns."""
+        self._told: Counter[int] = Counter()
+        """Messages to or from each peer that the plan does not know of."""
 
     @property
     def uses_nccl(self) -> bool:
-        return self.device.type != "cpu" and not self._through_host
+        return self.device.type != "cpu" and not self._through_host and self._site is None
 
     @property
     def _most(self) -> float:
@@ -205,9 +221,35 @@ class Link:
         self._longest_pause_s = max(POLL_S[1], POLL_S_PER_RANK * len(members))
         if self.device.type != "cpu":
             self._stream = torch.get_device_module(self.device).Stream(self.device)
-        if not self.uses_nccl:
+        if self._site is not None:
+            self._group = Streams(self._open_stream, self._timeout_s)
+        elif not self.uses_nccl:
             pairs = dist.PrefixStore("pairs", self._keys)
             self._group = _gloo_group(pairs, member, len(members), self._timeout_s)
+
+    def serve(self, engine_ranks: int) -> None:
+        """Has the ranks of an engine at another site use the keys; for one of the trainer ranks. Raises LinkError."""
+        if not isinstance(self._site, Dialer):
+            return
+        deadline = time.monotonic() + self._timeout_s
+        for rank in range(engine_ranks):
+            try:
+                stream = self._site.dial(rank, self._site_name, KEYS, deadline)
+            except OSError as e:
+                raise LinkError(f"{self.name}: {first_line(e)}") from None
+            self._served.append(stream)
+            serve_keys(stream, self._keys, functools.partial(self._lose, rank))
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """An engine rank at another site can tell nothing any more."""
+        self._lost_rank = self._lost_rank or f"{self.name}: lost engine rank {rank}: {reason}"
+
+    def _open_stream(self, peer: int, until: float) -> Stream:
+        """Returns the stream to or from a member. Raises OSError."""
+        sender = f"member {self._member if isinstance(self._site, Dialer) else peer}"
+        if isinstance(self._site, Listener):
+            return self._site.take(self._site_name, sender, until)
+        return self._site.dial(peer - len(self._members.senders), self._site_name, sender, until)
 
     def meet(self, deadline: Deadline, *, update: int, stop: Callable[[], None]) -> None:
         """Connects all members over NCCL, once in a generation; gloo connects a pair at its first message.
@@ -234,7 +276,7 @@ class Link:
     def _agree_on_library(self, who: str) -> None:
         """Raises LinkError, after telling the other ranks, if this rank's library is not that of the first to join. Two
         versions of NCCL do not connect, and the reason is in NCCL's own log at most."""
-        mine = library() if self.uses_nccl else "gloo"
+        mine = library() if self.uses_nccl else "gloo" if self._site is None else "TLS"
         try:
             theirs, _, other = self._keys.compare_set("library", "", f"{mine} of {who}").decode().partition(" of ")
         except RuntimeError as e:
@@ -256,11 +298,20 @@ class Link:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """Ends messages on the GPU that no peer will send or take; the link is unusable then. gloo's end by themselves,
-        at their timeout."""
+        """Ends messages on the GPU, and those of streams, that no peer will send or take; the link is unusable then.
+        gloo's end by themselves, at their timeout."""
+        self.close()
         if self.uses_nccl and self._group:
             with contextlib.suppress(RuntimeError):  # the group may have failed already
                 self._group.abort()
+
+    def close(self) -> None:
+        """Ends the streams of a link between two sites. Any thread may call it."""
+        for stream in self._served:
+            stream.end()
+        for carrier in (self._group, self._keys):
+            if isinstance(carrier, (Streams, RemoteKeys)):
+                carrier.end()
 
     def say(self, key: str, text: str) -> None:
         """Sets a key of the link for all its ranks."""
@@ -281,7 +332,7 @@ class Link:
         """Returns the first reason that any rank gave for the failure of `update`, or "" if none has failed."""
         key = f"failed/{update}"
         try:
-            return self._keys.get(key).decode() if self._keys.check([key]) else ""
+            return self._keys.get(key).decode() if self._keys.check([key]) else self._lost_rank
         except dist.DistError as e:
             return self._lost(e)
 
@@ -314,30 +365,48 @@ class Link:
 
         Raises LinkError, after which the link is unusable.
         """
-        peer = self._members.engine(bucket.destination)
+        return self._send(flat, self._members.engine(bucket.destination), bucket.number, _describe(bucket), deadline)
+
+    def tell(self, flat: Tensor, engine_rank: int, deadline: Deadline) -> Message:
+        """Sends an engine rank what the plan does not know of; `hear` with as many elements receives it."""
+        peer = self._members.engine(engine_rank)
+        return self._send(flat, peer, self._next_tag(peer), f"what is new for engine rank {engine_rank}", deadline)
+
+    def _send(self, flat: Tensor, peer: int, tag: int, what: str, deadline: Deadline) -> Message:
         self._make_room(peer, deadline)
         if self._through_host:
             wire = self._wire(peer, flat)  # filled while the message before is still on its way
             wire.copy_(flat, non_blocking=True)
             self.settle()
             flat = wire
-        message = Message(self, f"send {_describe(bucket)}", lambda: self._group.send([flat], peer, bucket.number))
-        return self._begin(peer, message)
+        return self._begin(peer, Message(self, f"send {what}", lambda: self._group.send([flat], peer, tag)))
 
     def receive(self, flat: Tensor, bucket: Bucket, deadline: Deadline) -> Message:
         """Receives a bucket from its trainer rank, as soon as earlier messages leave room for it.
 
         Raises LinkError, after which the link is unusable.
         """
-        peer, place, deliver = self._members.trainer(bucket.source), flat, None
+        return self._receive(flat, self._members.trainer(bucket.source), bucket.number, _describe(bucket), deadline)
+
+    def hear(self, flat: Tensor, trainer_rank: int, deadline: Deadline) -> Message:
+        """Receives what a trainer rank sends by `tell`."""
+        peer = self._members.trainer(trainer_rank)
+        return self._receive(flat, peer, self._next_tag(peer), f"what is new of trainer rank {trainer_rank}", deadline)
+
+    def _receive(self, flat: Tensor, peer: int, tag: int, what: str, deadline: Deadline) -> Message:
+        place, deliver = flat, None
         self._make_room(peer, deadline)
         if self._through_host:
             self.settle()  # what this buffer held may still be on its way to its place
             flat = self._wire(peer, place)
             deliver = functools.partial(place.copy_, flat, non_blocking=True)
-        what = f"receive {_describe(bucket)}"
-        message = Message(self, what, lambda: self._group.recv([flat], peer, bucket.number), deliver)
+        message = Message(self, f"receive {what}", lambda: self._group.recv([flat], peer, tag), deliver)
         return self._begin(peer, message)
+
+    def _next_tag(self, peer: int) -> int:
+        """Returns the tag of the next message that the plan does not know of; both ends count them."""
+        self._told[peer] += 1
+        return _FIRST_TAG + self._told[peer]
 
     def _make_room(self, peer: int, deadline: Deadline) -> None:
         """Waits until another message to or from `peer` may be posted."""
@@ -350,13 +419,13 @@ class Link:
         return message
 
     def _wire(self, peer: int, flat: Tensor) -> Tensor:
-        """Returns the buffer of the host that was not used for longest, as long as `flat`."""
+        """Returns the buffer of the host that was not used for longest, as a tensor like `flat`."""
         turns = self._wires[peer]
-        wire = turns.popleft() if len(turns) == _WIRES else flat.new_empty(0)
-        if wire.numel() < flat.numel():
-            wire = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=self.device.type != "cpu")
+        wire = turns.popleft() if len(turns) == _WIRES else torch.empty(0, dtype=torch.uint8)
+        if wire.nbytes < flat.nbytes:
+            wire = torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         turns.append(wire)
-        return wire[: flat.numel()]
+        return wire[: flat.nbytes].view(flat.dtype)
 
 
 class Message:
@@ -424,7 +493,7 @@ def unpack(copies: Copies) -> None:
 
 def _array(view: Tensor) -> np.ndarray:
     """Returns the same memory as integers, because numpy has no bfloat16."""
-    return view.detach().view(_INTEGERS[view.dtype.itemsize]).numpy()
+    return bits(view).numpy()
 
 
 def settle(device: torch.device) -> None:

@@ -77,6 +77,7 @@ def test_new_weights_arrive_in_flight(model, world, tmp_path, tp):
         "updates=4",
         "batch_size=16",
         "rollout.group_size=4",
+        "reward.function=tests.support.rewards:short",  # four groups may have no right answer to learn from
     )
     updates = [line for line in read_metrics(Run(tmp_path / "flight")) if line["kind"] == "update"]
     assert [line["version"] for line in updates] == [1, 2, 3, 4]
@@ -93,7 +94,7 @@ def test_an_evaluation_sees_what_the_chat_model_cannot_do(model, world, tmp_path
         "-m", "areal_megatron.evaluate", model, world / "heldout.jsonl", "--n", 2, "--max-new-tokens", 16, "--out", out
     )
     result = json.loads((out / "result.json").read_text())
-    assert 0 <= result["accuracy"] < 0.3
+    assert 0 <= result["avg@2"]["value"] < 0.3
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

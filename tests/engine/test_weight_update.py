@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from areal_megatron.config_file import load
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.models.architecture import read_config
+from areal_megatron.network import Site
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
@@ -32,20 +36,25 @@ from tests.support.reshard_oracle import expected_checksums, held_checksums, meg
 METRICS = {"kv_cache_metrics": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 SERVERS = {
-    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}),
-    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers", METRICS),
-    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}),
-    "speculative": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {"speculative_config": NGRAM}),
+    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta"),
+    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers", METRICS, "auto"),
+    "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}, "delta"),
+    "sigmoid-experts-tp2": ("glm4-moe", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 1, "model", {}, "full"),
+    "latents-tp1": ("deepseek-v3-moe", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta"),
+    "latents-tp2": ("moonlight-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}, "full"),
+    "far-tp2": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 1, "trainers", {}, "delta", "127.0.0.1"),
+    "n-gram": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {"speculative_config": NGRAM}, "auto"),
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
-rollout.first_weights, rollout.vllm)."""
+rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
 
 
 class Server:
-    """One engine of a run whose trainers live in this process; versions take turns between two checkpoints."""
+    """One engine of a run whose trainers live in this process. Versions take turns between two checkpoints, which
+    differ in few elements where changes alone are sent."""
 
     def __init__(
         self,
@@ -56,12 +65,20 @@ class Server:
         parts: int,
         first: str,
         vllm: dict[str, Any],
+        update: str,
+        site: str = "",
     ):
-        self.sizes, self.engine = sizes, engine
+        self.sizes, self.engine, self.sends_changes, self.site = sizes, engine, update == "delta", site
         self.folders = [folder / "a", folder / "b"]
         changes = {"max_position_embeddings": 8192, "initializer_range": 0.1}
         self.tensors = [write_model(model, path, seed, **changes) for seed, path in enumerate(self.folders)]
+        if self.sends_changes:
+            self.tensors[1] = {name: turned(tensor) for name, tensor in self.tensors[0].items()}
+            save_file(self.tensors[1], self.folders[1] / "model.safetensors", {"format": "pt"})
         self.hf_config = read_config(self.folders[0])
+        words = {f"<{number}>": number for number in range(self.hf_config["vocab_size"])}
+        library = Tokenizer(WordLevel(words, unk_token="<0>"))
+        library.save(str(self.folders[0] / "tokenizer.json"))  # vLLM makes one by itself for Qwen only
         self.run = Run(folder / "run")
         self.run.create()
         OmegaConf.save(
@@ -74,6 +91,7 @@ class Server:
                 "data": {"train": "none", "max_prompt_tokens": 32},
                 "machine": {"device": "cpu", "peer_timeout_s": 20},
                 "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
+                "reshard": {"update": update},
                 "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8}
                 | {"first_weights": first, "vllm": vllm},
             },
@@ -83,7 +101,11 @@ class Server:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "areal_megatron.engine.server", "--run", self.run.folder, "--index", "0"],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
+                env={
+                    **os.environ,
+                    **{"OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
+                    **(Site(site, 0, site).settings if site else {}),
+                },
                 stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -105,14 +127,20 @@ class Server:
                 store=f"127.0.0.1:{self.store.port}",
                 timeout_s=20,
                 on_delivered=self._delivered,
+                update=self.config.reshard.update,
                 timeline=timeline,
+                tls=self.run.credentials.calling(),
             )
             for rank in range(sizes.ranks)
         ]
         self.generation = 0
+        self.has_a_base = False
+        """Whether the engine has had a version from these trainers."""
 
     def client(self) -> EngineClient:
-        return EngineClient("engine-0", self.run.endpoint("engine-0", 30), self.run.token, 60)
+        endpoint, tls = self.run.endpoint("engine-0", 30), self.run.credentials.calling()
+        assert endpoint.startswith("https://" if self.site else "http://")
+        return EngineClient("engine-0", endpoint, self.run.token, 60, tls)
 
     def _shard(self, version, rank):
         parameters = megatron_shard(self.tensors[version % 2], self.hf_config, self.sizes, rank)
@@ -140,15 +168,21 @@ class Server:
         for rank, live in enumerate(self.live):
             for name, tensor in self._shard(version, rank).items():
                 live[name].copy_(tensor)
+        sites = {0: self.run.endpoint("engine-0").removeprefix("https://")} if self.site else {}
         for publisher in self.publishers:
-            publisher.publish(version, [(0, self.generation)])
+            publisher.publish(version, [(0, self.generation)], sites=sites)
         await client.start_update()
         for publisher, live in zip(self.publishers, self.live, strict=True):
             await asyncio.to_thread(publisher.wait_until_read)
             for tensor in live.values():
                 tensor.fill_(float("nan"))
         delivered = await asyncio.wait_for(self.delivery, 60)
-        assert delivered == (version, self.slice_bytes(), "")
+        assert (delivered[0], delivered[2]) == (version, "")
+        if self.sends_changes and self.has_a_base:
+            assert delivered[1].bytes < 0.1 * self.slice_bytes()
+        else:
+            assert delivered[1].bytes == self.slice_bytes()
+        self.has_a_base = True
         await client.commit(version, clear_cache=clear_cache)
 
     async def begin(self, client):
@@ -172,7 +206,8 @@ class Server:
 
     def slice_bytes(self):
         tensors = self.tensors[0].items()
-        on_every_rank = sum(t.numel() for name, t in tensors if t.dim() == 1 or name.endswith("mlp.gate.weight"))
+        whole = ("norm", ".mlp.gate.", "_a_proj")
+        on_every_rank = sum(t.numel() for name, t in tensors if any(part in name for part in whole))
         return 4 * (sum(t.numel() for _, t in tensors) + (self.engine.tp - 1) * on_every_rank)
 
     async def assert_holds(self, client, version):
@@ -185,6 +220,13 @@ class Server:
         end_sessions({process.pid for process in self.processes}, self.shared, grace_s=30)
         for process in self.processes:
             process.wait(10)
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in which the signs of some elements are others."""
+    changed = tensor.clone().contiguous()
+    changed.view(-1)[::100].neg_()
+    return changed
 
 
 @pytest.fixture(scope="module", params=SERVERS)

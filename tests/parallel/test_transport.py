@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from areal_megatron.models.architecture import read_config
 from tests.support.link_store import open_store
@@ -73,12 +74,21 @@ class Rank:
         self.process.wait()
 
 
+def stepped(tensor: torch.Tensor, share: float = 0.02) -> torch.Tensor:
+    """The tensor in bfloat16, with `share` of its elements changed to their upper neighbours."""
+    integers = tensor.bfloat16().view(torch.int16)
+    return (integers + (torch.rand(tensor.shape) < share).to(torch.int16)).view(torch.bfloat16)
+
+
 class World:
     """Trainers, engines and the store between them. Trainer rank 0 tells what was delivered."""
 
-    def __init__(self, folder, dtype="bfloat16", timeout_s=TIMEOUT_S):
+    def __init__(self, folder, dtype="bfloat16", timeout_s=TIMEOUT_S, update="full"):
         self.folders = [folder / "a", folder / "b"]
         self.tensors = [write_model("qwen3", path, seed) for seed, path in enumerate(self.folders)]
+        if update != "full":  # an update changes little
+            self.tensors[1] = {name: stepped(tensor) for name, tensor in self.tensors[0].items()}
+            save_file(self.tensors[1], self.folders[1] / "model.safetensors")
         self.hf_config = read_config(self.folders[0])
         self.store = open_store()
         self.dtype = dtype
@@ -91,6 +101,7 @@ class World:
             "store": f"127.0.0.1:{self.store.port}",
             "timeout_s": timeout_s,
             "bucket_elements": 4000,
+            "update": update,
             "folder": str(self.folders[0]),
             "timeline": str(folder / "timeline.jsonl"),
         }
@@ -169,6 +180,7 @@ def delivered(world, engine, version):
         "generation": world.generations[engine],
         "version": version,
         "bytes": world.slice_bytes(),
+        "changed": 1.0,
         "error": "",
     }
 
@@ -289,3 +301,65 @@ def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):
     assert event["bytes"] == 0 and "in vain for trainer rank 3 to send update 1" in event["error"]
     # the other rank takes nothing from trainer rank 3 and lacks nothing; a Receiver refuses for all of its engine
     assert "update 1 cannot be committed" in world.engines[0][1].ask(commit=True)["error"]
+
+
+@pytest.fixture(scope="module")
+def delta_world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("delta"), update="delta")
+    yield world
+    world.close()
+
+
+def test_changes_reach_engines_at_their_own_versions(delta_world):
+    """Some get no version for a while, and one that was killed gets all."""
+    world, bytes_of = delta_world, {}
+
+    def update(version, engines):
+        for engine in engines:
+            world.start(engine)
+        world.publish(version, engines)
+        world.overwrite()  # at once: changes must be those of the version as it was published
+        for event in world.deliveries(len(engines)):
+            assert not event["error"]
+            bytes_of[version, event["engine"]] = event["bytes"]
+        for engine in engines:
+            world.assert_committed(engine, version)
+
+    for engine in (0, 1):
+        world.join(engine)
+    for version, engines in ((1, [0, 1]), (2, [0, 1]), (3, [0]), (4, [0, 1]), (5, [0, 1])):
+        update(version, engines)
+    whole = world.slice_bytes()
+    changes = bytes_of.pop((1, 0)), bytes_of.pop((1, 1))
+    assert changes == (whole, whole)
+    assert max(bytes_of.values()) < 0.05 * whole
+    assert bytes_of[4, 1] < bytes_of[4, 0], "back and forth again: nothing has changed for the one that lagged"
+
+    world.restart(1)
+    world.join(1)
+    update(6, [0, 1])
+    assert bytes_of[6, 1] == whole and bytes_of[6, 0] < 0.05 * whole
+    world.join(0)  # a new generation, but the engine has kept its weights
+    update(7, [0, 1])
+    assert max(bytes_of[7, 0], bytes_of[7, 1]) < 0.05 * whole
+
+
+def test_an_engine_that_dies_among_changes_costs_its_link_only(delta_world):
+    world = delta_world
+    world.start(0)
+    world.start(1, faults=("", "die"))
+    world.publish(8, [0, 1])
+    world.overwrite()
+    good, bad = world.deliveries(2)
+    assert not good["error"] and "engine 1" in bad["error"]
+    world.assert_committed(0, 8)
+    world.restart(1)
+    world.join(1)
+    for engine in (0, 1):
+        world.start(engine)
+    world.publish(9, [0, 1])
+    world.overwrite()
+    good, rejoined = world.deliveries(2)
+    assert good["bytes"] < 0.05 * world.slice_bytes() and rejoined["bytes"] == world.slice_bytes()
+    for engine in (0, 1):
+        world.assert_committed(engine, 9)

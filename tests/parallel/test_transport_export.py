@@ -16,7 +16,12 @@ from tests.support.reshard_oracle import write_model
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "cp2": {"cp": 2}}
 EXPERT_LAYOUTS = {"ep2": {"dp": 2, "ep": 2}, "etp2": {"dp": 2, "etp": 2}, "vpp2": {"pp": 2, "vpp": 2}}
-MODELS = {"qwen2": LAYOUTS, "qwen3-tied": LAYOUTS, "qwen3-moe": EXPERT_LAYOUTS}
+MODELS = {
+    "qwen2": LAYOUTS,
+    "qwen3-tied": LAYOUTS,
+    "qwen3-moe": EXPERT_LAYOUTS,
+    "glm4-moe": {"vpp2": EXPERT_LAYOUTS["vpp2"]},
+}
 CASES = [(model, layout) for model, layouts in MODELS.items() for layout in layouts]
 LARGE, SMALL = 2**30, 60_000
 

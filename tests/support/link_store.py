@@ -5,9 +5,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from areal_megatron.reshard.transport import connect
+
 
 def open_store() -> dist.TCPStore:
-    """On loopback alone. Over a socket of torch's own, which is IPv6, it would look up every peer in DNS."""
+    """On loopback alone. Over a socket of torch's own, which is IPv6, it would look up every peer in DNS.
+
+    Its port may be that of a store that has ended, so this process forgets its connections to stores.
+    """
+    connect.cache_clear()
     listener = socket.create_server(("127.0.0.1", 0))
     return dist.TCPStore(
         "127.0.0.1",

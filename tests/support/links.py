@@ -2,16 +2,18 @@
 
 import functools
 import queue
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
+from areal_megatron.engine.server import reserve_ports
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.streams import Listener
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters
@@ -24,38 +26,72 @@ class Pools:
     """Trainer ranks that hold the checkpoint `tensors`, and engine 0, which holds zeros until it commits."""
 
     def __init__(
-        self, folder, tensors, config, *, sizes, tp, link="device", staging="full", device="cpu", timeout_s=20.0
+        self,
+        folder,
+        tensors,
+        config,
+        *,
+        sizes,
+        tp,
+        link="device",
+        staging="full",
+        device="cpu",
+        timeout_s=20.0,
+        update="full",
+        dtype=torch.float32,
+        compress=None,
+        credentials=None,
+        trainer_credentials=None,
     ):
+        """`credentials`: of a run whose engine is at another site; the trainers may have others."""
+        self.dtype = dtype
         self.tensors, self.config, self.sizes, self.tp = tensors, config, MegatronSizes(**sizes), tp
         self.store, self.delivered = open_store(), queue.Queue()
         self._address = f"127.0.0.1:{self.store.port}"
         self.planner = Planner(config, self.sizes, EngineSizes(tp=tp), BUCKET)
-        self._link, self._timeout_s = link, timeout_s
+        self._link, self._timeout_s, self._update = link, timeout_s, update
         shards = [megatron_shard(tensors, config, self.sizes, rank) for rank in range(self.sizes.ranks)]
-        sent = [{name: tensor.to(device) for name, tensor in held.items()} for held in shards]
+        self._sent = sent = [
+            {
+                name: t.to(device, torch.float32 if name.endswith("expert_bias") else dtype, copy=True)
+                for name, t in held.items()
+            }
+            for held in shards
+        ]
         self.publishers = [
             Publisher(
                 parameters=functools.partial(sent.__getitem__, rank),
                 planner=self.planner,
                 rank=rank,
                 engines=1,
-                dtype="float32",
+                dtype=str(dtype).removeprefix("torch."),
                 store=self._address,
                 timeout_s=timeout_s,
                 on_delivered=lambda *report: self.delivered.put(report),
                 timeline=Timeline(folder / "timeline.jsonl", f"trainer-{rank}"),
                 link=link,
+                update=update,
+                compress=compress,
+                tls=(trainer_credentials or credentials).calling() if credentials else None,
             )
             for rank in range(self.sizes.ranks)
         ]
         self.held = []
         self.shards = []
+        self.listeners = []
+        self._sites, self._ports = {}, []
+        if credentials:
+            port, self._ports = reserve_ports("127.0.0.1", 0, 1 + tp)
+            self._sites = {0: f"127.0.0.1:{port}"}
+            self.listeners = [Listener("127.0.0.1", port + 1 + rank, credentials.listening()) for rank in range(tp)]
         for rank in range(tp):
             wanted = vllm_parameters(tensors, config, tp=tp, rank=rank)
-            held = {name: torch.zeros(tensor.shape, device=device) for name, tensor in wanted.items()}
-            place = reserve(held)[: 2 * BUCKET] if staging == "streamed" else reserve(held)
+            held = {name: torch.zeros(t.shape, device=device, dtype=self._held_in(name)) for name, t in wanted.items()}
+            place = reserve(held)[: 2 * (4 * BUCKET + 16)] if staging == "streamed" else reserve(held)
             self.held.append(held)
             self.shards.append(Shard(held, place, EngineSizes(tp=tp), rank, staging == "streamed"))
+        for number, listener in enumerate(self.listeners):
+            self.shards[number] = replace(self.shards[number], site=listener)
         self.inlets = []
         self.updates = [None] * tp
 
@@ -67,37 +103,60 @@ class Pools:
             hf_config=self.config,
             sizes=asdict(self.sizes),
             engine_sizes=asdict(EngineSizes(tp=self.tp)),
-            dtype="float32",
+            dtype=str(self.dtype).removeprefix("torch."),
             timeout_s=self._timeout_s,
             bucket_elements=BUCKET,
             link=self._link,
+            update=self._update,
         )
         self.inlets = [Inlet(shard, info, log=lambda _: None) for shard in self.shards]
 
     def start(self):
         self.updates = [Reception(inlet, after) for inlet, after in zip(self.inlets, self.updates, strict=True)]
 
-    def publish(self, version, generation=1):
+    def train(self, tensors):
+        """Gives the trainers the checkpoint `tensors`."""
         for publisher in self.publishers:
-            publisher.publish(version, [(0, generation)])
+            publisher.wait_until_read()
+        self.tensors = tensors
+        for rank, held in enumerate(self._sent):
+            for name, tensor in megatron_shard(tensors, self.config, self.sizes, rank).items():
+                held[name].copy_(tensor)
 
-    def update(self, version, generation=1):
-        """Makes one update; returns how many bytes arrived."""
+    def publish(self, version, generation=1, changes_only=False):
+        for publisher in self.publishers:
+            publisher.publish(version, [(0, generation)], changes_only=[0] * changes_only, sites=self._sites)
+
+    def deliver(self, version, generation=1, changes_only=False):
+        """Sends a version; returns what arrived, and why it did not, or ""."""
         self.start()
-        self.publish(version, generation)
-        *_, size, error = self.delivered.get(timeout=60)
+        self.publish(version, generation, changes_only)
+        *_, received, error = self.delivered.get(timeout=60)
+        return received, error
+
+    def update(self, version, generation=1, changes_only=False):
+        """Makes one update; returns what arrived."""
+        received, error = self.deliver(version, generation, changes_only)
         assert not error, error
         for update in self.updates:
             assert not update.problem()
             update.commit()
-        return size
+        return received
 
     def assert_committed(self):
         for rank, held in enumerate(self.held):
             wanted = vllm_parameters(self.tensors, self.config, tp=self.tp, rank=rank)
             for name, tensor in wanted.items():
-                assert torch.equal(held[name].cpu(), tensor), name
+                sent = tensor if name.endswith("e_score_correction_bias") else tensor.to(self.dtype)
+                assert torch.equal(held[name].cpu(), sent.to(held[name].dtype)), name
+
+    def _held_in(self, parameter):
+        """The dtype of an engine's parameter: GLM's routers are float32 in models of any dtype."""
+        wide = "n_routed_experts" in self.config and ".mlp.gate." in parameter
+        return torch.float32 if wide else self.dtype
 
     def close(self):
         for publisher in self.publishers:
             publisher.close()
+        for one in (*self.listeners, *self._ports):
+            one.close()

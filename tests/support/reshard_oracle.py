@@ -22,6 +22,25 @@ SIZES = {
 }
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], **SIZES, "num_hidden_layers": 2, "tie_word_embeddings": True}
 """A config.json, for tests that need layouts and no model."""
+SIGMOID_ROUTER = {
+    "tie_word_embeddings": False,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 64,
+}
+LATENTS = {
+    **SIGMOID_ROUTER,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 512,  # vLLM's kernels have no others than this and 64
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -40,7 +59,19 @@ MODELS = {
             "norm_topk_prob": True,
         },
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **SIGMOID_ROUTER,
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "deepseek-v3-moe": ("DeepseekV3", {**LATENTS, "q_lora_rank": 48}),
+    "moonlight-moe": ("DeepseekV3", {**LATENTS, "q_lora_rank": None}),
 }
+EXPERTS = tuple(name for name in MODELS if name.endswith("-moe"))
 
 
 def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, torch.Tensor]:
@@ -55,6 +86,9 @@ def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, to
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start as ones and biases as zeros: make every element its own
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
@@ -90,6 +124,18 @@ def megatron_parameters(
         gate, up = (tensors[f"{prefix}{x}_proj.weight"].chunk(parts)[part] for x in ("gate", "up"))
         return torch.cat([gate, up]), tensors[f"{prefix}down_proj.weight"].chunk(parts, 1)[part]
 
+    def latent_parts(prefix):
+        """Every rank has the projections to latents whole, and those from latents to its heads."""
+        has_query = f"{prefix}q_a_proj.weight" in tensors
+        parts = {"linear_kv_down_proj.weight": tensors[f"{prefix}kv_a_proj_with_mqa.weight"]}
+        parts |= {} if has_query else {"linear_q_proj.weight": tensors[f"{prefix}q_proj.weight"].chunk(tp)[tp_rank]}
+        parts |= {"linear_q_down_proj.weight": tensors[f"{prefix}q_a_proj.weight"]} if has_query else {}
+        for latent in ("q", "kv") if has_query else ("kv",):
+            norm = f"linear_{latent}_up_proj.layer_norm_weight" if fused_layernorm else f"{latent}_layernorm.weight"
+            parts[norm] = tensors[f"{prefix}{latent}_a_layernorm.weight"]
+            parts[f"linear_{latent}_up_proj.weight"] = tensors[f"{prefix}{latent}_b_proj.weight"].chunk(tp)[tp_rank]
+        return parts
+
     for number, layers in enumerate(models):
         model = f"model{number}." if len(models) > 1 else ""
         if stage == 0 and number == 0:
@@ -97,12 +143,16 @@ def megatron_parameters(
         for local, layer in enumerate(layers):
             own, hf = f"{model}decoder.layers.{local}.", f"model.layers.{layer}."
             moe = f"{hf}mlp.gate.weight" in tensors
-            first = "self_attention.linear_qkv.layer_norm_weight" if fused_layernorm else "input_layernorm.weight"
+            latents = f"{hf}self_attn.kv_b_proj.weight" in tensors
+            fused = "self_attention.linear_qkv.layer_norm_weight"
+            first = fused if fused_layernorm and not latents else "input_layernorm.weight"
+            if latents:
+                held |= {f"{own}self_attention.{name}": part for name, part in latent_parts(f"{hf}self_attn.").items()}
             second = "mlp.linear_fc1.layer_norm_weight" if fused_layernorm and not moe else "pre_mlp_layernorm.weight"
             held[own + first] = tensors[hf + "input_layernorm.weight"]
             held[own + second] = tensors[hf + "post_attention_layernorm.weight"]
             for kind in ("weight", "bias"):
-                if f"{hf}self_attn.q_proj.{kind}" in tensors:
+                if f"{hf}self_attn.k_proj.{kind}" in tensors:
                     by_group = [tensors[f"{hf}self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv"]
                     fused = torch.cat([part for group in zip(*by_group, strict=True) for part in group])
                     held[f"{own}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[tp_rank]
@@ -117,7 +167,13 @@ def megatron_parameters(
                 )
                 continue
             held[own + "mlp.router.weight"] = tensors[hf + "mlp.gate.weight"]
-            each = config["num_local_experts"] // ep
+            if f"{hf}mlp.gate.e_score_correction_bias" in tensors:
+                held[own + "mlp.router.expert_bias"] = tensors[hf + "mlp.gate.e_score_correction_bias"]
+            if f"{hf}mlp.shared_experts.up_proj.weight" in tensors:
+                fc1, fc2 = gated(f"{hf}mlp.shared_experts.", tp, tp_rank)
+                held[own + "mlp.shared_experts.linear_fc1.weight"] = fc1
+                held[own + "mlp.shared_experts.linear_fc2.weight"] = fc2
+            each = experts_of(config) // ep
             for expert in range(each):
                 fc1, fc2 = gated(f"{hf}mlp.experts.{ep_rank * each + expert}.", etp, etp_rank)
                 if grouped_experts:
@@ -133,6 +189,10 @@ def megatron_parameters(
             elif pp > 1:
                 held[model + "output_layer.weight"] = vocabulary_part(tensors["model.embed_tokens.weight"])
     return held
+
+
+def experts_of(config) -> int:
+    return config.get("num_local_experts") or config["n_routed_experts"]
 
 
 def megatron_shard(tensors, config, sizes, rank):
@@ -167,8 +227,8 @@ def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
 
     def experts(prefix):
         """w13 [experts, 2 ffn, hidden] and w2 [experts, hidden, ffn]: some experts whole, or a part of all."""
-        own = torch.arange(config["num_local_experts"]).tensor_split(ranks)[worker] if expert_parallel else None
-        own, parts, part = (range(config["num_local_experts"]), ranks, worker) if own is None else (own.tolist(), 1, 0)
+        own = torch.arange(experts_of(config)).tensor_split(ranks)[worker] if expert_parallel else None
+        own, parts, part = (range(experts_of(config)), ranks, worker) if own is None else (own.tolist(), 1, 0)
         get = lambda expert, x: tensors[f"{prefix}.{expert}.{x}_proj.weight"].chunk(parts, int(x == "down"))[part]  # noqa: E731
         w13 = torch.stack([torch.cat([get(expert, "gate"), get(expert, "up")]) for expert in own])
         return {"w13_weight": w13, "w2_weight": torch.stack([get(expert, "down") for expert in own])}
@@ -178,12 +238,20 @@ def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
             prefix = name[: name.index(".experts.") + len(".experts")]
             if f"{prefix}.routed_experts.w13_weight" not in held:
                 held |= {f"{prefix}.routed_experts.{kind}": stack for kind, stack in experts(prefix).items()}
-        elif name.endswith("mlp.gate.weight"):
+        elif ".mlp.gate." in name:
             held[name] = tensor
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             held[name] = vocabulary_part(tensor)
         elif "o_proj" in name or "down_proj" in name:
             held[name] = tensor.chunk(tp, 1)[rank]
+        elif "q_a_proj" in name:
+            both = (tensor, tensors[name.replace("q_a_proj", "kv_a_proj_with_mqa")])
+            held[name.replace("q_a_proj", "fused_qkv_a_proj")] = torch.cat(both)
+        elif "kv_a_proj_with_mqa" in name:
+            if name.replace("kv_a_proj_with_mqa", "q_a_proj") not in tensors:
+                held[name] = tensor
+        elif "_b_proj" in name or ("q_proj" in name and name.replace("q_proj", "k_proj") not in tensors):
+            held[name] = tensor.chunk(tp)[rank]
         elif "q_proj" in name:
             key, value = (tensors[name.replace("q_proj", x)] for x in ("k_proj", "v_proj"))
             heads = [tensor.chunk(tp)[rank], *(x.chunk(tp // replicas)[rank // replicas] for x in (key, value))]

@@ -3,6 +3,8 @@
     python tools/bench/reshard.py [--core-each] [--staging streamed] [--repetitions 5] [--small]
                                   [--json FILE] [--out FOLDER]
     python tools/bench/reshard.py --device cuda|cpu [--repetitions 5] [--json FILE] [--small]
+    python tools/bench/reshard.py --update delta|auto [--rate 1e-6 | --changed 0.03] [--compression zstd]
+                                  [--link-mbps 1000] [--repetitions 5] [--json FILE] [--small]
 
 Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. Each repetition measures, on the same processes, our
 update, the same weights by gather and broadcast, and the bytes of our plan alone (tools/bench/reshard_peers.py has the
@@ -11,7 +13,9 @@ update the checksums that vLLM computes must be those of the weights that were s
 
 --core-each: one trainer rank and one engine of tp 1, so that on two cores nobody waits for a core; generation during a
 transfer is also measured with the engine's receiving threads on the trainer's core. --device: the cost of packing,
-casting and unpacking, in one process and without vLLM (tools/bench/reshard_device.py).
+casting and unpacking, in one process and without vLLM (tools/bench/reshard_device.py). --update: updates of what has
+changed beside whole ones, after steps of AdamW with this learning rate, or with this share of weights changed, perhaps
+over a link of so many Mb/s between two network namespaces (tools/bench/reshard_delta.py).
 """
 
 from __future__ import annotations
@@ -389,8 +393,26 @@ def main() -> None:
     )
     parser.add_argument("--staging", choices=("full", "streamed"), default="full", help="reshard.staging")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="packing and unpacking alone, on this device")
+    parser.add_argument("--update", choices=("delta", "auto"), help="updates of what has changed beside whole ones")
+    parser.add_argument("--compression", choices=("none", "zstd"), default="none", help="reshard.compression")
+    parser.add_argument("--rate", type=float, default=1e-6, help="learning rate of the steps between updates")
+    parser.add_argument("--changed", type=float, default=0.0, help="share of weights that change, instead of steps")
+    parser.add_argument("--link-mbps", type=float, default=0.0, help="between two namespaces; default: loopback")
     options = parser.parse_args()
-    if options.device:
+    if options.update:
+        from tools.bench import reshard_delta
+
+        figures = reshard_delta.measure(
+            options.repetitions,
+            options.small,
+            options.update,
+            options.compression,
+            options.rate,
+            options.changed,
+            options.link_mbps,
+        )
+        print(reshard_delta.table(figures))
+    elif options.device:
         import torch
 
         from tools.bench import reshard_device as on_device

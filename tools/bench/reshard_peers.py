@@ -38,7 +38,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import Bucket, Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Deadline, Link, Members, Message, connect
@@ -267,7 +267,9 @@ class TrainerRank:
             publisher.close()
         leave()
 
-    def _delivered(self, engine: int, generation: int, version: int, seconds: float, received: int, error: str) -> None:
+    def _delivered(
+        self, engine: int, generation: int, version: int, seconds: float, received: Received, error: str
+    ) -> None:
         self._say(engine=engine, version=version, at=time.monotonic(), error=error)
 
 

@@ -87,7 +87,7 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str, dev
             max_new_tokens=MAX_TOKENS,
             max_running=16,
         ),
-        reshard=ReshardConfig(staging=staging),
+        reshard=ReshardConfig(staging=staging, update="full"),
     )
     run = Run(config.run_dir)
     run.create()

@@ -28,7 +28,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -78,7 +78,9 @@ class Sender:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _on_delivered(self, engine: int, generation: int, version: int, seconds: float, size: int, error: str) -> None:
+    def _on_delivered(
+        self, engine: int, generation: int, version: int, seconds: float, _: Received, error: str
+    ) -> None:
         self._error = error
         self._delivered.set()
 

@@ -40,6 +40,7 @@ CONTENTS = {
         "checkpoints",
         "trajectories",
         "launching",
+        "scale",
         "operations",
         "published_runs",
     ],

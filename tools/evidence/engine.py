@@ -22,7 +22,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.processes import Children
@@ -74,7 +74,7 @@ async def pool(options: Options) -> AsyncIterator[Pool]:
     live = {name: tensor.to(options.device, copy=True) for name, tensor in shard.items()}
     os.environ.update(environment(0))
 
-    def delivered(engine: int, generation: int, version: int, seconds: float, received: int, error: str) -> None:
+    def delivered(engine: int, generation: int, version: int, seconds: float, received: Received, error: str) -> None:
         held.problem = error
         loop.call_soon_threadsafe(held.arrived.set)
 

@@ -55,9 +55,15 @@ def trainer(setup) -> None:
         store=setup["store"],
         timeout_s=setup["timeout_s"],
         on_delivered=lambda engine, generation, version, seconds, received, error: say(
-            engine=engine, generation=generation, version=version, bytes=received, error=error
+            engine=engine,
+            generation=generation,
+            version=version,
+            bytes=received.bytes,
+            changed=received.changed,
+            error=error,
         ),
         timeline=Timeline(Path(setup["timeline"]), f"trainer-{setup['rank']}"),
+        update=setup["update"],
     )
     say(up=True)
     for line in sys.stdin:
@@ -88,7 +94,8 @@ def engine(setup) -> None:
     live = {name: torch.zeros(t.shape, dtype=getattr(torch, setup["dtype"])) for name, t in held.items()}
     sizes = EngineSizes(tp=setup["engine_tp"])
     streamed = setup["engine"] == 1  # room for two of dozens of messages
-    staging = reserve(live)[: 2 * setup["bucket_elements"]] if streamed else reserve(live)
+    message = setup["bucket_elements"] * getattr(torch, setup["dtype"]).itemsize + 16
+    staging = reserve(live)[: 2 * message] if streamed else reserve(live)
     shard = Shard(live, staging, sizes, setup["rank"], streamed)
     inlet = update = None
     say(up=True)
@@ -106,6 +113,7 @@ def engine(setup) -> None:
                     dtype=setup["dtype"],
                     timeout_s=setup["timeout_s"],
                     bucket_elements=setup["bucket_elements"],
+                    update=setup["update"],
                 )
                 inlet = Inlet(shard, info, log=lambda text: None)
             elif "start" in command:
@@ -127,7 +135,7 @@ def engine(setup) -> None:
 
 def _at_second_message(fault: str) -> None:
     """Makes this process die, or stop, when it is about to receive its second message from now on."""
-    whole, calls = Link.receive, []
+    whole, calls = Link._receive, []
 
     def receive(*args):
         calls.append(args)
@@ -137,7 +145,7 @@ def _at_second_message(fault: str) -> None:
             time.sleep(3600)
         return whole(*args)
 
-    Link.receive = receive
+    Link._receive = receive
 
 
 if __name__ == "__main__":

@@ -42,5 +42,5 @@ def test_whole_rows_make_the_numbers_of_full_logits(monkeypatch):
         values, entropies = function(*leaves, labels, vocabulary)
         (values - 0.3 * entropies).square().sum().backward()
         results.append([values, entropies, *(leaf.grad for leaf in leaves)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for found, expected in zip(*results, strict=True):  # an element of a gradient is as exact as what it is a sum of
+        assert (found - expected).norm() <= 2e-6 * expected.norm()

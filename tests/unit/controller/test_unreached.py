@@ -109,8 +109,8 @@ class Training:
             timeline=Timeline(folder / "timeline.jsonl", "trainer-0"),
         )
 
-    def _delivered(self, engine, generation, version, seconds, size, error):
-        message = Delivered(engine, generation, version, seconds, size, error)
+    def _delivered(self, engine, generation, version, seconds, received, error):
+        message = Delivered(engine, generation, version, seconds, received.bytes, error, received.changed)
         self._loop.call_soon_threadsafe(self._fleet.delivered, message)
 
     async def update(self):
@@ -153,7 +153,7 @@ async def scene(folder, engines, first=2, first_weights="model"):
         data=DataConfig("d"),
         machine=MachineConfig(peer_timeout_s=20),
         rollout=RolloutConfig(group_size=2, engines=first, max_staleness=100, first_weights=first_weights),
-        reshard=ReshardConfig(timeout_s=TIMEOUT_S),
+        reshard=ReshardConfig(timeout_s=TIMEOUT_S, update="full"),
     )
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=100, updates=100)
     async with engines[0].serving() as one, engines[1].serving() as two:

@@ -18,7 +18,7 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import bind, pack, unpack
-from tests.support.reshard_oracle import MODELS, SIZES, megatron_shard, vllm_parameters, write_model
+from tests.support.reshard_oracle import EXPERTS, MODELS, SIZES, megatron_shard, vllm_parameters, write_model
 
 TRAINERS = [
     MegatronSizes(),
@@ -63,11 +63,19 @@ def ids(value) -> str:
 
 
 def of(name, dense, experts):
-    return dense + experts if name == "qwen3-moe" else dense
+    return dense + experts if name in EXPERTS else dense
 
 
+TWO_KINDS = ("glm4-moe", "deepseek-v3-moe", "moonlight-moe")
+"""Models with two kinds of layers, which are planned in a few layouts alone."""
 LOADS = [(name, sizes) for name in MODELS for sizes in of(name, TRAINERS, EXPERT_TRAINERS)]
-PLANS = [(name, sizes, engine) for name, sizes in LOADS for engine in of(name, ENGINES, EXPERT_ENGINES)]
+PLANS = [
+    (name, sizes, engine)
+    for name, sizes in LOADS
+    for engine in of(name, ENGINES, EXPERT_ENGINES)
+    if name not in TWO_KINDS
+    or (sizes in TRAINERS[5:] + EXPERT_TRAINERS[1:4] and engine in ENGINES[1:2] + EXPERT_ENGINES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +169,27 @@ def test_plan_casts_to_the_engines_dtype(models):
     engine = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
     execute(Planner(config, sizes, EngineSizes()).plan(0), sources, [engine], torch.bfloat16)
     assert_equal(engine, {name: tensor.bfloat16() for name, tensor in expected.items()})
+
+
+def test_what_has_a_dtype_of_its_own_keeps_it_on_the_way(models):
+    """The bias of routers is float32 everywhere; routers are float32 in engines alone, to which they travel as they
+    are."""
+    _, config, _ = models["glm4-moe"]
+    sizes, bias = MegatronSizes(tp=2, pp=2), "model.layers.{1}.mlp.gate.e_score_correction_bias"
+    planner = Planner(config, sizes, EngineSizes(tp=2), bucket_elements=3000)
+    assert {*planner.destinations[0].dtypes.items()} == {
+        (bias, "float32"),
+        (bias.replace(".e_score_correction_bias", ".weight"), "float32"),
+    }
+    biases = {name for layout in planner.sources for name in layout.parameter_dtypes}
+    assert biases == {f"decoder.layers.{n}.mlp.router.expert_bias" for n in (0, 1)}
+    plan_of_engine = planner.plan(0)
+    for rank in range(2):
+        buckets = plan_of_engine.received_by(rank)
+        for bucket in buckets:
+            assert {t.receive.tensor == bias for t in bucket.transfers} == {bucket.dtype == "float32"}
+        assert sum(b.elements for b in buckets if b.dtype) == 3 * 8
+        assert {b.number for b in buckets if b.source == rank} == set(range(sum(b.source == rank for b in buckets)))
 
 
 QWEN3_06B = {

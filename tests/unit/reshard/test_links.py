@@ -21,25 +21,6 @@ from tests.support.links import Pools
 from tests.support.reshard_oracle import write_model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    return write_model("qwen3", folder), read_config(folder)
-
-
-@pytest.fixture
-def pools(tmp_path, model):
-    made = []
-
-    def make(**settings):
-        made.append(Pools(tmp_path, *model, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
 class RecordedNccl:
     """Stands for torch's ProcessGroupNCCL: chooses communicators as it does, and carries messages over gloo.
 
@@ -141,8 +122,8 @@ def test_trainer_ranks_that_send_nothing_neither_join_nor_wait(pools, nccl, monk
     link.publishers[0].wait_until_read()
     assert time.monotonic() - begin < 5
     link.start()
-    *_, size, error = link.delivered.get(timeout=60)
-    assert not error and size == sum(transfer.receive.box.size for transfer in plan.transfers) * 4
+    *_, received, error = link.delivered.get(timeout=60)
+    assert not error and received.bytes == sum(transfer.receive.box.size for transfer in plan.transfers) * 4
     assert sorted((group.rank, group.size) for group in nccl) == [(0, 2), (1, 2)]
 
 
@@ -256,6 +237,30 @@ def test_a_link_through_the_host_delivers_every_parameter(pools, kind, device):
         wires = [wire for turns in end._wires.values() for wire in turns]
         assert len(wires) == 2 * len(end._wires) > 0 and not own & {wire.data_ptr() for wire in wires}
         assert all(wire.is_pinned() == (device != "cpu") for wire in wires)
+
+
+@pytest.mark.parametrize("link", ["device", "host"])
+@pytest.mark.parametrize("kind", ["full", "streamed"])
+def test_what_has_a_dtype_of_its_own_arrives_unrounded(tmp_path, kind, link):
+    tensors = write_model("glm4-moe", tmp_path / "model")
+    sizes = {"tp": 2, "dp": 2, "ep": 2}
+    subject = Pools(
+        tmp_path,
+        tensors,
+        read_config(tmp_path / "model"),
+        sizes=sizes,
+        tp=2,
+        staging=kind,
+        link=link,
+        dtype=torch.bfloat16,
+    )
+    subject.join(1)
+    for version in (1, 2):
+        for tensor in (tensor for held in subject.held for tensor in held.values()):
+            tensor.zero_()
+        assert subject.update(version).bytes == sum(place.nbytes for inlet in subject.inlets for place in inlet.places)
+        subject.assert_committed()
+    subject.close()
 
 
 def test_two_ends_that_go_through_different_memory_still_meet(pools):

@@ -1,6 +1,7 @@
 """tools/explain_reshard.py as it is called: the sums of a plan, without processes and without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,21 @@ def test_sums_of_a_large_model(tmp_path):
     assert figures["sources_per_engine_rank"] == 32 and " messages from 32 trainer ranks" in text
     assert figures["communicators_per_trainer_rank"] == 2, "8 engines over 4 replicas"
     assert figures["predicted_transfer_s"] == figures["sent_gb_per_trainer_rank_max"] / 45
+
+
+def test_sums_of_the_largest_model(tmp_path):
+    sizes = ["trainer.tp=8", "trainer.pp=8", "trainer.dp=8", "trainer.ep=8", "trainer.etp=1", "rollout.tp=16"]
+    model = ["model.path=configs/models/DeepSeek-V3", "model.dtype=bfloat16", "machine.device=cuda"]
+    text = explain(*model, *sizes, "rollout.engines=8", "--json", tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    # 671.03 billion parameters; an engine rank holds 1/16 of all but norms, routers and the projections to latents
+    assert figures["model_gb"] == pytest.approx(1342.05, abs=0.1)
+    whole = 61 * ((2 + 1536 + 576) * 7168 + 1536 + 512) + 58 * 256 * 7169
+    own = (671.026e9 - whole) / 16 + whole
+    assert figures["received_gb_per_engine_rank"] * 1e9 / 2 == pytest.approx(own, rel=1e-3)
+    assert figures["bytes_over_minimum"] == 1.0
+    seconds, megabytes = re.search(r"planned in ([0-9.]+) s of one core with ([0-9]+) MB", text).groups()
+    assert float(seconds) <= 5 and int(megabytes) <= 1000
 
 
 def test_one_rank_is_listed_by_tensor():

@@ -15,6 +15,7 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
@@ -207,3 +208,19 @@ def test_every_evaluation_asks_with_the_same_seeds(tmp_path):
         sampler.engines[0].version = version
         asyncio.run(Evaluation(config, sampler, PROMPTS, Changed()).run(version))
     assert sorted(client.seeds) == sorted([(p.id, sampling_seed(11, "eval", p.id)) for p in PROMPTS] * 2)
+
+
+def test_engines_that_take_no_prompts_for_long_have_no_share_of_them(tmp_path):
+    config, sampler = setting(tmp_path, Asked())
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
+    subject = Generation(config, schedule, sampler, PROMPTS[:3], Changed())
+    engines = sampler.engines
+    engines += [Engine(index, Asked(), engines[0].timeline) for index in range(1, 6)]
+    assert subject._sharing() == 6  # all of them start
+    for engine in engines[:5]:
+        engine.state = EngineState.READY
+    engines[1].state, engines[2].unreached, engines[3].draining = EngineState.TORN, True, True
+    engines[4].leave(EngineState.LOST)
+    assert subject._sharing() == 2
+    schedule.version = 1  # engines that start now may take minutes
+    assert subject._sharing() == 1

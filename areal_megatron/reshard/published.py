@@ -1,0 +1,155 @@
+"""What a trainer rank has published last, from which it tells what has changed since, and whether to tell that."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from areal_megatron.reshard.changes import bits, decode, encode, find, merge
+from areal_megatron.reshard.session import HISTORY
+
+_REST = 16
+"""For how many versions a message is sent in full, and nobody looks for changes in it, after they did not pay."""
+
+
+class Step(NamedTuple):
+    """The changes of a message from one version to the next that was looked at."""
+
+    since: int
+    until: int
+    encoded: bytes
+
+
+class Kept:
+    """The bits of one message as they were published last, in the memory of the host, and the latest changes.
+
+    All engines that take the message share this, so it is looked through once a version, however many get it.
+    """
+
+    def __init__(self, compress: Callable[[bytes], bytes] | None):
+        self._compress = compress
+        self._lock = threading.Lock()
+        self._base: Tensor | None = None
+        self._version = -1
+        self._steps: deque[Step] = deque()
+        self._merged: dict[int, bytes | None] = {}
+        """Version that an engine has → the changes from there to the last version."""
+        self.was_looked_at = False
+        """Whether this version was compared with an earlier one."""
+
+    def changes(self, flat: Tensor, version: int, since: int | None) -> bytes | None:
+        """Keeps the message `flat` of `version`, and returns what has changed in it since version `since`.
+
+        None: the whole message is less, or the changes are not known; `since` is None for an engine of which nothing is
+        known. `flat` must not change before this returns.
+        """
+        with self._lock:
+            if version != self._version:
+                if self._base is None or (since is not None and since > self._version):
+                    self._copy(flat)
+                else:
+                    self._look(flat, version)
+                self._version = version
+                self._merged.clear()
+            if since is None:
+                return None
+            if since not in self._merged:
+                self._merged[since] = self._changes_since(since)
+            return self._merged[since]
+
+    def _copy(self, flat: Tensor) -> None:
+        if self._base is None:
+            self._base = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=flat.device.type != "cpu")
+        self._base.copy_(flat)
+        self._steps.clear()
+        self.was_looked_at = False
+
+    def _look(self, flat: Tensor, version: int) -> None:
+        changes, values = find(self._base.to(flat.device, non_blocking=True), flat)
+        bits(self._base).numpy()[changes.places] = values
+        encoded = encode(changes, self._compress)
+        self.was_looked_at = True
+        size = self._base.numel() * self._base.itemsize
+        self._steps.append(Step(self._version, version, encoded))
+        if len(encoded) >= size:
+            self._steps.clear()
+        while sum(len(step.encoded) for step in self._steps) - len(encoded) > size * HISTORY:
+            self._steps.popleft()
+
+    def _changes_since(self, version: int) -> bytes | None:
+        steps = [step for step in self._steps if step.since >= version]
+        if not steps or steps[0].since != version:
+            return None
+        if len(steps) == 1:
+            return steps[0].encoded
+        now = bits(self._base).numpy()
+        changes, _ = decode(steps[0].encoded, now.size, now.itemsize)
+        for step in steps[1:]:
+            changes = merge(changes, decode(step.encoded, now.size, now.itemsize)[0], now)
+        encoded = encode(changes, self._compress)
+        return encoded if len(encoded) < now.nbytes else None
+
+
+class Publications:
+    """What one trainer rank keeps of the messages that it has published."""
+
+    def __init__(self, compress: Callable[[bytes], bytes] | None):
+        self._compress = compress
+        self._kept: dict[Hashable, Kept] = {}
+        self._lock = threading.Lock()
+
+    def kept(self, key: Hashable) -> Kept:
+        """Returns what is kept of the message with the elements that `key` names; it is empty at first."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = Kept(self._compress)
+            return self._kept[key]
+
+
+class Cost(NamedTuple):
+    """What the changes of one message have cost."""
+
+    key: Hashable
+    """Which message it is."""
+    size: int
+    """Bytes of the whole message."""
+    encoded: int
+    """Bytes of the changes."""
+
+
+class Choice:
+    """Whether one engine gets changes or whole messages: with `auto`, what takes less time by what was measured.
+
+    A message of which the changes did not pay is sent in full for some versions, without a look at what has changed.
+    """
+
+    def __init__(self, update: str):
+        self._update = update
+        self._second_per_byte = 0.0
+        """How long a byte of whole messages is on its way to the engine; 0 before that was measured."""
+        self._rests: dict[Hashable, int] = {}
+
+    def looks_at(self, key: Hashable) -> bool:
+        """Returns whether changes of this message are asked for; called once for each version."""
+        if self._update != "auto":
+            return self._update == "delta"
+        if rest := self._rests.pop(key, 0):
+            self._rests |= {key: rest - 1} if rest > 1 else {}
+            return False
+        return self._second_per_byte > 0
+
+    def judge(self, sent: Sequence[Cost], looked_s: float) -> None:
+        """Takes note of what the changes of an update have cost, all of which were found in `looked_s` seconds."""
+        look = looked_s / max(sum(cost.size for cost in sent), 1)  # one message's own time would say little
+        for cost in sent:
+            if cost.size * look + cost.encoded * self._second_per_byte >= cost.size * self._second_per_byte:
+                self._rests[cost.key] = _REST
+
+    def measured(self, size: int, seconds: float) -> None:
+        """Takes note of how long `size` bytes of whole messages were on their way."""
+        self._second_per_byte = seconds / size

@@ -1,0 +1,305 @@
+"""Updates of what has changed: bit by bit those of whole messages, and whole again where anything does not fit."""
+
+import random
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+
+from areal_megatron.models.architecture import read_config
+from areal_megatron.reshard.changes import bits, decode, zstd
+from areal_megatron.reshard.edits import Places
+from areal_megatron.reshard.plan import Planner
+from areal_megatron.reshard.published import Choice, Cost, Kept
+from areal_megatron.reshard.transport import Link, bind, pack, unpack
+from tests.support.links import Pools
+from tests.support.reshard_oracle import MODELS, megatron_shard, vllm_parameters, write_model
+from tests.unit.reshard.test_layouts import PLANS, ids
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Name → (tensors, config) of a checkpoint that transformers wrote."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: (write_model(name, folder / name), read_config(folder / name)) for name in MODELS}
+
+
+@pytest.fixture
+def pools(tmp_path, models):
+    made = []
+
+    def make(name="qwen3", **settings):
+        made.append(Pools(tmp_path, *models[name], **({"dtype": torch.bfloat16, "update": "delta"} | settings)))
+        made[-1].join(1)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def stepped(tensors, share, seed):
+    """The tensors with `share` of their elements changed: a little, or to another sign and size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def step(tensor):
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        odd = torch.rand(tensor.shape, generator=generator) < 0.02
+        return torch.where(chosen, torch.where(odd, -3 * tensor, 1.01 * tensor), tensor)
+
+    return {name: step(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("name", "sizes", "engine"), PLANS[::3], ids=ids)
+def test_changes_of_every_layout_are_those_of_whole_messages(models, name, sizes, engine):
+    tensors, config = models[name]
+    after = stepped(tensors, 0.05, seed=1)
+    sources = [[megatron_shard(t, config, sizes, rank) for rank in range(sizes.ranks)] for t in (tensors, after)]
+    expected = [vllm_parameters(after, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
+    held = [vllm_parameters(tensors, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
+    held = [{name: t.clone().contiguous() for name, t in rank.items()} for rank in held]
+    plan = Planner(config, sizes, engine, bucket_elements=3000).plan(0)
+    for rank in range(engine.ranks):
+        buckets = plan.received_by(rank)
+        assert sorted(number for group in plan.groups(buckets) for number in group) == list(range(len(buckets)))
+        for bucket in buckets:
+            kept, flat = Kept(None), torch.empty(bucket.elements)
+            for version, of in enumerate(sources):
+                pack(bind((t.send for t in bucket.transfers), of[bucket.source], flat))
+                encoded = kept.changes(flat, version, version - 1 if version else None)
+            if encoded is None:
+                assert bucket.elements < 100, "5% of the elements are less than all"
+                unpack(bind((t.receive for t in bucket.transfers), held[rank], flat))
+                continue
+            changes, _ = decoded(encoded, flat)
+            edits, _ = Places((t.receive for t in bucket.transfers), held[rank], torch.float32).edits(changes)
+            for edit in edits:
+                edit.write()
+    for rank, parameters in enumerate(expected):
+        for name_, tensor in parameters.items():
+            assert torch.equal(held[rank][name_], tensor), name_
+
+
+def decoded(encoded, flat):
+    return decode(encoded, flat.numel(), flat.itemsize)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize("staging", ["full", "streamed"])
+def test_fifty_updates(pools, name, staging):
+    """With all shares of changes, and failures and new generations in between."""
+    chosen, generation = random.Random(0), 1
+    link = pools(name, sizes={"tp": 2, "pp": 2}, tp=2, staging=staging, compress=chosen.choice([None, zstd]))
+    whole = link.update(1)
+    assert whole.changed == 1
+    link.assert_committed()
+    for version in range(2, 52):
+        share = chosen.choice([0, 0.001, 0.01, 0.05, 0.3, 1])
+        link.train(stepped(link.tensors, share, seed=version))
+        if version % 10 == 0:  # given up: what arrived of it leaves no trace, and the version after it has its changes
+            link.start()
+            for update in link.updates:
+                update.abandon()
+                assert update.problem()
+            generation += 1
+            link.join(generation)
+            link.train(stepped(link.tensors, share, seed=-version))
+        received = link.update(version, generation)
+        link.assert_committed()
+        if share <= 0.05:
+            assert received.changed <= 2.2 * share + 1e-4 and received.bytes < (3 * 2 * share + 0.05) * whole.bytes
+        assert received.bytes < 1.01 * whole.bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(pools, dtype):
+    link = pools(sizes={"tp": 2}, tp=1, dtype=dtype)
+    whole = link.update(1)
+    link.train(stepped(link.tensors, 0.01, seed=1))
+    received = link.update(2)
+    link.assert_committed()
+    assert received.bytes < 0.08 * whole.bytes
+
+
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_CUDA)])
+@pytest.mark.parametrize("staging", ["full", "streamed"])
+def test_a_link_through_the_host_carries_changes(pools, device, staging):
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2, link="host", device=device, staging=staging)
+    for version in range(1, 5):
+        link.train(stepped(link.tensors, 0.1, seed=version))
+        link.update(version)
+        link.assert_committed()
+
+
+def test_an_engine_that_generates_takes_changes_until_its_room_is_full(pools):
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2, staging="streamed")
+    link.update(1)
+    link.train(stepped(link.tensors, 0.005, seed=1))
+    live = [{name: tensor.clone() for name, tensor in held.items()} for held in link.held]
+    received, error = link.deliver(2, changes_only=True)
+    assert not error and 0 < received.changed < 0.01
+    assert all(torch.equal(held[name], t) for held, old in zip(link.held, live, strict=True) for name, t in old.items())
+    for update in link.updates:
+        assert not update.problem()
+        update.commit()
+    link.assert_committed()
+    before = link.tensors
+    for version, share, why in ((3, 0.3, "more changes came than there is room for"), (4, 1, "a whole message came")):
+        link.train(stepped(before, share, seed=version))
+        _, error = link.deliver(version, generation=version - 2, changes_only=True)
+        assert why in error
+        link.tensors = before
+        link.assert_committed()
+        link.join(version - 1)
+    link.train(stepped(before, 1, seed=5))
+    link.update(5, generation=3)
+    link.assert_committed()
+
+
+def test_weights_that_are_not_what_they_are_said_to_be_are_replaced(pools):
+    link = pools(sizes={"tp": 2}, tp=1)
+    link.update(1)
+    link.held[0]["model.norm.weight"].add_(1)  # by whomever
+    link.train(stepped(link.tensors, 0.3, seed=1))
+    _, error = link.deliver(2)
+    assert error.endswith(
+        "engine 0, rank 0, generation 1: update 2: the changes are based on other weights than those that are there"
+    )
+    link.join(2)
+    assert link.update(3, generation=2).changed == 1
+    link.assert_committed()
+
+
+@pytest.mark.parametrize("claim", ["of other trainers", "of a version that it does not have", "of the future", "odd"])
+def test_an_engine_that_lies_about_its_version_gets_all(pools, claim):
+    link = pools(sizes={"tp": 2}, tp=1)
+    link.update(1)
+    link.train(stepped(link.tensors, 0.05, seed=1))
+    link.update(2)
+    run = link.shards[0].live.publication.partition(":")[0]
+    name = {"of other trainers": "0:2", "of a version that it does not have": f"{run}:1", "of the future": f"{run}:9"}
+    link.shards[0].live.publication = name.get(claim, f"{run}: 2 -1")
+    link.train(stepped(link.tensors, 0.05, seed=2))
+    received, error = link.deliver(3)
+    if claim == "of a version that it does not have":
+        assert "based on other weights" in error
+        link.join(2)
+        received = link.update(4, generation=2)
+    else:
+        assert not error
+        link.updates[0].commit()
+    assert received.changed == 1
+    link.assert_committed()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("flip", "the checksum of the changes is wrong"),
+        ("cut", "the changes are cut off"),
+        ("count", "which cannot be"),
+        ("size", "which cannot be"),
+    ],
+)
+def test_a_stream_that_is_wrong_leaves_the_weights_and_the_next_generation_alone(pools, monkeypatch, fault, message):
+    link = pools(sizes={"tp": 2}, tp=1)
+    link.update(1)
+    before = link.tensors
+    link.train(stepped(before, 0.05, seed=1))
+    tell = Link.tell
+
+    def wrong(self, flat, *rest):
+        if flat.dtype == torch.uint8:
+            if fault == "flip":
+                flat[len(flat) // 2] ^= 1
+            elif fault == "cut":
+                flat[-100:] = 0
+                flat = torch.cat([flat[100:], flat[:100]])  # as long, but it begins later
+        elif fault == "count":
+            flat[0] = 10**6
+        elif fault == "size":
+            flat[1] = 2**40
+        return tell(self, flat, *rest)
+
+    monkeypatch.setattr(Link, "tell", wrong)
+    _, error = link.deliver(2)
+    assert ("engine 0, rank 0" in error and message in error) or fault == "cut"
+    monkeypatch.undo()
+    trained, link.tensors = link.tensors, before
+    link.assert_committed()
+    link.tensors = trained
+    link.join(2)
+    link.update(3, generation=2)
+    link.assert_committed()
+
+
+def test_a_message_is_looked_through_once_a_version(monkeypatch):
+    kept, looks = Kept(None), []
+    monkeypatch.setattr(Kept, "_look", lambda *a, look=Kept._look: (looks.append(a), look(*a)))
+    flat = torch.arange(1000, dtype=torch.float32).bfloat16()
+    assert kept.changes(flat, 1, since=None) is None
+    states = [bits(flat).clone()]
+    for version in range(2, 5):
+        flat[version * 10] += 100
+        states.append(bits(flat).clone())
+        of_engines = [kept.changes(flat, version, since) for since in (version - 1, version - 1, None)]
+        assert of_engines[0] is of_engines[1] is not None and of_engines[2] is None
+    assert len(looks) == 3
+    for since, state in zip((1, 2, 3), states, strict=False):  # engines that lag
+        changes, _ = decoded(kept.changes(flat, 4, since), flat)
+        assert len(changes.places) == 4 - since
+        late = state.numpy().copy()
+        changes.apply(late)
+        assert np.array_equal(late, states[-1].numpy())
+    assert kept.changes(flat, 4, since=0) is None, "before the first version that was kept"
+
+
+def test_of_changes_for_engines_that_lag_a_sixteenth_of_the_message_is_kept():
+    kept, flat = Kept(None), torch.zeros(10_000, dtype=torch.bfloat16)
+    kept.changes(flat, 0, None)
+    for version in range(1, 10):
+        flat[torch.randperm(10_000)[:300]] += 1
+        kept.changes(flat, version, None)
+    known = [since for since in range(9) if kept.changes(flat, 9, since)]
+    assert known == [7, 8], "of two versions, 1,300 bytes, beside those of the last"
+
+
+def test_what_auto_chooses():
+    choice = Choice("auto")
+    assert not choice.looks_at("a"), "nothing was measured"
+    choice.measured(10**9, 8.0)  # 125 MB/s
+    assert choice.looks_at("a")
+    cost = Cost("a", size=10**8, encoded=10**6)
+    choice.judge([cost, Cost("b", 10**8, 99 * 10**6)], looked_s=0.1)
+    assert choice.looks_at("a"), "0.058 s instead of 0.8 s"
+    assert not choice.looks_at("b"), "0.842 s"
+    choice.measured(10**9, 0.02)  # 50 GB/s
+    choice.judge([cost], looked_s=0.05)
+    assert [choice.looks_at("a") for _ in range(18)] == [False] * 16 + [True] * 2
+    assert choice.looks_at("c")
+    assert Choice("delta").looks_at("a") and not Choice("full").looks_at("a")
+
+
+def test_auto_measures_the_link_and_sends_changes_over_a_slow_one(pools, monkeypatch):
+    link = pools(sizes={"tp": 2}, tp=1, update="auto")
+    monkeypatch.setattr(Choice, "measured", lambda self, size, seconds, whole=Choice.measured: whole(self, size, 1.0))
+    sent = []
+    for version in range(1, 5):
+        sent.append(link.update(version).bytes)
+        link.assert_committed()
+        link.train(stepped(link.tensors, 0.01, seed=version))
+    assert sent[0] == sent[1] > 10 * max(sent[2:])
+
+
+def test_auto_does_not_look_for_long_where_everything_changes(pools, monkeypatch):
+    link, looks = pools(sizes={}, tp=1, update="auto", dtype=torch.float32), []
+    monkeypatch.setattr(Kept, "_look", lambda *a, look=Kept._look: (looks.append(a), look(*a)))
+    for version in range(1, 8):
+        assert link.update(version).changed == 1
+        link.assert_committed()
+        link.train({name: tensor * 1.001 for name, tensor in link.tensors.items()})
+    assert len(looks) == len(link.inlets[0].buckets), "once each"
