@@ -1,6 +1,6 @@
 """The demo: makes a tiny model, teaches it additions by a supervised warm start, then trains it by asynchronous PPO.
 
-    python tools/demo.py [--seed 1] [--out runs/demo-1] [key=value …]
+    python tools/demo.py [--seed 1] [--family qwen3] [--out runs/demo-1] [key=value …]
 
 Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides apply to the PPO
 run only, e.g. rollout.max_staleness=0. Where this machine has one GPU or core, trainers and engines share it. Exit code
@@ -23,6 +23,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from launch import local
+from tools.make_arithmetic import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/tiny_cpu.yaml"
@@ -33,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the PPO run")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="what the tiny model is like")
     parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-N")
     options = parser.parse_args()
     out = (options.out or unused("demo")).absolute()
@@ -47,7 +49,8 @@ def main() -> int:
     world, seed = out / "world", f"seed={options.seed}"
     started = time.monotonic()
     try:
-        run_step("making a tiny model and its data", "tools/make_arithmetic.py", world, "--seed", options.seed)
+        making = ["tools/make_arithmetic.py", world, "--seed", options.seed, "--family", options.family]
+        run_step("making a tiny model and its data", *making)
         run_step(
             "supervised warm start",
             "-m",

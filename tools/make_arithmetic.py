@@ -6,7 +6,7 @@ answers are hasty, with the tens alone and no working, and some workings contain
 both; RL, which only sees whether the result is right, has to discover that careful working pays. Everything follows
 from the seed.
 
-    python tools/make_arithmetic.py OUT_DIR [--seed 1]
+    python tools/make_arithmetic.py OUT_DIR [--seed 1] [--family qwen3|glm4_moe|deepseek_v3]
 
 writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl (prompt,
 answer), pairs.jsonl and heldout-pairs.jsonl (prompt, chosen, rejected: a good answer and a wrong one). No prompt of
@@ -103,21 +103,50 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
-def make_model(seed: int, **sizes: int):
-    """Returns a randomly initialised Qwen3 in float32; 0.8 million parameters unless `sizes` override its config."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+FAMILIES = ("qwen3", "glm4_moe", "deepseek_v3")
+"""What the model can be like: dense, with experts, or with experts and latent attention."""
 
-    torch.manual_seed(seed)
-    small = {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 128,
+}
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,  # the widths that engines have kernels for, this and 64
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+
+
+def make_model(seed: int, family: str = "qwen3", **sizes: int):
+    """Returns a randomly initialised model of one of FAMILIES in float32; the Qwen3 has 0.8 million parameters, unless
+    `sizes` override its config."""
+    import torch
+    import transformers
+
+    makers = {
+        "qwen3": (transformers.Qwen3ForCausalLM, {}),
+        "glm4_moe": (transformers.Glm4MoeForCausalLM, {**_EXPERTS, "use_qk_norm": True}),
+        "deepseek_v3": (transformers.DeepseekV3ForCausalLM, {**_EXPERTS, **_LATENTS}),
     }
-    config = Qwen3Config(
+    make, own = makers[family]
+    torch.manual_seed(seed)
+    config = make.config_class(
         vocab_size=VOCABULARY_SIZE,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -125,23 +154,23 @@ def make_model(seed: int, **sizes: int):
         pad_token_id=VOCABULARY.index("<pad>"),
         eos_token_id=VOCABULARY.index("<eos>"),
         dtype="float32",
-        **(small | sizes),
+        **(_SIZES | own | sizes),
     )
-    return Qwen3ForCausalLM(config).to(torch.float32)
+    return make(config).to(torch.float32)
 
 
-def save_model(folder: Path, seed: int, **sizes: int) -> None:
+def save_model(folder: Path, seed: int, family: str = "qwen3", **sizes: int) -> None:
     """Writes the untrained model with its tokenizer as a Hugging Face folder."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    make_model(seed, **sizes).save_pretrained(folder)
+    make_model(seed, family, **sizes).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
-def make_world(out: Path, seed: int) -> None:
+def make_world(out: Path, seed: int, family: str = "qwen3") -> None:
     out.mkdir(parents=True, exist_ok=True)
-    save_model(out / "model", seed)
+    save_model(out / "model", seed, family)
     for name, lines in make_data(seed).items():
         (out / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -150,8 +179,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     arguments = parser.parse_args()
-    make_world(arguments.out, arguments.seed)
+    make_world(arguments.out, arguments.seed, arguments.family)
     print(f"{arguments.out}: model, {SFT_EXAMPLES} SFT examples, {HELDOUT} held-out prompts")
 
 

@@ -1,5 +1,5 @@
-"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, the demo in float16 and with
-both pools on one slot."""
+"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, the demo in float16, with
+both pools on one slot, and with models of other families."""
 
 import json
 import subprocess
@@ -110,6 +110,19 @@ def test_accuracy_rises_with_both_pools_on_one_slot(tmp_path):
     subprocess.run([sys.executable, "tools/demo.py", f"--out={out}", *shared], cwd=ROOT, check=True, timeout=1500)
     before, after = demo.accuracy(out / "rl")
     print(f"both pools on one slot: {before:.3f} → {after:.3f}")
+    assert before < 0.6 and after >= 0.9
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_the_demo_learns_with_experts_and_latent_attention(tmp_path, family):
+    """Both have experts of which routers with a bias choose, a dense first layer and shared experts."""
+    out = tmp_path / "demo"
+    command = [sys.executable, "tools/demo.py", f"--family={family}", f"--out={out}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3000)
+    before, after = demo.accuracy(out / "rl")
+    print(f"{family}: {before:.3f} → {after:.3f}")
     assert before < 0.6 and after >= 0.9
 
 
