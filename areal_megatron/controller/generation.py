@@ -156,8 +156,7 @@ class Generation:
         """The least loaded engine that may take a group, by Eq. 3, by rollout.max_running and by its share of all."""
         if self._interrupting:
             return None
-        group = self._config.rollout.group_size
-        room = min(self._config.rollout.max_running, self._schedule.share(self._sharing()) * group) - group
+        room = self._config.rollout.max_running - self._config.rollout.group_size
         whole = [e for e in self._sampler.engines if e.state != EngineState.TORN]
         if not whole and all(e.version >= 0 for e in self._sampler.engines):  # one without any gets it again
             raise EngineError(
@@ -166,7 +165,9 @@ class Generation:
             )
         with_weights = [e for e in whole if e.index in self._schedule.engines]
         with_room = [e for e in with_weights if not e.draining and e.running <= room]
-        free = [e for e in with_room if self._schedule.interrupted or self._schedule.may_admit(e.index)]
+        sharing = self._sharing()
+        below_share = [e for e in with_room if self._schedule.share_left(e.index, sharing) > 0]
+        free = [e for e in below_share if self._schedule.interrupted or self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
 
     def _sharing(self) -> int:

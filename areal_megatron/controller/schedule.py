@@ -88,6 +88,8 @@ class Schedule:
         self.counts: Counter[str] = Counter()
         """Dispositions so far by kind: trained, filtered, skipped."""
         self.running: dict[int, Group] = {}
+        self._running_on: Counter[int] = Counter()
+        """Running groups, by engine."""
         self.interrupted: dict[int, Group] = {}
         """Groups that were interrupted before this schedule was restored and that no engine has resumed yet."""
         self.finished: dict[int, Group] = {}
@@ -104,7 +106,7 @@ class Schedule:
         del self.engines[engine]
         lost = [group for group in self.running.values() if group.engine == engine]
         for group in lost:
-            del self.running[group.number]
+            self._leave_running(group)
         return lost
 
     def committed(self, engine: int, version: int) -> None:
@@ -126,17 +128,17 @@ class Schedule:
         batches_ahead = self._counted() // self.groups_per_batch
         return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
 
-    def share(self, engines: int) -> int:
-        """Returns how many groups one of so many engines should run now: its part, rounded up, of those that would run
-        if all were admitted that the newest committed version admits.
+    def share_left(self, engine: int, sharing: int) -> int:
+        """Returns how many groups more this engine should run now, of `sharing` engines: its share is its part, rounded
+        up, of the groups that would run if all were admitted that the newest committed version admits.
 
         Without that, the first engine to commit a version takes all that the version admits, as far as it has room, and
-        everybody waits for its answers. The parts are enough for all, so that an engine without any has one.
+        everybody waits for its answers. The parts are enough for all: while a group may begin, an engine has some left.
         """
         newest = max(self.engines.values(), default=self.version)
         admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
         waiting = self.version * self.groups_per_batch + len(self.finished) + len(self.training)
-        return max(-(-(admitted - waiting) // max(engines, 1)), 1)
+        return max(-(-(admitted - waiting) // max(sharing, 1)), 1) - self._running_on[engine]
 
     def admit(self, engine: int, epoch: int, prompt_id: int) -> Group:
         """Starts a group on the engine. Raises ScheduleError unless `may_admit`, or if the prompt has a disposition."""
@@ -146,16 +148,14 @@ class Schedule:
         version = self.engines[engine]
         group = Group(self._admitted, epoch, prompt_id, engine, version, version + self.max_staleness)
         self._admitted += 1
-        self.running[group.number] = group
-        return group
+        return self._run(group)
 
     def resume(self, engine: int) -> Group:
         """Starts the interrupted group with the oldest deadline on this engine; it keeps its admission version."""
         if engine not in self.engines or not self.interrupted:
             raise ScheduleError(f"engine {engine} has nothing to resume")
         first = min(self.interrupted.values(), key=_by_deadline)
-        group = self.running[first.number] = replace(self.interrupted.pop(first.number), engine=engine)
-        return group
+        return self._run(replace(self.interrupted.pop(first.number), engine=engine))
 
     def finish(self, group: Group) -> None:
         """Records that all trajectories of the group are sampled and scored: it may be trained."""
@@ -226,6 +226,7 @@ class Schedule:
         for group in [*self._in_flight(), *self.training]:
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.running, self.interrupted, self.finished, self.training = {}, {}, {}, []
+        self._running_on.clear()
 
     def save(self, interrupted: Collection[int] = ()) -> ScheduleState:
         """Returns the state for a later schedule to restore. No batch may be in training.
@@ -290,9 +291,15 @@ class Schedule:
     def _in_flight(self) -> Iterator[Group]:
         return chain(self.running.values(), self.interrupted.values(), self.finished.values())
 
+    def _run(self, group: Group) -> Group:
+        self.running[group.number] = group
+        self._running_on[group.engine] += 1
+        return group
+
     def _leave_running(self, group: Group) -> Group:
-        if self.running.pop(group.number, None) is None:
+        if (running := self.running.pop(group.number, None)) is None:
             raise ScheduleError(f"group {group.number} (epoch {group.epoch}, prompt {group.prompt_id}) is not running")
+        self._running_on[running.engine] -= 1
         return group
 
     def _take_training(self) -> list[Group]:

@@ -254,9 +254,12 @@ class Simulator:
 
     def _dispatch(self, engines: Any) -> None:
         """Gives groups to these engines, the least loaded first, as Generation does."""
-        group = self._config.rollout.group_size
-        room = min(self._config.rollout.max_running, self.schedule.share(len(self._engines)) * group) - group
-        free = [(e.load, e.number) for e in engines if e.load <= room and e.pending is None]
+        room = self._config.rollout.max_running - self._config.rollout.group_size
+
+        def has_room(engine: SimulatedEngine) -> bool:
+            return engine.load <= room and self.schedule.share_left(engine.number, len(self._engines)) > 0
+
+        free = [(e.load, e.number) for e in engines if e.pending is None and has_room(e)]
         heapq.heapify(free)
         taken = set()
         while free:
@@ -266,7 +269,7 @@ class Simulator:
                 continue
             self._admit(engine)
             taken.add(number)
-            if engine.load <= room:
+            if has_room(engine):
                 heapq.heappush(free, (engine.load, number))
         for number in taken:
             self._wake(self._engines[number])
@@ -312,9 +315,9 @@ class Simulator:
         if self._rng.random() < self._around.filtered:
             self.schedule.filter(group)
             self._forget(group)
-            self._dispatch(self._engines.values())
         else:
             self.schedule.finish(group)
+        self._dispatch(self._engines.values())  # a group less that runs, or that counts
         self._train()
 
     def _forget(self, group: Group) -> None:
@@ -390,7 +393,7 @@ class Simulator:
     def _committed(self, engine: SimulatedEngine, version: int) -> None:
         if self._engines.get(engine.number) is engine:
             self.schedule.committed(engine.number, version)
-            self._dispatch([engine])
+            self._dispatch(self._engines.values())  # with a newer version shares are larger
             if self._config.rollout.exact_staleness:
                 self._train()
 

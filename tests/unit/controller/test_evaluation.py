@@ -11,7 +11,9 @@ from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
+from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
+from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.status import EngineState
@@ -197,6 +199,24 @@ def test_it_takes_its_share_of_the_slots_until_nothing_else_runs(setting, option
     evaluation.use_all_slots()
     asyncio.run(evaluation.run(0))
     assert [client.most for client in clients] == [20, 20]
+
+
+@pytest.mark.parametrize("held", [0, 1, 8])
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_what_it_holds_takes_nothing_of_an_engines_share_of_training(setting, engines, held):
+    config, sampler, changed = setting(*(Client(f"engine-{number}") for number in range(engines)), max_running=32)
+    schedule = Schedule(batch_size=16, group_size=2, max_staleness=0, updates=1)
+    generation = Generation(config, schedule, sampler, PROMPTS, changed)
+    for engine in sampler.engines:
+        engine.state = EngineState.READY
+        schedule.add_engine(engine.index, 0)
+        engine.occupy(held)
+    while (engine := generation._free_engine()) is not None:
+        schedule.admit(engine.index, 0, len(schedule.running))
+        engine.occupy(2)
+    assert len(schedule.running) == 8, "the batch"
+    shares = [sum(group.engine == number for group in schedule.running.values()) for number in range(engines)]
+    assert max(shares) == -(-8 // engines)
 
 
 class Slow:
