@@ -97,12 +97,15 @@ class HubData:
         return str(self.repo) + f":{self.subset}{'/' * bool(self.subset)}{self.split}" * bool(self.split)
 
 
-def model_folder(text: str, key: str, weights: bool = True, before: str = "") -> str:
+def model_folder(
+    text: str, key: str, weights: bool = True, before: str = "", check: Callable[[str], None] | None = None
+) -> str:
     """Returns the folder of a model: `text` itself if it is one, else that of the hub's model OWNER/NAME[@REVISION].
 
     What is not in the cache is fetched, with a line on stderr now and then; without `weights` only the description and
     the tokenizer. `before`: the folder that a run which is to be resumed has; it goes on with that revision. What names
-    neither a folder nor a model of the hub is returned as it is. Raises ConfigError that begins with `key`.
+    neither a folder nor a model of the hub is returned as it is. `check` sees the folder with the description and the
+    tokenizer of a model of the hub before its weights are fetched. Raises ConfigError that begins with `key`.
     """
     if Path(text).exists():
         return text
@@ -115,8 +118,10 @@ def model_folder(text: str, key: str, weights: bool = True, before: str = "") ->
     earlier = _SNAPSHOT.search(before)
     known = {f"{earlier['owner']}/{earlier['name']}": earlier["revision"]} if earlier else {}
     repo = pin(repo, key, known)
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model", *(["*.safetensors"] if weights else [])]
-    folder = _fetch(repo, patterns, key, ignore=["*/*", "consolidated*"])
+    description, without = ["*.json", "*.jinja", "*.txt", "*.model"], ["*/*", "consolidated*"]
+    if weights and check is not None:
+        check(_fetch(repo, description, key, without))
+    folder = _fetch(repo, [*description, *(["*.safetensors"] if weights else [])], key, without)
     if weights and not any(Path(folder).glob("*.safetensors")):
         raise ConfigError(f"{key}: {repo.name} has no *.safetensors file on the hub; name a model that has some")
     print(f"{key}: {repo.name} at {repo.revision}: {folder}", file=sys.stderr, flush=True)

@@ -46,11 +46,7 @@ def check_model(config: Config, weights: bool = True) -> None:
     if config.mode == "reward_model":
         as_reward_model(hf)
     _check_computation(hf, path)
-    if hf.get("quantization_config"):
-        raise ConfigError(
-            f"model.path: {path}/config.json has a quantization_config; trainers start from whole weights, which "
-            "`areal convert from-hf` and then `to-hf` make of DeepSeek's"
-        )
+    _check_whole(hf, path)
     if model.dimensions.latent:
         _check_latents(config, hf, model.dimensions)
     if model.dimensions.experts:
@@ -77,6 +73,22 @@ def check_model(config: Config, weights: bool = True) -> None:
         _check_files(Path(path))
     if not config.is_supervised and config.ppo.penalty.kl_model:
         _check_teacher(config, weights)
+
+
+def check_published(folder: str) -> None:
+    """Raises ConfigError if a model of this description can never be trained, whatever the config: before its weights
+    are fetched."""
+    hf = read_config(folder)
+    architecture(hf)
+    _check_whole(hf, folder)
+
+
+def _check_whole(hf: dict[str, Any], path: str) -> None:
+    if hf.get("quantization_config"):
+        raise ConfigError(
+            f"model.path: {path}/config.json has a quantization_config; trainers start from whole weights, which "
+            "`areal convert from-hf` and then `to-hf` make of DeepSeek's (docs/published_runs.md, Other models)"
+        )
 
 
 def trained_config(config: Config, pad_token: int | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from areal_megatron.data import files
 from areal_megatron.data.check import check_data
 from areal_megatron.data.dumps import recorded
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.model_check import check_model
+from areal_megatron.model_check import check_model, check_published
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
@@ -204,13 +204,15 @@ def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
     """Brings models and data that are named on the hub onto this disk. The config then has the models' folders, and the
     commits of the data; those that `run` has, if it is resumed. Raises ConfigError.
 
-    Unless everything is there, the hub is asked by this process alone, before anything has been started.
+    Unless everything is there, the hub is asked by this process alone, before anything has been started. A model that
+    cannot be trained is refused before its weights are fetched.
     """
     before = None
     if run is not None and config.resume and run.config.exists():
         with suppress(ConfigError):  # of a version of this project with other keys
             before = config_file.load(run.config)
-    config.model.path = hub.model_folder(config.model.path, "model.path", weights, before.model.path if before else "")
+    earlier = before.model.path if before else ""
+    config.model.path = hub.model_folder(config.model.path, "model.path", weights, earlier, _check_description)
     if teacher := config.ppo.penalty.kl_model:
         earlier = before.ppo.penalty.kl_model if before else ""
         config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
@@ -224,6 +226,11 @@ def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
     for place, own in places.items():
         own.train = own.train and files.fetch(own.train, f"{place}.train", commits)
         own.eval = own.eval and files.fetch(own.eval, f"{place}.eval", commits)
+
+
+def _check_description(folder: str) -> None:
+    check_published(folder)
+    Tokenizer(folder)
 
 
 def check_input(config: Config, weights: bool = True) -> None:

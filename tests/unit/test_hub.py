@@ -136,6 +136,23 @@ def test_a_download_that_broke_off_is_not_taken_for_whole(server, model, monkeyp
     assert (Path(model_folder("Tiny/Model-1.5B", "model.path")) / "model.safetensors").exists()
 
 
+def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_fetched(server, model, world, tmp_path):
+    keys = ["model.path=Tiny/Model-1.5B", f"data.train={world / 'train.jsonl'}", "data.eval=", f"runs_dir={tmp_path}"]
+    config = config_file.load(ROOT / "configs/tiny_cpu.yaml", keys)
+    files = model.commits[model.branches["main"]]
+    described = json.loads(files["config.json"])
+    in_8_bits = json.dumps(described | {"quantization_config": {"quant_method": "fp8"}})
+    unknown = json.dumps(described | {"architectures": ["MambaForCausalLM"]})
+    for changed, says in (
+        ({"config.json": in_8_bits}, "has a quantization_config; trainers start from whole weights"),
+        ({"config.json": unknown}, "MambaForCausalLM"),
+        ({"tokenizer.json": None}, "tokenizer.json is missing; save the tokenizer as a fast one"),
+    ):
+        model.commit({name: text for name, text in {**files, **changed}.items() if text is not None})
+        assert says in refused(start.fetch, config)
+        assert config.model.path == "Tiny/Model-1.5B" and "model.safetensors" not in server.downloads()
+
+
 def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tmp_path):
     """Though main has moved since, and even if the cache has been cleaned."""
     data = server.dataset("tiny/sums", {"train.jsonl": (world / "train.jsonl").read_text()})
@@ -148,7 +165,7 @@ def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tm
     run.create()
     config_file.save(config, run.config)
 
-    moved = model.commit({**model.commits[first], "config.json": "{}"})
+    moved = model.commit({**model.commits[first], "notes.txt": "moved"})
     data.commit({"train.jsonl": jsonl(*ROWS)})
     again = config_file.load(ROOT / "configs/tiny_cpu.yaml", [*keys, "resume=auto"])
     start.fetch(again, run)
