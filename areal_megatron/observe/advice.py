@@ -142,8 +142,8 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
 
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first
     η + 1 versions after that, or after an engine came or went, and of the last η + 1 of the run are left out: engines
-    have another amount of work then. Both halves of the rest must say the same. Nothing is said of pools that share
-    their GPUs, or that are to take turns (rollout.exact_staleness).
+    have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of two
+    at most. Nothing is said of pools that share their GPUs, or that are to take turns (rollout.exact_staleness).
     """
     if config.mode != "rl" or config.machine.shared or config.rollout.exact_staleness:
         return None
@@ -151,8 +151,9 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
     if len(steady) < FEWEST_UPDATES:
         return None
     half = len(steady) // 2
-    whole = Balance.of(steady)
-    if not (whole.short is Balance.of(steady[:half]).short is Balance.of(steady[half:]).short):
+    whole, halves = Balance.of(steady), [Balance.of(part) for part in (steady[:half], steady[half:])]
+    gains = sorted(part.faster(part.engines + 1) for part in halves)
+    if {part.short for part in halves} != {whole.short} or gains[1] > 2 * gains[0] + GAIN:
         return None
     return Advice(whole.short, _line(config, whole)) if whole.short else None
 

@@ -158,6 +158,12 @@ def test_only_the_last_updates_count():
     assert advise(config(), old + lines(20, 51, **TRAINERS_SHORT)).short is Short.TRAINERS
 
 
+def test_halves_whose_gains_differ_say_nothing():
+    little = {"wait": 1.0, "full": 1.0}
+    assert advise(config(), lines(20, **little)).short is Short.ENGINES
+    assert advise(config(), lines(13, **little) + lines(10, 14, **ENGINES_SHORT)) is None
+
+
 @pytest.mark.parametrize(
     "odd", [{"engines_unreached": 1}, {"update_s": 0.0}, {"engine_full_share": None}, {"engines": 0}]
 )
