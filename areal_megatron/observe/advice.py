@@ -19,7 +19,9 @@ from areal_megatron.config import Config
 MOST_UPDATES, FEWEST_UPDATES = 20, 10
 """Advice is from the last updates, so many at most and so many at least."""
 GAIN = 0.05
-"""An engine more that makes updates faster by less than this share is not worth its GPUs."""
+"""More engines that make updates faster by less than this share are not worth their GPUs."""
+MANY = 8
+"""One engine more of fewer than twice as many gains enough to be told of; of others one more for each so many is."""
 WAITING = 0.1
 """A pool that waits for less than this share of the time counts as being at work."""
 BOTH_WAIT = 0.2
@@ -111,18 +113,23 @@ class Balance:
         return self.update_s / self.update_s_with(engines, trainers) - 1
 
     @property
+    def gain(self) -> float:
+        """By which share updates would be faster with one engine more, or with an eighth more of many."""
+        return self.faster(self.engines + _step(self.engines))
+
+    @property
     def enough_engines(self) -> int | None:
-        """The fewest engines beside which one more is not worth its GPUs; None if that is not within half and twice as
+        """The fewest engines beside which more are not worth their GPUs; None if that is not within half and twice as
         many as there are: so far off nothing was measured."""
         for engines in range(-(-self.engines // 2), 2 * self.engines + 1):
-            if self.update_s_with(engines) < (1 + GAIN) * self.update_s_with(engines + 1):
+            if self.update_s_with(engines) < (1 + GAIN) * self.update_s_with(engines + _step(engines)):
                 return engines
         return None
 
     @property
     def short(self) -> Short | None:
         """Returns which pool is short; None if there is nothing to gain."""
-        if self.faster(self.engines + 1) >= GAIN:
+        if self.gain >= GAIN:
             return Short.ENGINES
         if self.straggler_s >= WAITING * self.update_s or min(self.trainer_idle, self.engine_idle) >= BOTH_WAIT:
             return Short.NEITHER
@@ -142,8 +149,8 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
 
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first
     η + 1 versions after that, or after an engine came or went, and of the last η + 1 of the run are left out: engines
-    have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of two
-    at most. Nothing is said of pools that share their GPUs, or that are to take turns (rollout.exact_staleness).
+    have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of
+    two at most. Nothing is said of pools that share their GPUs, or that are to take turns (rollout.exact_staleness).
     """
     if config.mode != "rl" or config.machine.shared or config.rollout.exact_staleness:
         return None
@@ -152,7 +159,7 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
         return None
     half = len(steady) // 2
     whole, halves = Balance.of(steady), [Balance.of(part) for part in (steady[:half], steady[half:])]
-    gains = sorted(part.faster(part.engines + 1) for part in halves)
+    gains = sorted(part.gain for part in halves)
     if {part.short for part in halves} != {whole.short} or gains[1] > 2 * gains[0] + GAIN:
         return None
     return Advice(whole.short, _line(config, whole)) if whole.short else None
@@ -185,7 +192,8 @@ def _steady(config: Config, updates: Sequence[dict[str, Any]]) -> list[dict[str,
 def _line(config: Config, found: Balance) -> str:
     engines, trainers_wait = found.engines, f"wait for {found.trainer_idle:.0%} of the time"
     full = f"engines are full for {found.engine_full:.0%} of it"
-    others = [engines + 1] + [engines - 1] * (engines > 1)
+    step = _step(engines)
+    others = [engines + step] + [engines - step] * (engines > 1)
     changes = "; ".join(f"{_engines(n)} would be {_change(found.faster(n))}" for n in others)
     if found.enough_engines not in (None, engines, *others):
         changes += f"; {_engines(found.enough_engines)} would do"
@@ -200,6 +208,11 @@ def _line(config: Config, found: Balance) -> str:
     if config.trainer.dp % 2 == 0 and half > -GAIN:
         smaller = f"; half of trainer.dp={config.trainer.dp} would be {_change(half)}"
     return f"engines are short: trainers {trainers_wait}, {full}; {changes}{smaller}"
+
+
+def _step(engines: int) -> int:
+    """Returns how many engines more or fewer than so many are worth a look."""
+    return max(1, engines // MANY)
 
 
 def _engines(count: int) -> str:
