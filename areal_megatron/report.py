@@ -29,6 +29,7 @@ from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_atomically
+from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.figures import GREY, HELD_OUT, THIRD, TRAIN, Figure, Section, sections
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
@@ -59,6 +60,8 @@ class RunData:
     """The lines of metrics.jsonl that tell of an update."""
     evaluations: list[dict[str, Any]]
     spans: list[Span]
+    advice: str
+    """Which pool is short; "" if none is, or if that is not certain."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns (versions, values) of the steps that have a value for `key`."""
@@ -73,6 +76,7 @@ def load(run: Run) -> RunData:
     """Reads the run's files. Raises ConfigError if the folder is no run, ValueError if a line of them is malformed."""
     config = config_file.load(run.config)
     records = read_metrics(run)
+    advice = advise(config, since_resumed(records))
     return RunData(
         run,
         config,
@@ -80,6 +84,7 @@ def load(run: Run) -> RunData:
         [r for r in records if r["kind"] in STEPS],
         sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]),
         read_spans(run),
+        advice.line if advice else "",
     )
 
 
@@ -346,6 +351,7 @@ def _page(data: RunData, sections: list[str]) -> str:
             f"<h1>{name}</h1><p>{what}, {len(data.steps)} of {data.config.updates} {unit}, {started}</p>",
             _banner(data),
             _cards(data),
+            f"<p>Advice: {html.escape(data.advice)}</p>" if data.advice else "",
             *sections,
             "<h2>Figures and configuration</h2><div class=tables>",
             _table(["final figures", ""], _final_rows(data)),

@@ -11,13 +11,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from areal_megatron import config_file, hub
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.model_check import trained_config
+from areal_megatron.observe.advice import advise
 from areal_megatron.run import Run
 from launch.forecast.accelerators import Accelerator, accelerator
 from launch.forecast.engine_time import EngineTime
@@ -66,7 +69,28 @@ def table(config: Config, gpu: Accelerator, times: Times, run: SimulatedRun) -> 
     }
     if run.failures:
         rows["failures"] = ", ".join(f"{kind} {count}" for kind, count in sorted(run.failures.items()))
+    if advice := advise(config, update_lines(config, run)):
+        rows["advice"] = advice.line
     return "\n".join(f"{name:<18}{text}" for name, text in rows.items())
+
+
+def update_lines(config: Config, run: SimulatedRun) -> list[dict[str, Any]]:
+    """Returns what advice needs of the lines that the run would have written into metrics.jsonl, but for the first.
+
+    How idle and how full engines were is known of the whole run alone.
+    """
+    return [
+        {
+            "version": update.version + 1,
+            "update_s": update.end - before.end,
+            "trainer_wait_s": update.end - before.end - update.training,
+            "straggler_wait_s": update.straggler_wait,
+            "engine_idle_share": 1 - run.engine_busy,
+            "engine_full_share": run.engine_full,
+            "engines_serving": config.rollout.engines,
+        }
+        for before, update in pairwise(run.updates)
+    ]
 
 
 def report(config: Config, run: SimulatedRun) -> dict[str, object]:

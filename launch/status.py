@@ -14,14 +14,17 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
+from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch.process_rows import HEAD, rows
@@ -72,13 +75,16 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
     if state == "lost":
         silent = _ago(now - record.time)
         yield f"the launcher on {record.launcher} has written nothing for {silent}: it was killed, or its node is lost"
-    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
-    if updates:
+    lines = read_metrics(run)
+    if updates := [line for line in lines if line["kind"] == "update"]:
         last = updates[-1]
         yield (
             f"last update {_ago(now - last['time'])} ago: {last['effective_tokens_per_s']:,.0f} trained tokens/s, "
             f"accuracy {100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
         )
+    with suppress(ConfigError):  # of a version of this project with other keys
+        if advice := advise(config_file.load(run.config), since_resumed(lines)):
+            yield f"advice: {advice.line}"
     if saved := checkpoint_folder.complete(run):
         yield f"last checkpoint {saved[-1].name}, {_ago(now - saved[-1].stat().st_mtime)} ago"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -26,7 +27,15 @@ _ONCE_MORE_S = 10.0
 class Engine:
     """One engine. `version` is what the controller has seen it commit; the engine itself is never behind that."""
 
-    def __init__(self, index: int, client: EngineClient, timeline: Timeline, changed: Changed | None = None):
+    def __init__(
+        self,
+        index: int,
+        client: EngineClient,
+        timeline: Timeline,
+        changed: Changed | None = None,
+        room: float = math.inf,
+    ):
+        """`room`: with more trajectories than this it is full."""
         self.index, self.name, self.client, self.timeline = index, client.name, client, timeline
         self.changed = changed or Changed()
         """Notified when the engine may have room for another request, and when it is torn."""
@@ -44,6 +53,8 @@ class Engine:
         self.tokens_per_s = 0.0
         self._idle_since: float | None = time.monotonic()
         self._idle_s = 0.0
+        self._room, self._waiting = room, 0
+        self._full_s, self._tallied = 0.0, time.monotonic()
 
     @property
     def running(self) -> int:
@@ -91,10 +102,12 @@ class Engine:
         if self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
+        self._tally()
         self._unfinished += trajectories
         self._started += trajectories
 
     def release(self, trajectories: int) -> None:
+        self._tally()
         self._unfinished -= trajectories
         if not self._unfinished:
             self._idle_since = time.monotonic()
@@ -108,6 +121,20 @@ class Engine:
             idle += now - self._idle_since
             self._idle_since = now
         return idle
+
+    def take_full_s(self) -> float:
+        """Seconds since the last call in which it had no room for another group, or kept requests waiting for memory,
+        as far as the controller knows."""
+        self._tally()
+        full, self._full_s = self._full_s, 0.0
+        return full
+
+    def _tally(self) -> None:
+        """Counts the time until now; to be called before what it runs changes."""
+        now = time.monotonic()
+        if self.running > self._room or (self._waiting and self.running):
+            self._full_s += now - self._tallied
+        self._tallied = now
 
     def tear(self) -> None:
         """A streamed update has failed half-way."""
@@ -139,6 +166,8 @@ class Engine:
             load = await self._load(silence_s)
             now = attended.now()
             held = load.running + load.waiting
+            self._tally()
+            self._waiting = load.waiting
             self._ended = started - held
             self.changed.notify()
             if tokens is not None:
@@ -162,7 +191,12 @@ def connect(config: Config, run: Run, index: int, changed: Changed | None = None
     """The engine of this index, where it has announced itself last. Raises RunError if it has not."""
     name = engine_name(index)
     client = connector(config, run)(name, run.endpoint(name))
-    return Engine(index, client, Timeline(run.timeline(name), name), changed)
+    return Engine(index, client, Timeline(run.timeline(name), name), changed, room_of(config))
+
+
+def room_of(config: Config) -> int:
+    """Returns the most trajectories with which an engine takes another group."""
+    return config.rollout.max_running - config.rollout.group_size
 
 
 def connector(config: Config, run: Run) -> Callable[[str, str], EngineClient]:

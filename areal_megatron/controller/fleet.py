@@ -12,7 +12,7 @@ from areal_megatron import lateness as attended
 from areal_megatron.config import Config
 from areal_megatron.controller.batches import ask_again_s
 from areal_megatron.controller.changed import Changed
-from areal_megatron.controller.engine import Engine, connect, connector
+from areal_megatron.controller.engine import Engine, connect, connector, room_of
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal
 from areal_megatron.controller.updates import EngineUpdates
@@ -183,7 +183,7 @@ class Fleet:
     def account(self, elapsed: float) -> dict[str, float]:
         """Returns figures of the last `elapsed` seconds and of the last commits."""
         serving = [engine for engine in self.engines if not engine.gone]
-        idle = [engine.take_idle_s() for engine in serving]
+        idle, full = ([take(e) for e in serving] for take in (Engine.take_idle_s, Engine.take_full_s))
         last = [link.last for link in self._links.values() if link.last]
         account = {
             key: max(update[key] for update in last) for key in ("publish_s", "commit_s", "weights_changed") if last
@@ -193,6 +193,7 @@ class Fleet:
             "engines_serving": len(serving),
             "engines_unreached": sum(engine.unreached for engine in serving),
             "engine_idle_share": min(1.0, sum(idle) / max(len(idle), 1) / elapsed),
+            "engine_full_share": min(1.0, sum(full) / max(len(full), 1) / elapsed),
             "engine_lag_max": max((self._schedule.version - engine.version for engine in serving), default=0),
             "link_failures": sum(link.failures for link in self._links.values()),
         }
@@ -217,7 +218,7 @@ class Fleet:
         index = engine_index(name)
         if index in self._links or (found := await self._serving(name)) is None:
             return None
-        engine = Engine(index, found, Timeline(self._run.timeline(name), name), self._changed)
+        engine = Engine(index, found, Timeline(self._run.timeline(name), name), self._changed, room_of(self._config))
         engine.state = EngineState.READY
         try:
             await self._take_in(engine, fresh=False)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_megatron.config import Config
+from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.observe.status import EngineStatus, engines_of
 from areal_megatron.run import Run
@@ -31,6 +32,8 @@ LEAST_EFFECTIVE_SHARE = 0.9
 """Below it answers are too stale to learn from them as well as from fresh ones (docs/staleness.md)."""
 WARNED_EVERY = 20
 """Updates from one warning of the same kind to the next, at least."""
+ADVISED_EVERY = 50
+"""Updates from one advice about the same pool to the next, at least."""
 
 
 class Console:
@@ -61,6 +64,8 @@ class Console:
         self._resumed_after = 0
         self._warned_at: int | None = None
         """The update of the last warning."""
+        self._advised_at: dict[Short, int] = {}
+        """Which pool was short → the update at which that was said last."""
         self._evaluations: list[dict[str, Any]] = []
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         for record in self._reader.new():
@@ -114,7 +119,7 @@ class Console:
         elif record["kind"] == "resume":
             self._steps = surviving(self._steps, record["version"])
             self._evaluations = surviving(self._evaluations, record["version"])
-            self._resumed_after, self._warned_at = len(self._steps), None
+            self._resumed_after, self._warned_at, self._advised_at = len(self._steps), None, {}
 
     def _tell(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
@@ -138,6 +143,7 @@ class Console:
             self._note(record["time"], f"resumed at version {record['version']}")
         if record["kind"] == "update":
             self._warn(record)
+            self._advise(record)
         if not self._live and (record["kind"] == "update" or (record["kind"] in STEPS and self._is_twentieth())):
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
@@ -154,6 +160,13 @@ class Console:
                 f"lower rollout.max_staleness={self._config.rollout.max_staleness} or mask by ppo.correction, see "
                 "docs/staleness.md",
             )
+
+    def _advise(self, record: dict[str, Any]) -> None:
+        """Tells which pool is short, once in ADVISED_EVERY updates."""
+        advice, version = advise(self._config, self._steps[self._resumed_after :]), record["version"]
+        if advice and version >= self._advised_at.get(advice.short, version - ADVISED_EVERY) + ADVISED_EVERY:
+            self._advised_at[advice.short] = version
+            self._note(record["time"], f"advice: {advice.line}")
 
     def _is_twentieth(self) -> bool:
         """Whether this step completes another twentieth: supervised steps are too many to log each."""

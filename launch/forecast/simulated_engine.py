@@ -33,8 +33,9 @@ class SimulatedEngine:
     take k·step(R) + per_token·(k·C + R·k²/2): what `_seconds` computes, and `_steps` inverts.
     """
 
-    def __init__(self, number: int, time: EngineTime, capacity: float, version: int):
-        self.number, self.version, self._time = number, version, time
+    def __init__(self, number: int, time: EngineTime, capacity: float, version: int, room: float = math.inf):
+        """`room`: with more answers than this it takes no other group."""
+        self.number, self.version, self._time, self._room = number, version, time, room
         self.capacity = capacity
         """Tokens whose keys and values it can hold."""
         self.now = 0.0
@@ -43,6 +44,8 @@ class SimulatedEngine:
         self.pending: int | None = None
         """The version that it commits once its answers have ended; it takes no others until then."""
         self.busy, self.sampled, self.prefilled, self.preempted = 0.0, 0.0, 0.0, 0
+        self.full = 0.0
+        """Seconds in which it had no room for another group, or no memory for all that it had taken."""
         self._running: dict[int, RunningAnswer] = {}
         self._ends: list[tuple[float, int]] = []
         self._waiting: deque[RunningAnswer] = deque()
@@ -62,6 +65,7 @@ class SimulatedEngine:
             if self._running:
                 self._decode(self._steps(at - self.now))
                 self.busy += at - self.now
+                self.full += (at - self.now) * (self.load > self._room or bool(self._waiting))
             self.now = at
         ended = []
         while self._ends and self._ends[0][0] <= self._step + _EPSILON:

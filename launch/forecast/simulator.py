@@ -95,6 +95,8 @@ class SimulatedRun:
     gpus: int
     engine_busy: float
     """Share of the time in which an engine had something to do, the mean over all."""
+    engine_full: float
+    """Share of the time in which an engine had no room for another group, the mean over all."""
     trainer_busy: float
     sampled: float
     """Tokens, also of answers that were not trained."""
@@ -176,7 +178,7 @@ class Simulator:
         self._rng = np.random.default_rng(circumstances.seed)
         self._now, self._events, self._order = 0.0, [], count()
         self._updates: list[TrainedUpdate] = []
-        self._engine_busy = self._trainer_busy = self._sampled = 0.0
+        self._engine_busy = self._engine_full = self._trainer_busy = self._sampled = 0.0
         self._preempted, self._failures, self._incarnation = 0, Counter(), 0
         self._furthest = self._in_vain = 0
         self._saved: _Saved | None = None
@@ -242,7 +244,9 @@ class Simulator:
         return {"engine node": -(-gpus // per_node), "trainer node": trainers}
 
     def _serve(self, number: int) -> None:
-        engine = SimulatedEngine(number, self._times.engine, self._times.kv_tokens, self.schedule.version)
+        rollout = self._config.rollout
+        room = rollout.max_running - rollout.group_size
+        engine = SimulatedEngine(number, self._times.engine, self._times.kv_tokens, self.schedule.version, room)
         engine.now = self._now
         self._engines[number] = engine
         self.schedule.add_engine(number, engine.version)
@@ -427,6 +431,7 @@ class Simulator:
     def _count(self, engine: SimulatedEngine) -> None:
         engine.advance(self._now)
         self._engine_busy += engine.busy
+        self._engine_full += engine.full
         self._sampled += engine.sampled
         self._preempted += engine.preempted
 
@@ -472,6 +477,7 @@ class Simulator:
             seconds=self._now,
             gpus=max(engine_gpus, config.trainer_ranks) if shared else engine_gpus + config.trainer_ranks,
             engine_busy=self._engine_busy / (self._now * rollout.engines),
+            engine_full=self._engine_full / (self._now * rollout.engines),
             trainer_busy=min(1.0, self._trainer_busy / self._now),
             sampled=self._sampled,
             trained=trained,

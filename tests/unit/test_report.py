@@ -141,6 +141,7 @@ def test_evaluations_of_several_files_are_shown_by_file(tmp_path):
 
 
 def test_final_figures_are_those_of_the_metrics(finished):
+    assert "Advice" not in finished[1]
     _, text = finished
     page = Page(text)
     rows = page.rows
@@ -156,6 +157,16 @@ def test_final_figures_are_those_of_the_metrics(finished):
     assert page.wide_rows["train"] == ["950", "1,000", "95%"] and page.wide_rows["proximal"] == ["–", "–", "–"]
     assert rows["data.train"] == "<train>.jsonl", "a value of the config must be escaped in the page"
     assert "incomplete" not in text
+
+
+def test_the_short_pool_is_named(tmp_path):
+    run = make_run(tmp_path, 100)
+    writer = MetricsWriter(run)
+    pools = {"update_s": 10.0, "trainer_wait_s": 4.0, "straggler_wait_s": 0.0, "engines_serving": 2}
+    for version in range(1, 20):
+        writer.write("update", version, pools | {"engine_idle_share": 0.0, "engine_full_share": 1.0})
+    writer.close()
+    assert "Advice: engines are short: trainers wait for 40% of the time" in build(run)
 
 
 def test_figures_by_staleness_have_a_line_for_each_that_was_trained(finished):

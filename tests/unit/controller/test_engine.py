@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 from areal_megatron.controller.engine import Engine
 from areal_megatron.engine.client import Load
@@ -59,3 +60,28 @@ def test_finished_groups_count_no_more_before_the_next_poll():
     poll(engine, Counters(running=16))
     engine.release(8)
     assert engine.running == 8
+
+
+def test_the_time_in_which_it_is_full():
+    engine = Engine(0, Counters(0), timeline=None, room=8)
+    engine.occupy(8)
+    time.sleep(0.1)
+    assert engine.take_full_s() == 0
+    engine.occupy(8)
+    time.sleep(0.1)
+    engine.release(8)
+    time.sleep(0.1)
+    assert 0.1 <= engine.take_full_s() < 0.2 and engine.take_full_s() == 0
+
+
+def test_an_engine_whose_requests_wait_for_memory_is_full():
+    engine = Engine(0, Counters(0), timeline=None, room=100)
+    engine.occupy(8)
+    poll(engine, Counters(running=5, waiting=3))
+    engine.take_full_s()
+    time.sleep(0.1)
+    assert engine.take_full_s() >= 0.1
+    poll(engine, Counters(running=8))
+    engine.take_full_s()
+    time.sleep(0.1)
+    assert engine.take_full_s() == 0

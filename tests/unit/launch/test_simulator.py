@@ -3,8 +3,9 @@
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from areal_megatron.controller.schedule import Schedule
+from areal_megatron.observe.advice import Balance, Short, advise
 from launch import simulate
 from launch.forecast.accelerators import accelerator
 from launch.forecast.engine_time import EngineTime
@@ -75,6 +77,8 @@ def test_a_synchronous_run_of_equal_answers_is_one_thing_after_another():
     assert run.sampled == pytest.approx(3000) and run.wasted == pytest.approx(0)
     assert run.trainer_busy == pytest.approx(5 * training / run.seconds)
     assert run.engine_busy == pytest.approx(5 * generation / run.seconds)
+    decoding = generation - 3 * engine.prefill(prompt, prompt**2 / 2)
+    assert run.engine_full == pytest.approx(5 * decoding / run.seconds)
 
 
 @settings(max_examples=150, deadline=None)
@@ -213,3 +217,53 @@ def test_the_same_prompts_have_the_same_answers_whatever_else_differs():
         for seconds in (0.1, 3.0)
     )
     assert [update.tokens for update in run.updates] == [update.tokens for update in other.updates]
+
+
+class SteadyTrainer:
+    """Trains so many answer tokens a second."""
+
+    def __init__(self, tokens_per_s):
+        self._tokens_per_s = tokens_per_s
+
+    def update(self, prompts, answers, version=0):
+        return sum(answers) / self._tokens_per_s
+
+
+def measured(engines, eta, tokens_per_s):
+    """Returns what the updates of a simulated run tell of its pools, and the advice."""
+    made = config(groups=16, n=8, updates=60, engines=engines, eta=eta, max_running=64)
+    steady = replace(times(made), trainer=SteadyTrainer(tokens_per_s))
+    run = Simulator(made, steady, LognormalLengths(400, 0.7, 2000, 50), Circumstances()).run()
+    lines = simulate.update_lines(made, run)
+    return Balance.of(lines[20:]), advise(made, lines)
+
+
+def test_advice_foretells_what_an_engine_more_or_less_does():
+    """What runs of 1 to 6 engines say of one more and of one less, beside runs with those: the time of an update."""
+    wrong = {1: [], -1: []}
+    for eta, tokens_per_s in product((0, 1, 2, 4, 8), (12_500, 1e9)):
+        runs = {engines: measured(engines, eta, tokens_per_s)[0] for engines in range(1, 7)}
+        for engines, step in product(runs, wrong):
+            if other := runs.get(engines + step):
+                foretold = runs[engines].update_s_with(engines + step)
+                wrong[step].append(abs(foretold / other.update_s - 1))
+    assert len(wrong[1]) == len(wrong[-1]) == 50
+    mean, most = ({step: figure(errors) for step, errors in wrong.items()} for figure in (fmean, max))
+    print(f"an engine more: {mean[1]:.1%}, {most[1]:.1%} at most; less: {mean[-1]:.1%}, {most[-1]:.1%} at most")
+    assert mean[1] < 0.035 and most[1] < 0.3 and mean[-1] < 0.025 and most[-1] < 0.15
+
+
+def test_advice_on_runs_whose_short_pool_is_known():
+    shorts = {
+        (engines, tokens_per_s): advice and advice.short
+        for engines, tokens_per_s in [(1, 12_500), (2, 12_500), (5, 12_500), (6, 12_500), (3, 1e9)]
+        for _, advice in [measured(engines, 8, tokens_per_s)]
+    }
+    assert shorts == {
+        (1, 12_500): Short.ENGINES,
+        (2, 12_500): Short.ENGINES,
+        (5, 12_500): Short.TRAINERS,
+        (6, 12_500): Short.TRAINERS,
+        (3, 1e9): Short.ENGINES,
+    }
+    assert measured(3, 4, 1e9)[1].short is Short.NEITHER, "one answer of a batch takes as long as all of them"

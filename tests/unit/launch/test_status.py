@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+from areal_megatron import config_file
+from areal_megatron.config import Config
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
 from areal_megatron.run import Run
@@ -84,6 +86,24 @@ def test_a_launcher_that_has_fallen_silent(tmp_path, capsys, monkeypatch):
     run.processes.write_text(json.dumps(old | {"time": time.time() - GONE_S - 1}))
     code, shown = show(run, capsys)
     assert code == 1 and ": lost," in shown and "was killed, or its node is lost" in shown
+
+
+def test_a_run_whose_pools_are_out_of_balance(tmp_path, capsys):
+    run, recorder, processes = make(tmp_path)
+    recorder.write(processes, 0)
+    config = Config(name="tiny", updates=120)
+    config.model.path, config.data.train, config.rollout.max_staleness = "model", "train.jsonl", 0
+    config_file.save(config, run.config)
+    metrics = MetricsWriter(run)
+    pools = {"update_s": 10.0, "trainer_wait_s": 4.0, "straggler_wait_s": 0.0, "engines_serving": 2}
+    for version in range(2, 14):
+        metrics.write("update", version, UPDATE | pools | {"engine_idle_share": 0.0, "engine_full_share": 1.0})
+    metrics.close()
+    assert "advice: engines are short: trainers wait for 40% of the time" in show(run, capsys)[1]
+    metrics = MetricsWriter(run)
+    metrics.write("resume", 13, {"incarnation": 1})
+    metrics.close()
+    assert "advice" not in show(run, capsys)[1]
 
 
 def test_many_ranks_share_a_line(tmp_path, capsys):

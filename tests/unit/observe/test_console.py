@@ -57,6 +57,25 @@ def test_updates_of_answers_that_are_too_stale_are_told_now_and_then(run):
     assert after == ["2", "22", "42"]
 
 
+def test_the_short_pool_is_told_now_and_then(run):
+    out, writer = io.StringIO(), MetricsWriter(run)
+    config = Config(name="demo", updates=400)
+    config.rollout.max_staleness = 1
+    console = Console(run, config, out)
+    pools = {"update_s": 10.0, "trainer_wait_s": 4.0, "straggler_wait_s": 0.0, "engines_serving": 2}
+    for version in range(1, 130):
+        if version == 100:
+            writer.write("resume", 99, {"incarnation": 1})
+        writer.write("update", version, UPDATE | pools | {"engine_idle_share": 0.0, "engine_full_share": 1.0})
+    writer.flush()
+    console.close()
+    writer.close()
+    lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    told = [place for place, line in enumerate(lines) if line.startswith("advice")]
+    assert lines[told[0]].startswith("advice: engines are short: trainers wait for 40% of the time")
+    assert [re.match(r"update (\d+)/400", lines[place + 1])[1] for place in told] == ["12", "62", "111"]
+
+
 def test_without_a_terminal_one_line_an_update_and_a_phase(run):
     out = io.StringIO()
     console = Console(run, Config(name="demo", updates=40), out)
