@@ -229,7 +229,7 @@ class Simulator:
         self._straggling_since = math.nan
         self._straggled = 0.0
         self._awaited: set[int] = set()
-        self._weights_read = 0.0
+        self._weights_read = self._saved_until = 0.0
         for number in range(rollout.engines):
             self._serve(number)
         for pool, nodes in self._nodes().items():
@@ -332,7 +332,7 @@ class Simulator:
 
     def _train(self) -> None:
         schedule = self.schedule
-        if schedule.training or len(schedule.finished) < schedule.groups_per_batch:
+        if self._now < self._saved_until or schedule.training or len(schedule.finished) < schedule.groups_per_batch:
             return
         if self._awaited and self._awaited <= schedule.running.keys():
             return
@@ -367,12 +367,14 @@ class Simulator:
         self._updates.append(TrainedUpdate(version, self._now, tokens, seconds, self._straggled, staleness))
         self._straggled = 0.0
         self._weights_read = self._now + self._times.weights.transfer
+        streamed = self._config.reshard.staging == "streamed"  # then engines stand still while they receive
         for engine in self._engines.values():
-            self._at(self._weights_read, self._arrived, engine, schedule.version)
+            self._at(self._now if streamed else self._weights_read, self._arrived, engine, schedule.version)
         every = self._config.checkpoint.every
         if every and schedule.version % every == 0:
             self._save()
-            self._at(self._now + self._times.weights.checkpoint, self._train)
+            self._saved_until = self._now + self._times.weights.checkpoint
+            self._at(self._saved_until, self._train)
         else:
             self._train()
 
