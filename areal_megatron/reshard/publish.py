@@ -598,9 +598,9 @@ class _Sending:
     def _changes(self, parcel: Parcel) -> bytes | None:
         kept = self._trainer.published.kept(parcel.elements)
         changes = kept.changes(parcel.flat, self._update.version, self._held[parcel.bucket.destination])
-        if kept.was_looked_at:
-            size = parcel.flat.nbytes
-            self._costs.append(Cost(parcel.elements, size, size if changes is None else len(changes)))
+        if kept.found is not None:  # what an engine needs that has no base says nothing about the next version
+            encoded = kept.found if changes is None else len(changes)
+            self._costs.append(Cost(parcel.elements, parcel.flat.nbytes, encoded))
         return changes
 
     @contextlib.contextmanager

@@ -39,8 +39,8 @@ class Kept:
         self._steps: deque[Step] = deque()
         self._merged: dict[int, bytes | None] = {}
         """Version that an engine has → the changes from there to the last version."""
-        self.was_looked_at = False
-        """Whether this version was compared with an earlier one."""
+        self.found: int | None = None
+        """Bytes of the changes since the last version but one; None: this version was compared with none."""
 
     def changes(self, flat: Tensor, version: int, since: int | None) -> bytes | None:
         """Keeps the message `flat` of `version`, and returns what has changed in it since version `since`.
@@ -67,13 +67,13 @@ class Kept:
             self._base = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=flat.device.type != "cpu")
         self._base.copy_(flat)
         self._steps.clear()
-        self.was_looked_at = False
+        self.found = None
 
     def _look(self, flat: Tensor, version: int) -> None:
         changes, values = find(self._base.to(flat.device, non_blocking=True), flat)
         bits(self._base).numpy()[changes.places] = values
         encoded = encode(changes, self._compress)
-        self.was_looked_at = True
+        self.found = len(encoded)
         size = self._base.numel() * self._base.itemsize
         self._steps.append(Step(self._version, version, encoded))
         if len(encoded) >= size:

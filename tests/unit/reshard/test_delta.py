@@ -295,6 +295,20 @@ def test_auto_measures_the_link_and_sends_changes_over_a_slow_one(pools, monkeyp
     assert sent[0] == sent[1] > 10 * max(sent[2:])
 
 
+def test_auto_sends_changes_again_at_once_to_an_engine_that_was_restarted(pools, monkeypatch):
+    link = pools(sizes={"tp": 2}, tp=1, update="auto")
+    monkeypatch.setattr(Choice, "measured", lambda self, size, seconds, whole=Choice.measured: whole(self, size, 1.0))
+    sent = {}
+    for version in range(1, 9):
+        if version == 6:
+            link.shards[0].live.publication = ""
+            link.join(2)
+        sent[version] = link.update(version, generation=1 + (version > 5)).bytes
+        link.assert_committed()
+        link.train(stepped(link.tensors, 0.01, seed=version))
+    assert [version for version, size in sent.items() if size > sent[1] / 10] == [1, 2, 6]
+
+
 def test_auto_does_not_look_for_long_where_everything_changes(pools, monkeypatch):
     link, looks = pools(sizes={}, tp=1, update="auto", dtype=torch.float32), []
     monkeypatch.setattr(Kept, "_look", lambda *a, look=Kept._look: (looks.append(a), look(*a)))
