@@ -128,15 +128,15 @@ class Publisher:
         version: int,
         links: Sequence[tuple[int, int]],
         trials: Collection[int] = (),
-        changes_only: Collection[int] = (),
+        few_changes: Collection[int] = (),
         sites: Mapping[int, str] | None = None,
     ) -> None:
         """Starts sending `version` to each (engine, generation) in the background; returns at once.
 
         `trials`: engines that weights did not reach lately; `wait_until_read` gives them up instead of waiting.
-        `changes_only`: engines that generate meanwhile, and have room for changes alone. `sites`: engine → the address
-        (host:port) of its server, of those at other sites. Raises RunError, before
-        anything is sent, for a weight that is NaN or Inf if check_finite is set.
+        `few_changes`: engines that generate meanwhile, and have little room for what arrives. `sites`: engine → the
+        address (host:port) of its server, of those at other sites. Raises RunError, before anything is sent, for a
+        weight that is NaN or Inf if check_finite is set.
         """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
         parameters = self._parameters()
@@ -148,7 +148,7 @@ class Publisher:
                 self._cut_off(outlet)
                 site = (sites or {}).get(engine, "")
                 outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation, site)
-            self._updates.append(Transmission(outlet, version, parameters, engine in trials, engine in changes_only))
+            self._updates.append(Transmission(outlet, version, parameters, engine in trials, engine in few_changes))
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
@@ -379,9 +379,9 @@ def _elements(bucket: Bucket) -> Hashable:
 class Transmission:
     """One version on its way to one engine."""
 
-    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool, changes_only: bool):
+    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool, few_changes: bool):
         self.outlet, self.version, self.parameters, self._trial = outlet, version, parameters, trial
-        self.changes_only = changes_only
+        self.few_changes = few_changes
         self.deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
         self._read = threading.Event()
         """Set when no live parameter is read any more."""
@@ -526,7 +526,7 @@ class _Sending:
         self._outlet, self._trainer = update.outlet, update.outlet.trainer
         self._parcels = self._outlet.parcels(update.parameters)
         self._choice = self._trainer.choice(self._outlet.engine)
-        self._looks_at = [update.changes_only or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
+        self._looks_at = [update.few_changes or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
         self._from_buffer: dict[int, Message] = {}
         """Address of a buffer → the message that was sent from it last."""
         self._direct: list[Message] = []
@@ -538,8 +538,8 @@ class _Sending:
     @property
     def how(self) -> str:
         """What the engine is told: `whole` for whole messages without heads, `changes` for groups with heads, and
-        `changes-only` if no whole message may be among them."""
-        return "changes-only" if self._update.changes_only else "changes" if any(self._looks_at) else "whole"
+        `few-changes` if all of it is to wait in the engine's room for the commit."""
+        return "few-changes" if self._update.few_changes else "changes" if any(self._looks_at) else "whole"
 
     def send(self) -> None:
         """Returns when all that was sent may change. Raises LinkError."""
