@@ -33,7 +33,7 @@ their places in 32 bits, those of 3% of 16-bit elements fit in there."""
 HISTORY = 1 / 16
 """The bytes of changes of earlier versions that trainers keep of a message for engines which lag, over its own."""
 FEW_CHANGES = 0.02
-"""If no more of the elements changed at the last update, the next one is expected to fit in there too."""
+"""If no more of the elements were sent in the last update, the next one is expected to fit in there too."""
 
 
 @dataclass
