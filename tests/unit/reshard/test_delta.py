@@ -11,8 +11,8 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.changes import bits, decode, zstd
 from areal_megatron.reshard.edits import Places
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.published import Choice, Cost, Kept
-from areal_megatron.reshard.session import FEW_CHANGES
+from areal_megatron.reshard.published import Choice, Cost, HostMemory, Kept, Publications
+from areal_megatron.reshard.session import COMPARED, FEW_CHANGES
 from areal_megatron.reshard.transport import Link, bind, pack, unpack
 from tests.support.links import Pools
 from tests.support.reshard_oracle import MODELS, megatron_shard, vllm_parameters, write_model
@@ -300,6 +300,34 @@ def test_of_changes_for_engines_that_lag_a_sixteenth_of_the_message_is_kept():
         kept.changes(flat, version, None)
     known = [since for since in range(9) if kept.changes(flat, 9, since)]
     assert known == [7, 8], "of two versions, 1,300 bytes, beside those of the last"
+
+
+def test_blocks_are_full_but_for_less_than_the_largest_message():
+    chosen, block, largest, taken = random.Random(0), 2**16, 2**12, 0
+    blocks, parts = HostMemory(pinned=False, block=block), []
+    for number in range(500):
+        dtype = chosen.choice([torch.bfloat16, torch.float32])
+        parts.append(blocks.take(chosen.randrange(largest // dtype.itemsize), dtype).fill_(number % 256))
+        taken += -(-parts[-1].nbytes // 64) * 64
+    assert all(bool((part == number % 256).all()) for number, part in enumerate(parts)), "none overlaps another"
+    assert len({part.untyped_storage().data_ptr() for part in parts}) <= -(-taken // (block - largest))
+    assert blocks.take(2 * block, torch.uint8).numel() == 2 * block
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_looks_on_a_gpu_take_the_memory_of_a_part_alone():
+    published, flats = Publications(None), [torch.randn(2**25, device="cuda").bfloat16() for _ in range(2)]
+    for version in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for number, flat in enumerate(flats):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                encoded = published.kept(number).changes(flat, version, version - 1 if version else None)
+        taken = torch.cuda.max_memory_allocated() - before
+        flats = [flat * 1.01 for flat in flats]
+    assert encoded is None, "all has changed"
+    assert taken < 1.2 * COMPARED * 17
 
 
 def test_what_auto_chooses():
