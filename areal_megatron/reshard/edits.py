@@ -32,6 +32,13 @@ class Room:
         self._next = stop
         return self._memory[start:stop].view(dtype)
 
+    def rest(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns what `place` would, of which the next `place` is a part again."""
+        before = self._next
+        place = self.place(elements, dtype)
+        self._next = before
+        return place
+
     def copy(self, source: Tensor) -> Tensor | None:
         """Returns a copy of `source` in the room, or None if it does not fit any more."""
         place = self.place(source.numel(), source.dtype)

@@ -15,7 +15,8 @@ where that is less (published.py). Then a pair's messages go in groups, which co
 
 | part | elements | what it is |
 |---|---|---|
-| head | 3 × int64 | of how many messages the changes follow, their bytes, 1 if a whole message comes then |
+| head | 4 × int64 | of how many messages the changes follow, their bytes, 1 if a whole message comes then, and the |
+| | | CRC-32 of all of the last message that has changes, as it is then, or −1 |
 | changes | as many bytes | one message's after the other (changes.py); nothing if there are none |
 | message | as the plan has it | if the head says so |
 """
@@ -463,16 +464,18 @@ class Transmission:
         ranks = range(outlet.plan.destinations)
         ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
         held: list[int | None] = []
+        to_check: list[str] = []
         for rank, said in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
-            digest, _, what = said.partition(" ")
+            digest, number, what = [*said.split(" ", 2), "", ""][:3]
             held.append(version_of(what, trainer.run))
+            to_check.append(number)
             if digest != outlet.plan.order(trainer.update):
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
                     "the same release, with the same model, sizes and settings?"
                 )
         with link.stream():
-            sending = _Sending(self, link, held)
+            sending = _Sending(self, link, held, to_check)
         link.say(f"sending/{n}/{trainer.rank}", f"{sending.how} {publication(self.version, trainer.run)}")
         link.meet(self.deadline, update=n, stop=self._stop)
         size = sum(map(outlet.size, outlet.buckets))
@@ -520,13 +523,15 @@ class Transmission:
 class _Sending:
     """The messages of one update from one trainer rank to one engine."""
 
-    def __init__(self, update: Transmission, link: Link, held: Sequence[int | None]):
-        """`held`: engine rank → the version of these trainers that it has, or None."""
+    def __init__(self, update: Transmission, link: Link, held: Sequence[int | None], to_check: Sequence[str]):
+        """`held`: engine rank → the version of these trainers that it has, or None; `to_check`: engine rank → the
+        message of which it checks all elements, as `Bucket.name` says."""
         self._update, self._link, self._held = update, link, held
         self._outlet, self._trainer = update.outlet, update.outlet.trainer
         self._parcels = self._outlet.parcels(update.parameters)
         self._choice = self._trainer.choice(self._outlet.engine)
         self._looks_at = [update.few_changes or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
+        self._to_check = {n for n, b in enumerate(self._outlet.buckets) if to_check[b.destination] == b.name}
         self._from_buffer: dict[int, Message] = {}
         """Address of a buffer → the message that was sent from it last."""
         self._direct: list[Message] = []
@@ -592,6 +597,10 @@ class _Sending:
                 told = []
             else:
                 told.append(changes)
+                if number in self._to_check:
+                    checksum = self._trainer.published.kept(parcel.elements).checksum()
+                    self._tell(parcel.bucket.destination, told, whole=False, checksum=checksum)
+                    told = []
         if told:
             self._tell(self._parcels[group[0]].bucket.destination, told, whole=False)
 
@@ -609,9 +618,9 @@ class _Sending:
         yield
         self._looked_s += time.monotonic() - begun
 
-    def _tell(self, engine_rank: int, told: Sequence[bytes], whole: bool) -> None:
+    def _tell(self, engine_rank: int, told: Sequence[bytes], whole: bool, checksum: int = -1) -> None:
         changes = b"".join(told)
-        head = torch.tensor([len(told), len(changes), whole])
+        head = torch.tensor([len(told), len(changes), whole, checksum])
         body = torch.frombuffer(bytearray(changes), dtype=torch.uint8) if changes else None
         for flat in (head, body):
             if flat is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -115,6 +116,11 @@ class Kept:
             if since not in self._merged:
                 self._merged[since] = self._changes_since(since)
             return self._merged[since]
+
+    def checksum(self) -> int:
+        """Returns the CRC-32 of all bits of the message as it was published last."""
+        with self._lock:
+            return zlib.crc32(bits(self._base).numpy())
 
     def _copy(self, flat: Tensor) -> None:
         if self._base is None:

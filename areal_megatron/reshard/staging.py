@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import re
 import threading
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +63,8 @@ class Live:
 
     publication: str = ""
     """The name of the version that they all have (session.publication); empty: unknown, or a mixture."""
+    turn: int = 0
+    """Counts updates: at each of them all elements of another message are checked, if it comes as changes."""
 
 
 _ALIGNED = 16
@@ -271,7 +275,10 @@ class Reception:
 
     def _receive(self, link: Link) -> None:
         inlet, n = self._inlet, self._number
-        link.say(f"ready/{n}/{inlet.shard.rank}", f"{inlet.digest} {inlet.shard.live.publication}")
+        live, buckets = inlet.shard.live, inlet.buckets
+        to_check = buckets[live.turn % len(buckets)].name if buckets else ""
+        live.turn += 1
+        link.say(f"ready/{n}/{inlet.shard.rank}", f"{inlet.digest} {to_check} {live.publication}")
         senders = sorted({bucket.source for bucket in inlet.buckets})
         # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
         sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
@@ -303,9 +310,8 @@ class Reception:
             if place is None:
                 raise LinkError(_NO_ROOM)
             copies = inlet.copies_of(bucket, place)
-        elif inlet.shard.streamed:  # its place may be that of a message which is still on its way
-            while any(other.data_ptr() == place.data_ptr() for _, other, _ in self._arriving):
-                self._arrive()
+        elif inlet.shard.streamed:
+            self._wait_for(place)
         self._arriving.append((link.receive(place, bucket, self._deadline), place, copies))
         self._elements += bucket.elements
         self._bytes += place.nbytes
@@ -331,7 +337,7 @@ class Reception:
         source = inlet.buckets[group[0]].source
         while left:
             self._stop()
-            count, size, whole = self._hear(link, torch.empty(3, dtype=torch.int64), source).tolist()
+            count, size, whole, checksum = self._hear(link, torch.empty(4, dtype=torch.int64), source).tolist()
             named = [left.popleft() for _ in range(min(count, len(left)))]
             most = sum(inlet.places[number].nbytes for number in named)
             if count != len(named) or not 0 <= size <= most or whole > len(left) or not (named or whole):
@@ -344,7 +350,7 @@ class Reception:
                 changes, length = decode(told, inlet.buckets[number].elements, inlet.places[number].itemsize)
                 told = told[length:]
                 self._elements += len(changes.places)
-                self._take(number, changes)
+                self._take(number, changes, checksum if number == named[-1] else -1)
             if whole:
                 self._receive_whole(link, left.popleft())
 
@@ -354,10 +360,12 @@ class Reception:
         link.settle()
         return flat.cpu()
 
-    def _take(self, number: int, changes: Changes) -> None:
+    def _take(self, number: int, changes: Changes, checksum: int) -> None:
         """Has the changes of a message written at the commit, or now if the engine stands still."""
         inlet = self._inlet
         edits, later = inlet.live_places[number].edits(changes)
+        if checksum >= 0:
+            self._check(number, changes.places, later, checksum)
         if self._room:
             moved = move(edits, self._room)
             if moved is None:
@@ -375,14 +383,37 @@ class Reception:
             if moved is not None:
                 self._edits += moved
             else:
-                pack(inlet.copies[number])
-                where = torch.from_numpy(changes.places).to(place.device)
-                bits(place)[where] = torch.from_numpy(later).to(place.device)
+                _pack_changed(inlet.copies[number], place, changes.places, later)
                 self._in_place(inlet.copies[number])
+
+    def _check(self, number: int, places: np.ndarray, later: np.ndarray, checksum: int) -> None:
+        """Raises ChangesError unless all of a message has this CRC-32 once its elements at `places` are `later`."""
+        inlet, place, copies = self._inlet, self._inlet.places[number], self._inlet.copies[number]
+        if self._room:
+            place = self._room.rest(place.numel(), place.dtype)
+            if place is None:
+                return  # its turn comes again
+            copies = inlet.copies_of(inlet.buckets[number], place)
+        elif inlet.shard.streamed:
+            self._wait_for(place)
+        _pack_changed(copies, place, places, later)
+        if zlib.crc32(bits(place).cpu().numpy()) != checksum:
+            raise ChangesError("weights that have not changed are others than those that the trainers sent")
+
+    def _wait_for(self, place: Tensor) -> None:
+        """Returns when no message is on its way to a place, which several have in turn."""
+        while any(other.data_ptr() == place.data_ptr() for _, other, _ in self._arriving):
+            self._arrive()
 
     def _stop(self) -> None:
         if self.abandoned:
             raise LinkError("abandoned by the controller")
+
+
+def _pack_changed(copies: Copies, place: Tensor, places: np.ndarray, later: np.ndarray) -> None:
+    """Puts a message together in its place: from the live parameters, but `later` at `places`."""
+    pack(copies)
+    bits(place)[torch.from_numpy(places).to(place.device)] = torch.from_numpy(later).to(place.device)
 
 
 def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype: torch.dtype, name: str) -> None:

@@ -199,6 +199,32 @@ def test_weights_that_are_not_what_they_are_said_to_be_are_replaced(pools):
     link.assert_committed()
 
 
+@pytest.mark.parametrize(("staging", "few"), [("full", False), ("streamed", False), ("streamed", True)])
+def test_a_weight_that_is_wrong_but_does_not_change_is_noticed_when_its_turn_comes(pools, staging, few):
+    link = pools(sizes={"tp": 2}, tp=1, staging=staging)
+    link.update(1)
+    (wrong,) = (
+        number
+        for number, bucket in enumerate(link.inlets[0].buckets)
+        if any(transfer.receive.parameter == "model.norm.weight" for transfer in bucket.transfers)
+    )
+    bits(link.held[0]["model.norm.weight"])[3] += 1
+    unchanged = {"model.norm.weight": link.tensors["model.norm.weight"]}
+    live = link.shards[0].live
+    for version, turn in ((2, wrong + 1), (3, wrong)):
+        link.train(stepped(link.tensors, 0.005, seed=version) | unchanged)
+        live.turn = turn
+        _, error = link.deliver(version, few_changes=few)
+        if turn != wrong:
+            assert not error
+            link.updates[0].commit()
+    assert "weights that have not changed are others than those that the trainers sent" in error
+    assert not live.publication and live.turn == wrong + 1
+    link.join(2)
+    assert link.update(4, generation=2).changed == 1
+    link.assert_committed()
+
+
 @pytest.mark.parametrize("claim", ["of other trainers", "of a version that it does not have", "of the future", "odd"])
 def test_an_engine_that_lies_about_its_version_gets_all(pools, claim):
     link = pools(sizes={"tp": 2}, tp=1)
