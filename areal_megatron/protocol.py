@@ -31,8 +31,8 @@ class LinkRef(msgspec.Struct):
     generation: int
     trial: bool = False
     """Weights did not reach the engine lately: no optimizer step waits for it."""
-    changes_only: bool = False
-    """The engine generates until all has arrived, and has room for changes alone."""
+    few_changes: bool = False
+    """The engine generates until all has arrived, for which it has little room."""
     site: str = ""
     """host:port of the engine's server, if it is at another site."""
 

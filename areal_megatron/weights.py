@@ -49,10 +49,10 @@ class Weights:
         """Starts to send `version` to the engines and returns at once."""
         links = self._controller.links(version, self._store)
         trials = {link.engine for link in links if link.trial}
-        changes_only = {link.engine for link in links if link.changes_only}
+        few_changes = {link.engine for link in links if link.few_changes}
         sites = {link.engine: link.site for link in links if link.site}
         generations = [(link.engine, link.generation) for link in links]
-        self._publisher.publish(version, generations, trials, changes_only, sites)
+        self._publisher.publish(version, generations, trials, few_changes, sites)
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""

@@ -91,13 +91,13 @@ class EngineUpdates:
             self._usable = True
         reshard = self._config.reshard
         few = reshard.update != "full" and self._changed <= FEW_CHANGES and not opens_generation
-        changes_only = reshard.staging == "streamed" and few
+        few_changes = reshard.staging == "streamed" and few
         generates = reshard.staging == "full" or few
         update = _Update(message.version, self._generation, message.store, opens_generation, generates)
         self._pending[update.generation, update.version] = update
         self._unfinished.append(update)
         self._updates.put_nowait(update)
-        return LinkRef(self._engine.index, self._generation, trial, changes_only, self._engine.site)
+        return LinkRef(self._engine.index, self._generation, trial, few_changes, self._engine.site)
 
     def delivered(self, message: Delivered) -> None:
         update = self._pending.pop((message.generation, message.version), None)

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_megatron.reshard.session import COMPARED
+
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → an integer dtype of that size."""
 _HEAD = struct.Struct("<BBBxQQQQQII")
@@ -93,16 +95,32 @@ class Changes:
 
 
 def find(base: Tensor, now: Tensor) -> tuple[Changes, np.ndarray]:
-    """Returns how `now` differs from `base`, flat tensors of one dtype on one device, and the bits that the changed
-    elements have now."""
+    """Returns how `now` differs from `base`, flat tensors of one dtype, and what the bits of the changed elements are.
+
+    `base` is in the memory of the host; `now` may be on a device.
+    """
     before, after = bits(base), bits(now)
     if after.device.type == "cpu":  # numpy finds them faster than torch
         places, values, differences = _compare(before.numpy(), after.numpy())
     else:
-        where = torch.nonzero(before != after).view(-1)
-        found = after[where]
-        places, values, differences = (t.cpu().numpy() for t in (where, found, found - before[where]))
+        places, values, differences = compare_in_parts(before, after)
     return Changes(base.numel(), places, differences, zlib.crc32(values)), values
+
+
+def compare_in_parts(earlier: Tensor, later: Tensor, at_a_time: int = COMPARED) -> tuple[np.ndarray, ...]:
+    """Returns places, later bits and differences of `later` on a device from `earlier` in the memory of the host, in
+    the memory that few of the elements take (launch/memory/trainer.py)."""
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    copied = torch.empty_like(later[:at_a_time])
+    for start in range(0, max(later.numel(), 1), at_a_time):
+        after = later[start : start + at_a_time]
+        before = copied[: after.numel()].copy_(earlier[start : start + at_a_time], non_blocking=True)
+        where = torch.nonzero(before != after).view(-1)
+        values = after[where]
+        differences = values - before[where]
+        found.append((where.cpu().numpy() + start, values.cpu().numpy(), differences.cpu().numpy()))
+    places, values, differences = map(np.concatenate, zip(*found, strict=True))
+    return places, values, differences
 
 
 def _compare(earlier: np.ndarray, later: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,14 +23,26 @@ class Room:
     def __init__(self, memory: Tensor, start: int, stop: int):
         self._memory, self._next, self._stop = memory.view(torch.uint8), start, stop
 
-    def copy(self, source: Tensor) -> Tensor | None:
-        """Returns a copy of `source` in the room, or None if it does not fit any more."""
+    def place(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns a part of the room for a flat tensor, or None if it does not fit any more."""
         start = -(-self._next // _ALIGNED) * _ALIGNED
-        stop = start + source.numel() * source.itemsize
+        stop = start + elements * dtype.itemsize
         if stop > self._stop:
             return None
         self._next = stop
-        return self._memory[start:stop].view(source.dtype).copy_(source)
+        return self._memory[start:stop].view(dtype)
+
+    def rest(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns what `place` would, of which the next `place` is a part again."""
+        before = self._next
+        place = self.place(elements, dtype)
+        self._next = before
+        return place
+
+    def copy(self, source: Tensor) -> Tensor | None:
+        """Returns a copy of `source` in the room, or None if it does not fit any more."""
+        place = self.place(source.numel(), source.dtype)
+        return None if place is None else place.copy_(source)
 
 
 @dataclass(frozen=True)

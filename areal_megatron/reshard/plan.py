@@ -95,6 +95,11 @@ class Bucket:
     dtype: str = ""
     """The dtype of the elements; "" for the one that the engines' weights have."""
 
+    @property
+    def name(self) -> str:
+        """What the message is called among those of its destination."""
+        return f"{self.source}:{self.number}"
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -15,7 +15,8 @@ where that is less (published.py). Then a pair's messages go in groups, which co
 
 | part | elements | what it is |
 |---|---|---|
-| head | 3 × int64 | of how many messages the changes follow, their bytes, 1 if a whole message comes then |
+| head | 4 × int64 | of how many messages the changes follow, their bytes, 1 if a whole message comes then, and the |
+| | | CRC-32 of all of the last message that has changes, as it is then, or −1 |
 | changes | as many bytes | one message's after the other (changes.py); nothing if there are none |
 | message | as the plan has it | if the head says so |
 """
@@ -128,15 +129,15 @@ class Publisher:
         version: int,
         links: Sequence[tuple[int, int]],
         trials: Collection[int] = (),
-        changes_only: Collection[int] = (),
+        few_changes: Collection[int] = (),
         sites: Mapping[int, str] | None = None,
     ) -> None:
         """Starts sending `version` to each (engine, generation) in the background; returns at once.
 
         `trials`: engines that weights did not reach lately; `wait_until_read` gives them up instead of waiting.
-        `changes_only`: engines that generate meanwhile, and have room for changes alone. `sites`: engine → the address
-        (host:port) of its server, of those at other sites. Raises RunError, before
-        anything is sent, for a weight that is NaN or Inf if check_finite is set.
+        `few_changes`: engines that generate meanwhile, and have little room for what arrives. `sites`: engine → the
+        address (host:port) of its server, of those at other sites. Raises RunError, before anything is sent, for a
+        weight that is NaN or Inf if check_finite is set.
         """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
         parameters = self._parameters()
@@ -148,7 +149,7 @@ class Publisher:
                 self._cut_off(outlet)
                 site = (sites or {}).get(engine, "")
                 outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation, site)
-            self._updates.append(Transmission(outlet, version, parameters, engine in trials, engine in changes_only))
+            self._updates.append(Transmission(outlet, version, parameters, engine in trials, engine in few_changes))
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
@@ -379,9 +380,9 @@ def _elements(bucket: Bucket) -> Hashable:
 class Transmission:
     """One version on its way to one engine."""
 
-    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool, changes_only: bool):
+    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool, few_changes: bool):
         self.outlet, self.version, self.parameters, self._trial = outlet, version, parameters, trial
-        self.changes_only = changes_only
+        self.few_changes = few_changes
         self.deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
         self._read = threading.Event()
         """Set when no live parameter is read any more."""
@@ -463,16 +464,18 @@ class Transmission:
         ranks = range(outlet.plan.destinations)
         ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
         held: list[int | None] = []
+        to_check: list[str] = []
         for rank, said in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
-            digest, _, what = said.partition(" ")
+            digest, number, what = [*said.split(" ", 2), "", ""][:3]
             held.append(version_of(what, trainer.run))
+            to_check.append(number)
             if digest != outlet.plan.order(trainer.update):
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
                     "the same release, with the same model, sizes and settings?"
                 )
         with link.stream():
-            sending = _Sending(self, link, held)
+            sending = _Sending(self, link, held, to_check)
         link.say(f"sending/{n}/{trainer.rank}", f"{sending.how} {publication(self.version, trainer.run)}")
         link.meet(self.deadline, update=n, stop=self._stop)
         size = sum(map(outlet.size, outlet.buckets))
@@ -520,13 +523,15 @@ class Transmission:
 class _Sending:
     """The messages of one update from one trainer rank to one engine."""
 
-    def __init__(self, update: Transmission, link: Link, held: Sequence[int | None]):
-        """`held`: engine rank → the version of these trainers that it has, or None."""
+    def __init__(self, update: Transmission, link: Link, held: Sequence[int | None], to_check: Sequence[str]):
+        """`held`: engine rank → the version of these trainers that it has, or None; `to_check`: engine rank → the
+        message of which it checks all elements, as `Bucket.name` says."""
         self._update, self._link, self._held = update, link, held
         self._outlet, self._trainer = update.outlet, update.outlet.trainer
         self._parcels = self._outlet.parcels(update.parameters)
         self._choice = self._trainer.choice(self._outlet.engine)
-        self._looks_at = [update.changes_only or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
+        self._looks_at = [update.few_changes or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
+        self._to_check = {n for n, b in enumerate(self._outlet.buckets) if to_check[b.destination] == b.name}
         self._from_buffer: dict[int, Message] = {}
         """Address of a buffer → the message that was sent from it last."""
         self._direct: list[Message] = []
@@ -538,8 +543,8 @@ class _Sending:
     @property
     def how(self) -> str:
         """What the engine is told: `whole` for whole messages without heads, `changes` for groups with heads, and
-        `changes-only` if no whole message may be among them."""
-        return "changes-only" if self._update.changes_only else "changes" if any(self._looks_at) else "whole"
+        `few-changes` if all of it is to wait in the engine's room for the commit."""
+        return "few-changes" if self._update.few_changes else "changes" if any(self._looks_at) else "whole"
 
     def send(self) -> None:
         """Returns when all that was sent may change. Raises LinkError."""
@@ -592,15 +597,19 @@ class _Sending:
                 told = []
             else:
                 told.append(changes)
+                if number in self._to_check:
+                    checksum = self._trainer.published.kept(parcel.elements).checksum()
+                    self._tell(parcel.bucket.destination, told, whole=False, checksum=checksum)
+                    told = []
         if told:
             self._tell(self._parcels[group[0]].bucket.destination, told, whole=False)
 
     def _changes(self, parcel: Parcel) -> bytes | None:
         kept = self._trainer.published.kept(parcel.elements)
         changes = kept.changes(parcel.flat, self._update.version, self._held[parcel.bucket.destination])
-        if kept.was_looked_at:
-            size = parcel.flat.nbytes
-            self._costs.append(Cost(parcel.elements, size, size if changes is None else len(changes)))
+        if kept.found is not None:  # what an engine needs that has no base says nothing about the next version
+            encoded = kept.found if changes is None else len(changes)
+            self._costs.append(Cost(parcel.elements, parcel.flat.nbytes, encoded))
         return changes
 
     @contextlib.contextmanager
@@ -609,9 +618,9 @@ class _Sending:
         yield
         self._looked_s += time.monotonic() - begun
 
-    def _tell(self, engine_rank: int, told: Sequence[bytes], whole: bool) -> None:
+    def _tell(self, engine_rank: int, told: Sequence[bytes], whole: bool, checksum: int = -1) -> None:
         changes = b"".join(told)
-        head = torch.tensor([len(told), len(changes), whole])
+        head = torch.tensor([len(told), len(changes), whole, checksum])
         body = torch.frombuffer(bytearray(changes), dtype=torch.uint8) if changes else None
         for flat in (head, body):
             if flat is not None:

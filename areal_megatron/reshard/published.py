@@ -3,18 +3,73 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from areal_megatron.reshard.changes import bits, decode, encode, find, merge
-from areal_megatron.reshard.session import HISTORY
+from areal_megatron.reshard.changes import Changes, bits, decode, encode, find, merge
+from areal_megatron.reshard.session import HISTORY, HOST_BLOCK
 
+_ALIGNED = 64
+"""Every part of a block begins at a multiple of this many bytes."""
 _REST = 16
 """For how many versions a message is sent in full, and nobody looks for changes in it, after they did not pay."""
+
+
+class HostMemory:
+    """Memory of the host, from and to which a device copies quickly if it is `pinned`, given out for good.
+
+    torch takes a power of two for every pinned tensor, up to twice what was asked for; a block is one already.
+    """
+
+    def __init__(self, pinned: bool, block: int = HOST_BLOCK):
+        self._pinned, self._size = pinned, block
+        self._lock = threading.Lock()
+        self._blocks: list[Tensor] = []
+        """What is left of each block."""
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns a flat tensor in the first block that has room."""
+        size = elements * dtype.itemsize
+        with self._lock:
+            number = next((n for n, left in enumerate(self._blocks) if left.numel() >= size), len(self._blocks))
+            if number == len(self._blocks):
+                self._blocks.append(torch.empty(max(self._size, size), dtype=torch.uint8, pin_memory=self._pinned))
+            left = self._blocks[number]
+            self._blocks[number] = left[-(-size // _ALIGNED) * _ALIGNED :]
+            return left[:size].view(dtype)
+
+
+class Looks:
+    """Keeps messages in the memory of the host and compares others with them; those on a device one at a time, all on
+    one stream, whose memory they use again."""
+
+    def __init__(self) -> None:
+        self._blocks = HostMemory(pinned=True)
+        self._lock = threading.Lock()
+        self._stream: torch.Stream | None = None
+
+    def room(self, flat: Tensor) -> Tensor:
+        """Returns memory of the host for a message like `flat`."""
+        if flat.device.type == "cpu":
+            return torch.empty_like(flat)
+        return self._blocks.take(flat.numel(), flat.dtype)
+
+    def find(self, base: Tensor, now: Tensor) -> tuple[Changes, np.ndarray]:
+        """Returns what changes.find does."""
+        if now.device.type == "cpu":
+            return find(base, now)
+        device = torch.get_device_module(now.device)
+        with self._lock:
+            self._stream = self._stream or device.Stream(now.device)
+            self._stream.wait_stream(device.current_stream(now.device))
+            with device.stream(self._stream):
+                return find(base, now)
 
 
 class Step(NamedTuple):
@@ -31,16 +86,16 @@ class Kept:
     All engines that take the message share this, so it is looked through once a version, however many get it.
     """
 
-    def __init__(self, compress: Callable[[bytes], bytes] | None):
-        self._compress = compress
+    def __init__(self, compress: Callable[[bytes], bytes] | None, looks: Looks | None = None):
+        self._compress, self._looks = compress, looks or Looks()
         self._lock = threading.Lock()
         self._base: Tensor | None = None
         self._version = -1
         self._steps: deque[Step] = deque()
         self._merged: dict[int, bytes | None] = {}
         """Version that an engine has → the changes from there to the last version."""
-        self.was_looked_at = False
-        """Whether this version was compared with an earlier one."""
+        self.found: int | None = None
+        """Bytes of the changes since the last version but one; None: this version was compared with none."""
 
     def changes(self, flat: Tensor, version: int, since: int | None) -> bytes | None:
         """Keeps the message `flat` of `version`, and returns what has changed in it since version `since`.
@@ -62,18 +117,23 @@ class Kept:
                 self._merged[since] = self._changes_since(since)
             return self._merged[since]
 
+    def checksum(self) -> int:
+        """Returns the CRC-32 of all bits of the message as it was published last."""
+        with self._lock:
+            return zlib.crc32(bits(self._base).numpy())
+
     def _copy(self, flat: Tensor) -> None:
         if self._base is None:
-            self._base = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=flat.device.type != "cpu")
+            self._base = self._looks.room(flat)
         self._base.copy_(flat)
         self._steps.clear()
-        self.was_looked_at = False
+        self.found = None
 
     def _look(self, flat: Tensor, version: int) -> None:
-        changes, values = find(self._base.to(flat.device, non_blocking=True), flat)
+        changes, values = self._looks.find(self._base, flat)
         bits(self._base).numpy()[changes.places] = values
         encoded = encode(changes, self._compress)
-        self.was_looked_at = True
+        self.found = len(encoded)
         size = self._base.numel() * self._base.itemsize
         self._steps.append(Step(self._version, version, encoded))
         if len(encoded) >= size:
@@ -99,7 +159,7 @@ class Publications:
     """What one trainer rank keeps of the messages that it has published."""
 
     def __init__(self, compress: Callable[[bytes], bytes] | None):
-        self._compress = compress
+        self._compress, self._looks = compress, Looks()
         self._kept: dict[Hashable, Kept] = {}
         self._lock = threading.Lock()
 
@@ -107,7 +167,7 @@ class Publications:
         """Returns what is kept of the message with the elements that `key` names; it is empty at first."""
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = Kept(self._compress)
+                self._kept[key] = Kept(self._compress, self._looks)
             return self._kept[key]
 
 

@@ -32,8 +32,12 @@ ROOM = 0.1
 their places in 32 bits, those of 3% of 16-bit elements fit in there."""
 HISTORY = 1 / 16
 """The bytes of changes of earlier versions that trainers keep of a message for engines which lag, over its own."""
+COMPARED = 2**22
+"""Elements of a message that trainers compare at a time with its last publication, if parameters are on a device."""
+HOST_BLOCK = 2**30
+"""Bytes of a piece of pinned memory, in which trainers keep what they published last, if parameters are on a device."""
 FEW_CHANGES = 0.02
-"""If no more of the elements changed at the last update, the next one is expected to fit in there too."""
+"""If no more of the elements were sent in the last update, the next one is expected to fit in there too."""
 
 
 @dataclass

@@ -13,19 +13,21 @@ Staging is reserved once and has one of two sizes:
 Changes are based on the live parameters, which stay as they are until the commit. With `full` staging they wait in the
 place of the message that they stand for: as places and new values, which the commit writes, or, where that is not less,
 as the whole message. With `streamed` staging they are written at once; but if the last update had few changes, the
-engine generates, and changes wait in the staging.
+engine generates, and all that arrives waits in the staging: changes, and the whole messages among them.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +63,8 @@ class Live:
 
     publication: str = ""
     """The name of the version that they all have (session.publication); empty: unknown, or a mixture."""
+    turn: int = 0
+    """Counts updates: at each of them all elements of another message are checked, if it comes as changes."""
 
 
 _ALIGNED = 16
@@ -96,6 +100,9 @@ def reserve(parameters: Mapping[str, Tensor], streamed: bool = False, room: floa
         buckets = 2 * largest_bucket(first.device.type != "cpu") * first.itemsize
         size = min(size, max(*layers.values(), buckets, int(size * room)))
     return torch.empty(size, dtype=torch.uint8, device=first.device)
+
+
+_NO_ROOM = "more changes came than there is room for; next time the engine stands still"
 
 
 class Inlet:
@@ -188,9 +195,13 @@ class Inlet:
                 offset += sizes[number]
         for bucket, dtype, start, size in zip(self.buckets, dtypes, starts, sizes, strict=True):
             self.places.append(staging[start : start + size].view(dtype))
+            self.copies.append(self.copies_of(bucket, self.places[-1]))
             received = [transfer.receive for transfer in bucket.transfers]
-            self.copies.append(bind(received, self.shard.parameters, self.places[-1]))
             self.live_places.append(Places(received, self.shard.parameters, dtype))
+
+    def copies_of(self, bucket: Bucket, place: Tensor) -> Copies:
+        """Returns what copies a bucket between `place` and the live parameters."""
+        return bind((transfer.receive for transfer in bucket.transfers), self.shard.parameters, place)
 
 
 class Reception:
@@ -206,13 +217,13 @@ class Reception:
         self._deadline = Deadline(inlet.timeout_s)  # from /start_weight_update; transport.py lists all limits
         self._error = "not received yet"
         self._publication = ""
-        self._arriving: deque[tuple[Message, int]] = deque()
-        """Messages on their way, and the numbers of their buckets."""
-        self._whole: list[int] = []
-        """The numbers of the buckets whose places hold all that is to be committed."""
+        self._arriving: deque[tuple[Message, Tensor, Copies]] = deque()
+        """Messages on their way, their places, and what copies them into the live parameters."""
+        self._whole: list[Copies] = []
+        """What copies the messages into the live parameters that wait for the commit as a whole."""
         self._edits: list[Edit] = []
         self._room: Room | None = None
-        """Where changes wait for the commit, if staging is `streamed` and the engine generates meanwhile."""
+        """Where all waits for the commit, if staging is `streamed` and the engine generates meanwhile."""
         self._bytes = self._elements = 0
         """What was received: bytes, and elements that changed or came in whole messages."""
         before = after._thread if after else None
@@ -236,8 +247,8 @@ class Reception:
         """
         shard = self._inlet.shard
         shard.live.publication = ""
-        for number in self._whole:
-            unpack(self._inlet.copies[number])
+        for copies in self._whole:
+            unpack(copies)
         for edit in self._edits:
             edit.write()
         shard.repack()
@@ -264,14 +275,17 @@ class Reception:
 
     def _receive(self, link: Link) -> None:
         inlet, n = self._inlet, self._number
-        link.say(f"ready/{n}/{inlet.shard.rank}", f"{inlet.digest} {inlet.shard.live.publication}")
+        live, buckets = inlet.shard.live, inlet.buckets
+        to_check = buckets[live.turn % len(buckets)].name if buckets else ""
+        live.turn += 1
+        link.say(f"ready/{n}/{inlet.shard.rank}", f"{inlet.digest} {to_check} {live.publication}")
         senders = sorted({bucket.source for bucket in inlet.buckets})
         # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
         sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
         said = [text.split(" ") for text in link.wait(sending, self._deadline, update=n, stop=self._stop)]
         tells_changes = {source for source, (how, _) in zip(senders, said, strict=True) if how != "whole"}
         publications = {publication for _, publication in said}
-        if inlet.shard.streamed and any(how == "changes-only" for how, _ in said):
+        if inlet.shard.streamed and any(how == "few-changes" for how, _ in said):
             self._room = Room(inlet.shard.staging, 0, inlet.shard.staging.nbytes)
         if len(publications) != 1:
             raise LinkError(f"the trainers send several versions: {', '.join(sorted(publications))}")
@@ -290,30 +304,32 @@ class Reception:
 
     def _receive_whole(self, link: Link, number: int) -> None:
         inlet = self._inlet
+        bucket, place, copies = inlet.buckets[number], inlet.places[number], inlet.copies[number]
         if self._room:
-            raise LinkError("a whole message came, for which the engine must stand still, as it does next time")
-        if inlet.shard.streamed:  # its place may be that of a message which is still on its way
-            while any(inlet.places[other].data_ptr() == inlet.places[number].data_ptr() for _, other in self._arriving):
-                self._arrive()
-        bucket = inlet.buckets[number]
-        self._arriving.append((link.receive(inlet.places[number], bucket, self._deadline), number))
+            place = self._room.place(place.numel(), place.dtype)
+            if place is None:
+                raise LinkError(_NO_ROOM)
+            copies = inlet.copies_of(bucket, place)
+        elif inlet.shard.streamed:
+            self._wait_for(place)
+        self._arriving.append((link.receive(place, bucket, self._deadline), place, copies))
         self._elements += bucket.elements
-        self._bytes += inlet.places[number].nbytes
+        self._bytes += place.nbytes
 
     def _arrive(self) -> None:
         """Waits for the message that is on its way for longest."""
-        message, number = self._arriving.popleft()
+        message, _, copies = self._arriving.popleft()
         message.wait(self._deadline)
-        self._in_place(number)
+        self._in_place(copies)
 
-    def _in_place(self, number: int) -> None:
-        """Takes note that the place of a bucket holds all of it."""
-        if self._inlet.shard.streamed:
+    def _in_place(self, copies: Copies) -> None:
+        """Has a whole message copied into the live parameters at the commit, or now if the engine stands still."""
+        if self._inlet.shard.streamed and not self._room:
             self._stop()
             self._inlet.shard.live.publication = ""
-            unpack(self._inlet.copies[number])
+            unpack(copies)
         else:
-            self._whole.append(number)
+            self._whole.append(copies)
 
     def _receive_changes(self, link: Link, group: list[int]) -> None:
         """Receives a group of messages of one trainer rank, of some of which there are only changes (publish.py)."""
@@ -321,7 +337,7 @@ class Reception:
         source = inlet.buckets[group[0]].source
         while left:
             self._stop()
-            count, size, whole = self._hear(link, torch.empty(3, dtype=torch.int64), source).tolist()
+            count, size, whole, checksum = self._hear(link, torch.empty(4, dtype=torch.int64), source).tolist()
             named = [left.popleft() for _ in range(min(count, len(left)))]
             most = sum(inlet.places[number].nbytes for number in named)
             if count != len(named) or not 0 <= size <= most or whole > len(left) or not (named or whole):
@@ -334,7 +350,7 @@ class Reception:
                 changes, length = decode(told, inlet.buckets[number].elements, inlet.places[number].itemsize)
                 told = told[length:]
                 self._elements += len(changes.places)
-                self._take(number, changes)
+                self._take(number, changes, checksum if number == named[-1] else -1)
             if whole:
                 self._receive_whole(link, left.popleft())
 
@@ -344,14 +360,16 @@ class Reception:
         link.settle()
         return flat.cpu()
 
-    def _take(self, number: int, changes: Changes) -> None:
+    def _take(self, number: int, changes: Changes, checksum: int) -> None:
         """Has the changes of a message written at the commit, or now if the engine stands still."""
         inlet = self._inlet
         edits, later = inlet.live_places[number].edits(changes)
+        if checksum >= 0:
+            self._check(number, changes.places, later, checksum)
         if self._room:
             moved = move(edits, self._room)
             if moved is None:
-                raise LinkError("more changes came than there is room for; next time the engine stands still")
+                raise LinkError(_NO_ROOM)
             self._edits += moved
         elif inlet.shard.streamed:
             self._stop()
@@ -365,14 +383,37 @@ class Reception:
             if moved is not None:
                 self._edits += moved
             else:
-                pack(inlet.copies[number])
-                where = torch.from_numpy(changes.places).to(place.device)
-                bits(place)[where] = torch.from_numpy(later).to(place.device)
-                self._in_place(number)
+                _pack_changed(inlet.copies[number], place, changes.places, later)
+                self._in_place(inlet.copies[number])
+
+    def _check(self, number: int, places: np.ndarray, later: np.ndarray, checksum: int) -> None:
+        """Raises ChangesError unless all of a message has this CRC-32 once its elements at `places` are `later`."""
+        inlet, place, copies = self._inlet, self._inlet.places[number], self._inlet.copies[number]
+        if self._room:
+            place = self._room.rest(place.numel(), place.dtype)
+            if place is None:
+                return  # its turn comes again
+            copies = inlet.copies_of(inlet.buckets[number], place)
+        elif inlet.shard.streamed:
+            self._wait_for(place)
+        _pack_changed(copies, place, places, later)
+        if zlib.crc32(bits(place).cpu().numpy()) != checksum:
+            raise ChangesError("weights that have not changed are others than those that the trainers sent")
+
+    def _wait_for(self, place: Tensor) -> None:
+        """Returns when no message is on its way to a place, which several have in turn."""
+        while any(other.data_ptr() == place.data_ptr() for _, other, _ in self._arriving):
+            self._arrive()
 
     def _stop(self) -> None:
         if self.abandoned:
             raise LinkError("abandoned by the controller")
+
+
+def _pack_changed(copies: Copies, place: Tensor, places: np.ndarray, later: np.ndarray) -> None:
+    """Puts a message together in its place: from the live parameters, but `later` at `places`."""
+    pack(copies)
+    bits(place)[torch.from_numpy(places).to(place.device)] = torch.from_numpy(later).to(place.device)
 
 
 def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype: torch.dtype, name: str) -> None:

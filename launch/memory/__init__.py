@@ -137,7 +137,7 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     traffic = weight_traffic(config, hf_config) if engine else None
     kept = settings.keep + 1 if settings.every else 0
     host = host_memory(config, hf_config)
-    published = published_memory(config, hf_config)
+    published = published_memory(config, hf_config, on_cuda)
     return MemoryPlan(
         trainer, engine, checkpoint, kept, gpu_gib, traffic, host, published, recompute, config.shares_gpus
     )

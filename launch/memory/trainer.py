@@ -14,7 +14,7 @@ from areal_megatron.models.logits import BYTES, cpu_logits, gpu_logits, tile
 from areal_megatron.models.pattern import numbers
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import largest_bucket
-from areal_megatron.reshard.session import HISTORY
+from areal_megatron.reshard.session import COMPARED, HISTORY, HOST_BLOCK
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
 from launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, MemoryPart, RankMemory, communicator_bytes
@@ -193,31 +193,43 @@ def _sending(
     bucket = ITEMSIZE[config.model.dtype] * min(largest_bucket(on_cuda), own.all)
     yield MemoryPart("sending weights", 2 * bucket * len(links), f"two buckets for each of {len(links)} engines")
     if not on_cuda:
-        kept = _published(config, own, traffic.sent[stage * ranks : (stage + 1) * ranks])
+        kept = _published(config, own, traffic.sent[stage * ranks : (stage + 1) * ranks], on_cuda)
         yield MemoryPart("last publication", kept, f"reshard.update={config.reshard.update}")
+    elif config.reshard.update != "full":
+        yield MemoryPart("looking for changes", _looking(config, own), f"{COMPARED:,} elements at a time")
     if on_cuda and config.link == "device":
         note = f"{len(links)} communicators with {sum(links)} engine ranks, an allowance"
         yield MemoryPart("links", communicator_bytes(links), note)
 
 
-def published_memory(config: Config, hf_config: Mapping[str, Any]) -> int:
+def published_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
     """Returns the bytes of the host's memory in which the trainer rank that sends most keeps what it published last."""
     traffic, sizes = weight_traffic(config, hf_config), MegatronSizes.of(config.trainer)
     if traffic is None:
         return 0
     ranks = sizes.ranks // sizes.pp
     return max(
-        _published(config, held(hf_config, sizes, stage), traffic.sent[stage * ranks : (stage + 1) * ranks])
+        _published(config, held(hf_config, sizes, stage), traffic.sent[stage * ranks : (stage + 1) * ranks], on_cuda)
         for stage in range(sizes.pp)
     )
 
 
-def _published(config: Config, own: Held, sent: Sequence[int]) -> int:
+def _published(config: Config, own: Held, sent: Sequence[int], on_cuda: bool) -> int:
     """reshard/published.py: what is sent to several engines is kept once, and beside it some changes for engines that
-    lag."""
+    lag. All blocks of pinned memory but the last are full but for less than the largest message."""
     if config.reshard.update == "full":
         return 0
-    return int((1 + HISTORY) * ITEMSIZE[config.model.dtype] * min(own.all, max(sent)))
+    element = ITEMSIZE[config.model.dtype]
+    kept = element * min(own.all, max(sent))
+    blocks = -(-kept // (HOST_BLOCK - element * largest_bucket(on_cuda))) * HOST_BLOCK
+    return int((blocks if on_cuda else kept) + HISTORY * kept)
+
+
+def _looking(config: Config, own: Held) -> int:
+    """reshard/changes.py: the last publication, a byte for whether each element differs, and of those that do, all at
+    worst, the place, the bits of both and the difference."""
+    element = ITEMSIZE[config.model.dtype]
+    return min(COMPARED, own.all) * (element + 1 + 8 + 3 * element)
 
 
 def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:

@@ -44,9 +44,10 @@ SERVERS = {
     "latents-tp2": ("moonlight-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}, "full"),
     "far-tp2": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 1, "trainers", {}, "delta", "127.0.0.1"),
     "n-gram": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {"speculative_config": NGRAM}, "auto"),
+    "streamed": ("glm4-moe", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta", "", "streamed"),
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
-rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site)."""
+rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site, reshard.staging)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -67,8 +68,10 @@ class Server:
         vllm: dict[str, Any],
         update: str,
         site: str = "",
+        staging: str = "full",
     ):
         self.sizes, self.engine, self.sends_changes, self.site = sizes, engine, update == "delta", site
+        self.streamed = staging == "streamed"
         self.folders = [folder / "a", folder / "b"]
         changes = {"max_position_embeddings": 8192, "initializer_range": 0.1}
         self.tensors = [write_model(model, path, seed, **changes) for seed, path in enumerate(self.folders)]
@@ -91,7 +94,7 @@ class Server:
                 "data": {"train": "none", "max_prompt_tokens": 32},
                 "machine": {"device": "cpu", "peer_timeout_s": 20},
                 "trainer": {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp, "ep": sizes.ep},
-                "reshard": {"update": update},
+                "reshard": {"update": update, "staging": staging},
                 "rollout": {"tp": engine.tp, "group_size": 2, "max_new_tokens": LONGEST, "max_running": 8}
                 | {"first_weights": first, "vllm": vllm},
             },
@@ -169,8 +172,11 @@ class Server:
             for name, tensor in self._shard(version, rank).items():
                 live[name].copy_(tensor)
         sites = {0: self.run.endpoint("engine-0").removeprefix("https://")} if self.site else {}
+        few = [0] if self.streamed and self.has_a_base else []
+        if self.streamed and not few:
+            await client.pause(clear_cache=False)
         for publisher in self.publishers:
-            publisher.publish(version, [(0, self.generation)], sites=sites)
+            publisher.publish(version, [(0, self.generation)], few_changes=few, sites=sites)
         await client.start_update()
         for publisher, live in zip(self.publishers, self.live, strict=True):
             await asyncio.to_thread(publisher.wait_until_read)

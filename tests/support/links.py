@@ -123,20 +123,20 @@ class Pools:
             for name, tensor in megatron_shard(tensors, self.config, self.sizes, rank).items():
                 held[name].copy_(tensor)
 
-    def publish(self, version, generation=1, changes_only=False):
+    def publish(self, version, generation=1, few_changes=False):
         for publisher in self.publishers:
-            publisher.publish(version, [(0, generation)], changes_only=[0] * changes_only, sites=self._sites)
+            publisher.publish(version, [(0, generation)], few_changes=[0] * few_changes, sites=self._sites)
 
-    def deliver(self, version, generation=1, changes_only=False):
+    def deliver(self, version, generation=1, few_changes=False):
         """Sends a version; returns what arrived, and why it did not, or ""."""
         self.start()
-        self.publish(version, generation, changes_only)
+        self.publish(version, generation, few_changes)
         *_, received, error = self.delivered.get(timeout=60)
         return received, error
 
-    def update(self, version, generation=1, changes_only=False):
+    def update(self, version, generation=1, few_changes=False):
         """Makes one update; returns what arrived."""
-        received, error = self.deliver(version, generation, changes_only)
+        received, error = self.deliver(version, generation, few_changes)
         assert not error, error
         for update in self.updates:
             assert not update.problem()

@@ -68,14 +68,15 @@ class Scene:
         await self.engine.client.close()
         await self._runner.cleanup()
 
-    async def update(self, version, error=""):
+    async def update(self, version, error="", changed=1.0):
         """Publishes a version, lets its delivery succeed or fail, and waits for what the link makes of it."""
         self.calls.clear()
         link = self.link.publish(Publish(version, "127.0.0.1:1"))
         while "/start_weight_update" not in self.calls:
             await asyncio.sleep(0.01)
         while_receiving = self.engine.state
-        self.link.delivered(Delivered(0, link.generation, version, 0.1, 100, error))
+        assert link.few_changes == (while_receiving == "ready" and self.config.reshard.staging == "streamed")
+        self.link.delivered(Delivered(0, link.generation, version, 0.1, 100, error, changed))
         await self.link.settled()
         return while_receiving, link.generation
 
@@ -149,6 +150,32 @@ def test_an_engine_that_refuses_a_commit_goes_on_only_with_whole_weights(tmp_pat
             scene.refuses = ""
             assert await scene.update(2) == ("receiving" if staging == "streamed" else "ready", 2)
             assert (scene.engine.state, scene.committed) == ("ready", [2]) and scene.link.last["commit_s"] > 0
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+
+
+def test_a_streamed_engine_generates_while_few_changes_arrive_and_keeps_its_weights_if_they_fail(tmp_path):
+    async def play():
+        async with Scene(tmp_path, "streamed") as scene:
+            assert await scene.update(1, changed=0.01) == ("receiving", 1)
+            assert await scene.update(2, changed=0.01) == ("ready", 1)
+            assert "/pause" not in scene.calls and scene.calls[-1] == "/commit"
+            assert scene.committed == [1, 2] and scene.link.last["commit_s"] == 0.1, "as the engine says"
+
+            assert await scene.update(3, error="more changes came than there is room for") == ("ready", 1)
+            assert (scene.engine.state, scene.engine.version, scene.link.failures) == ("ready", 2, 1)
+            assert not {"/pause", "/commit", "/resume"} & set(scene.calls) and scene.may_take_a_group()
+            assert await scene.update(4, changed=0.01) == ("receiving", 2), "what changes is known no more"
+
+            scene.refuses = "/commit"
+            assert await scene.update(5, changed=0.01) == ("ready", 2)
+            assert (scene.engine.state, scene.engine.version, scene.link.failures) == ("ready", 4, 2)
+            assert "/update_weights" in scene.calls and scene.calls[-1] == "/resume" and scene.may_take_a_group()
+            scene.refuses = ""
+            assert await scene.update(6, changed=0.01) == ("receiving", 3)
+            assert await scene.update(7, changed=0.03) == ("ready", 3)
+            assert await scene.update(8, changed=0.01) == ("receiving", 3), "too much had changed"
+            assert scene.committed == [1, 2, 4, 6, 7, 8] and scene.engine.state == "ready"
 
     asyncio.run(asyncio.wait_for(play(), 30))
 

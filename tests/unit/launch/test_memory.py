@@ -38,7 +38,7 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch import plan
 from launch.memory import activations, engine_memory, plan_memory
 from launch.memory.parts import GIB
-from launch.memory.trainer import held, stage_memory, trainer_memory
+from launch.memory.trainer import held, published_memory, stage_memory, trainer_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 HF = {name: read_config(ROOT / "configs/models" / name) for name in ("Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")}
@@ -268,7 +268,7 @@ def test_more_replicas_and_recomputation_never_cost_memory():
         (
             config({"tp": 8, "pp": 2, "dp": 12, "recompute": "none"}, {"tp": 8}),
             DENSE,
-            r"trainer rank \(stage 0 of 2, ranks 0–95\) needs 105.58 GiB \(activations 90.01.*a GPU has 80, of "
+            r"trainer rank \(stage 0 of 2, ranks 0–95\) needs 105.64 GiB \(activations 90.01.*a GPU has 80, of "
             r"which it may need 92%, 73.60: with (trainer.recompute=elementwise) it is",
         ),
         (
@@ -279,7 +279,7 @@ def test_more_replicas_and_recomputation_never_cost_memory():
         (
             config({"tp": 8}, {"tp": 8}),
             DENSE,
-            r"needs 85.90 GiB \(optimizer 45.78.*with (trainer.dp=2 recompute=full) on 2 times as many GPUs",
+            r"needs 85.97 GiB \(optimizer 45.78.*with (trainer.dp=2 recompute=full) on 2 times as many GPUs",
         ),
         (
             config({"tp": 8, "dp": 2}, {"tp": 1}),
@@ -327,10 +327,21 @@ def test_links_by_hand():
         assert trainer.of("links") == links * (64 + 16) * mib
         assert trainer.of("sending weights") == links * 2 * 64 * mib
         assert engine.of("link") == 2 * (64 + 2 * 16) * mib
+        assert trainer.of("looking for changes") == 4 * mib * (2 + 1 + 8 + 3 * 2)
     assert not stage_memory(asked, hf, 0, on_cuda=False).of("links")
     assert stage_memory(asked, hf, 0, on_cuda=False).of("sending weights") == 2 * 2 * 8 * mib
     supervised = config({"tp": 8, "pp": 2, "dp": 12}, mode="sft")
     assert not {"links", "sending weights"} & {part.name for part in stage_memory(supervised, hf, 0, True).parts}
+
+
+def test_what_was_published_last_is_in_blocks_of_pinned_memory():
+    asked = config({"tp": 8, "pp": 2, "dp": 12}, {"tp": 8, "engines": 12})
+    exact = published_memory(asked, DENSE, on_cuda=False)
+    kept, pinned = exact * 16 / 17, published_memory(asked, DENSE, on_cuda=True)
+    blocks = (pinned - (exact - kept)) / GIB
+    assert abs(blocks - round(blocks)) < 1e-6
+    assert kept / GIB < blocks < kept / GIB * 1.07 + 1
+    assert not published_memory(replace(asked, reshard=ReshardConfig(update="full")), DENSE, on_cuda=True)
 
 
 def test_where_nothing_helps_it_says_so():
@@ -545,7 +556,7 @@ sys.exit(main({CLUSTER!r}))
         (["--nodes", "40"], "need 384 slots"),
         (["--nodes", "0"], "expected at least one node"),
         (["trainer.tp=16"], "trainer.tp: 16 does not divide num_attention_heads=40"),
-        (["--gpu-gb", "16"], "needs 21.95 GiB"),
+        (["--gpu-gb", "16"], "needs 22.02 GiB"),
         (["model.path=nowhere"], "model.path: there is no folder nowhere"),
     ],
 )

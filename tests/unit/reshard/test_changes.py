@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from areal_megatron.reshard.changes import HEAD_BYTES, ChangesError, bits, decode, encode, find, merge, zstd
+from areal_megatron.reshard.changes import (
+    HEAD_BYTES,
+    ChangesError,
+    bits,
+    compare_in_parts,
+    decode,
+    encode,
+    find,
+    merge,
+    zstd,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 COMPRESSORS = [None, zstd]
@@ -76,6 +86,16 @@ def test_on_a_gpu_the_same_changes_are_found(dtype):
     before, after = _states(dtype, 50_001, 0.1)
     (here, values), (there, values_there) = find(before, after), find(before.cuda(), after.cuda())
     assert encode(here) == encode(there) and np.array_equal(values, values_there)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 999, 1000, 3500])
+def test_a_device_finds_in_parts_what_it_would_find_at_once(elements):
+    base = torch.randn(elements, generator=torch.Generator().manual_seed(0)).bfloat16()
+    now = torch.where(torch.arange(elements) % 7 == 6, base * 1.01, base)
+    expected, values = find(base, now)
+    places, later, differences = compare_in_parts(bits(base), bits(now), at_a_time=1000)
+    assert np.array_equal(places, expected.places) and np.array_equal(later, values)
+    assert np.array_equal(differences, expected.differences) and differences.dtype == np.int16
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 254, 255, 256, 257, 511, 70_000])
