@@ -63,8 +63,8 @@ class Row:
     engine_dtype: str = ""
     """The dtype in which engines alone hold it."""
     sections: tuple[tuple[str, str], ...] = ()
-    """Of Cut.SECTIONS and Cut.GROUPS: the sections of the tensor's rows, as the name that Megatron's checkpoints have
-    for each and its axis."""
+    """The sections of the tensor's rows, for Cut.SECTIONS and Cut.GROUPS: the name that Megatron's checkpoints have for
+    each, and its axis."""
 
     @property
     def of_experts(self) -> bool:

@@ -153,7 +153,8 @@ def megatron_parameters(
         return parts
 
     def linear_parts(prefix):
-        """Of the projections, which have q, k, v and z, and b and a of one key head after another, each on its own."""
+        """A gated delta net, whose projections have q, k, v and z, and b and a of one key head after another: here each
+        is on its own."""
         heads, key, ratio = (
             config["linear_num_key_heads"],
             config["linear_key_head_dim"],
