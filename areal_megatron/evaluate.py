@@ -82,7 +82,7 @@ class OfflineEvaluation:
         self.tokenizer = Tokenizer(options.model)
         self.prompts = read_prompts(self.config, "eval", self.tokenizer)
         self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
-        check_model(self.config)
+        check_model(self.config, trains=False)
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
             _say(f"warning: {line}")

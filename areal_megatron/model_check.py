@@ -29,10 +29,11 @@ ENGINE_LATENTS = (512, 64)
 _MOST = 1e15
 
 
-def check_model(config: Config, weights: bool = True) -> None:
+def check_model(config: Config, weights: bool = True, trains: bool = True) -> None:
     """Raises ConfigError, which names the key and the numbers, if the model cannot be trained or split as configured.
 
-    `weights` says whether the folder must hold the weights; all other checks need config.json alone.
+    `weights` says whether the folder must hold the weights; all other checks need config.json alone. `trains`: whether
+    there are trainers, or an engine alone.
     """
     path = config.model.path
     if not Path(path).is_dir():
@@ -43,8 +44,18 @@ def check_model(config: Config, weights: bool = True) -> None:
         raise ConfigError(
             f"model.path: {path} is a reward model ({model.name}), mode={config.mode} trains language models"
         )
+    if trains and model.family.untrained:
+        raise ConfigError(
+            f"model.path: {path} is a {model.name}, which has no trainer: {model.family.untrained}; `areal evaluate` "
+            "and `areal convert` take it"
+        )
     if config.mode == "reward_model":
         as_reward_model(hf)
+    if model.dimensions.linear and config.machine.is_cpu and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
+            f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"
+        )
     _check_computation(hf, path)
     _check_whole(hf, path)
     if model.dimensions.latent:

@@ -14,7 +14,6 @@ engines, at --look GB/s, while the changes that it has found are on their way.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections import defaultdict
@@ -27,7 +26,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.models.pattern import first_numbers
+from areal_megatron.models.pattern import NUMBER, taken_numbers
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -158,10 +157,10 @@ def _by_tensor(plan: Plan, rank: int) -> dict[tuple[int, str], list[Transfer]]:
 def _numbers(tensor: str, transfers: list[Transfer]) -> str:
     """Returns the name with the ranges of its numbers, such as model.layers.{0–6}.mlp…"""
     boxes, name = [transfer.receive.box for transfer in transfers], tensor
-    for axis, base in enumerate(first_numbers(tensor)):
-        first = base + min(box.start[axis] for box in boxes)
-        last = base + max(box.stop[axis] for box in boxes) - 1
-        name = re.sub(r"\{\d*\}", f"{{{first}–{last}}}" if first < last else str(first), name, count=1)
+    for axis, taken in enumerate(taken_numbers(tensor)):
+        first = taken[min(box.start[axis] for box in boxes)]
+        last = taken[max(box.stop[axis] for box in boxes) - 1]
+        name = NUMBER.sub(f"{{{first}–{last}}}" if first < last else str(first), name, count=1)
     return name
 
 

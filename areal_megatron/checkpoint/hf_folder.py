@@ -21,7 +21,7 @@ from areal_megatron.files import write_json
 from areal_megatron.json_input import parse_json
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
-from areal_megatron.models.pattern import first_numbers, name_at, numbers
+from areal_megatron.models.pattern import name_at, numbers, taken_numbers
 from areal_megatron.reshard.boxes import Box, Shape, expand, whole
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def hf_tensors(canonical: Mapping[str, Shape], dtype: Callable[[str], str]) -> l
 
 def _layer(pattern: str, box: Box) -> int:
     """The first number of a tensor's name; 0 if it has none."""
-    return next((first + at for first, at in zip(first_numbers(pattern), box.start, strict=False)), 0)
+    return next((taken[at] for taken, at in zip(taken_numbers(pattern), box.start, strict=False)), 0)
 
 
 def write_weights(

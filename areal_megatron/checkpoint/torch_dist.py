@@ -4,7 +4,8 @@ A distributed checkpoint holds each parameter of the whole model as one tensor, 
 It is what a single trainer rank would hold, except for names and padding: the numbers of layers and experts are leading
 axes of the tensors (`decoder.layers.self_attention.linear_qkv.weight` is [layers, rows, columns]), and the rows that
 pad the vocabulary are those of the saving ranks. Where the layers of a model differ, the number of the layer stays in
-the name (`decoder.layers.3.self_attention.linear_qkv.weight` is [rows, columns]). Imports no megatron.
+the name (`decoder.layers.3.self_attention.linear_qkv.weight` is [rows, columns]). The sections of the projection and of
+the convolution of a gated delta net are tensors of their own (`….in_proj.weight.query`). Imports no megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, read_box
 from areal_megatron.checkpoint.torch_dist_metadata import Chunk, stored_tensors
-from areal_megatron.models.architecture import FAMILIES, architecture
+from areal_megatron.models.architecture import FAMILIES, Architecture, architecture
 from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.models.table import EMBEDDING, HEAD
 from areal_megatron.reshard import trainer_layout
@@ -44,12 +45,39 @@ def layout(hf_config: Mapping[str, Any]) -> Layout:
 
     Raises ConfigError for a model without a table.
     """
-    alone, dimensions = trainer_layout.layout(hf_config, ALONE, 0), architecture(hf_config).dimensions
-    named = partial(tensor_name, alike=not (dimensions.dense_layers and dimensions.sparse_layers))
-    held = {named(pattern): shape for pattern, shape in alone.held.items()}
-    pieces = (replace(piece, parameter=named(piece.parameter)) for piece in alone.pieces)
-    dtypes = {named(pattern): dtype for pattern, dtype in alone.dtypes.items()}
+    alone, model = trainer_layout.layout(hf_config, ALONE, 0), architecture(hf_config)
+    named = partial(tensor_name, alike=model.dimensions.all_alike)
+    held: dict[str, Shape] = {}
+    pieces, dtypes = [], {}
+    for pattern, own in by_parameter(alone).items():
+        shape, axis = alone.held[pattern], numbers(pattern)
+        for suffix, start, stop in _sections(model, pattern) or [("", 0, shape[axis])]:
+            name = named(pattern) + suffix
+            region = Box(
+                (*(0 for _ in shape[:axis]), start, *(0 for _ in shape[axis + 1 :])),
+                (*shape[:axis], stop, *shape[axis + 1 :]),
+            )
+            held[name] = region.shape
+            pieces += [_moved(piece, name, region) for piece in own if region.intersection(piece.local)]
+            if pattern in alone.dtypes:
+                dtypes[name] = alone.dtypes[pattern]
     return Layout(held, alone.canonical, tuple(pieces), dtypes)
+
+
+def _sections(model: Architecture, pattern: str) -> list[tuple[str, int, int]]:
+    """The sections of a parameter that are tensors of their own: the end of the name, and which rows."""
+    rows = [row for row in model.layer if row.sections and pattern.endswith(f".{row.megatron}")]
+    found, top = [], 0
+    for name, axis in (section for row in rows for section in row.sections):
+        (width,) = model.dimensions.shape(axis)
+        found.append((f".{name}", top, top + width))
+        top += width
+    return found
+
+
+def _moved(piece: Piece, name: str, region: Box) -> Piece:
+    """The piece in the tensor that is a region of the piece's parameter."""
+    return replace(piece, parameter=name, local=piece.local.within(region))
 
 
 def tensor_name(parameter: str, alike: bool = True) -> str:
@@ -79,8 +107,9 @@ def extra_states(layout: Layout) -> list[str]:
     """Returns the names of the entries without content that megatron-core keeps, and misses, for every linear layer."""
     names = []
     for name, pieces in by_parameter(layout).items():
-        module, _, kind = name.rpartition(".")
-        if kind == "weight" and ".linear_" in name:
+        module, weight, section = name.partition(".weight")
+        is_linear = any(f".{kind}" in name for kind in ("linear_", "in_proj.", "out_proj."))
+        if is_linear and weight and section in ("", ".query"):  # the first section, of a module that has some
             named, counts = numbers(name), layout.held[name][: numbers(pieces[0].tensor)]
             for single in whole(counts).singles(len(counts)):
                 number, count = (".".join(map(str, axes[named:])) for axes in (single.start, counts))

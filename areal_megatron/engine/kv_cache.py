@@ -42,9 +42,9 @@ def bytes_per_token(config: Config, hf_config: Mapping[str, Any]) -> int:
     d, vllm = architecture(hf_config).dimensions, config.rollout.vllm
     width, whole = _width(d, config.rollout.tp), ITEMSIZE[config.model.dtype]
     skipped = {str(layer) for layer in vllm.get("kv_cache_dtype_skip_layers") or ()}
-    kept_whole = sum(str(layer) in skipped for layer in range(d.layers))
+    kept_whole = sum(str(layer) in skipped for layer in range(d.layers) if layer not in d.linear)
     element = ELEMENT.get(vllm.get("kv_cache_dtype", ""), whole)
-    return width * (element * (d.layers - kept_whole) + whole * kept_whole) + _draft_bytes(config)
+    return width * (element * (d.full_layers - kept_whole) + whole * kept_whole) + _draft_bytes(config)
 
 
 def _width(d: Dimensions, tp: int) -> int:
@@ -73,7 +73,19 @@ def block_tokens(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) ->
     """Returns the tokens of a KV block."""
     if not on_cuda and architecture(hf_config).dimensions.latent:
         return CPU_LATENT_TOKENS
-    return config.rollout.vllm.get("block_size") or (16 if on_cuda else CPU_BLOCK_TOKENS)
+    given = config.rollout.vllm.get("block_size") or (16 if on_cuda else CPU_BLOCK_TOKENS)
+    d, tp = architecture(hf_config).dimensions, config.rollout.tp
+    if not d.linear:
+        return given
+    # vLLM makes blocks of keys and values as large as the state of a layer with linear attention.
+    layer = given * bytes_per_token(config, hf_config) // d.full_layers
+    return given * -(-_state_bytes(d, tp, ITEMSIZE[config.model.dtype]) // layer)
+
+
+def _state_bytes(d: Dimensions, tp: int, element: int) -> int:
+    """Bytes that a layer with linear attention keeps of a sequence on one rank: the inputs of its convolution, and of
+    each value head a matrix in float32."""
+    return ((d.kernel - 1) * d.convolved * element + d.linear_value * d.linear_key_dim * 4) // tp
 
 
 def batched_tokens(config: Config) -> int:
@@ -102,10 +114,19 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
     if given := given_bytes(config, hf_config, on_cuda=False):
         return given
     tokens = block_tokens(config, hf_config, on_cuda=False)
-    block = tokens * bytes_per_token(config, hf_config)
-    answer = -(-config.longest_sequence // tokens)
+    d = architecture(hf_config).dimensions
+    together = _together(d)
+    block = tokens * bytes_per_token(config, hf_config) * together // d.full_layers
+    answer = -(-config.longest_sequence // tokens) * -(-d.full_layers // together) - (-d.linear_layers // together)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)
     return block * max(min(1 + config.rollout.max_running * answer, within), 1 + answer)  # vLLM keeps a block to itself
+
+
+def _together(d: Dimensions) -> int:
+    """Returns how many layers share a block of vLLM's: all that are alike, or where there are two kinds, as many as
+    those of the smaller kind, but those of the larger if that is hardly more."""
+    fewer, more = sorted((d.full_layers, d.linear_layers or d.full_layers))
+    return more if more < 1.5 * fewer else fewer
 
 
 def machine_bytes() -> int:

@@ -123,6 +123,8 @@ def engine_arguments(config: Config) -> list[str]:
             command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
         # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
         command += ["--no-enable-chunked-prefill"]
+        if architecture(hf_config).dimensions.linear:
+            command += ["--no-enable-prefix-caching"]  # which needs chunks where layers keep a state
         if rollout.tp == 1:
             command += ["--distributed-executor-backend", "uni"]
     else:

@@ -17,12 +17,12 @@ from areal_megatron.models.glm4 import GLM4_MOE
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
+from areal_megatron.models.qwen3_next import QWEN3_NEXT
 from areal_megatron.models.table import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     SCORE,
-    SHARED_EXPERTS,
     Dimensions,
     Family,
     Row,
@@ -35,6 +35,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
 }
 """The class that config.json names in `architectures` → the table."""
 
@@ -50,6 +51,7 @@ _CLASS_OF_MODEL_TYPE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 
 
@@ -57,9 +59,10 @@ _MOST_ROWS = 1 << 24
 """Most rows or columns of a tensor. Larger sizes are errors, and would use up the memory of whoever plans for them."""
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of experts: of Qwen3-MoE transformers 5 writes the last, published checkpoints have the first."""
-_MOST = {"num_hidden_layers": 4096} | dict.fromkeys(
-    (*EXPERT_COUNTS, "num_attention_heads", "num_key_value_heads"), 65536
-)
+_HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
+_MOST = {"num_hidden_layers": 4096} | dict.fromkeys((*EXPERT_COUNTS, *_HEADS), 65536)
+_KINDS = ("linear_attention", "full_attention")
+"""What `layer_types` of config.json calls the layers of models that have two kinds of attention."""
 _MOST_TENSORS = 1 << 18
 """Most experts of all layers together."""
 
@@ -96,10 +99,11 @@ class Architecture:
 
     @property
     def attention_weights(self) -> int:
-        """The weights of a layer that a token is multiplied with for its query, key and value, and for what its
+        """The weights of all layers that a token is multiplied with for its query, key and value, and for what its
         attention gives."""
-        axes = [axes for row in self.layer if row.of_attention for axes in row.tensors.values()]
-        return sum(prod(shape) for shape in map(self.dimensions.shape, axes) if len(shape) == 2)
+        d, rows = self.dimensions, [row for row in self.layer if row.of_attention]
+        shapes = [(len(d.layers_with(row)), d.shape(axes)) for row in rows for axes in row.tensors.values()]
+        return sum(layers * prod(shape) for layers, shape in shapes if len(shape) > 1)
 
     @property
     def model_type(self) -> str:
@@ -115,6 +119,8 @@ class Architecture:
     def is_of_further_layer(self, tensor: str) -> bool:
         """Returns whether a checkpoint's tensor is of a layer after the last: published models have some that predict
         several tokens at once (MTP), which nothing here trains."""
+        if tensor.startswith("mtp."):
+            return True
         number = tensor.removeprefix("model.layers.").partition(".")[0]
         return number.isdecimal() and int(number) >= self.dimensions.layers
 
@@ -189,7 +195,7 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"model.path: config.json has num_key_value_heads={kv_heads} and num_attention_heads={heads}; with latents "
             "each head has a key and a value"
         )
-    layers, shares = size("num_hidden_layers"), any(row in SHARED_EXPERTS for row in family.layer)
+    layers = size("num_hidden_layers")
     dimensions = Dimensions(
         layers=layers,
         hidden=hidden,
@@ -199,9 +205,10 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         vocabulary=size("vocab_size"),
         experts=experts() if family.has_experts else 0,
         expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
-        shared_ffn=size("n_shared_experts") * size("moe_intermediate_size") if shares else 0,
+        shared_ffn=_shared_ffn(hf_config, size) if family.has_shared_experts else 0,
         dense_layers=_dense_layers(hf_config, family, layers),
         **latents,
+        **(_linear_attention(hf_config, size, layers) if family.has_linear_layers else {}),
     )
     if family.has_experts and size("decoder_sparse_step", 1) != 1:
         raise ConfigError(
@@ -250,6 +257,37 @@ def _latents(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[s
         "latent": size("kv_lora_rank"),
         "query_latent": size("q_lora_rank") if hf_config.get("q_lora_rank") is not None else 0,
         "rotated": rotated,
+    }
+
+
+def _shared_ffn(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> int:
+    """The width of all shared experts of a layer together."""
+    if "n_shared_experts" in hf_config:
+        return size("n_shared_experts") * size("moe_intermediate_size")
+    return size("shared_expert_intermediate_size")
+
+
+def _linear_attention(hf_config: Mapping[str, Any], size: Callable[..., int], layers: int) -> dict[str, Any]:
+    """The layers with linear attention, and its sizes."""
+    every = size("full_attention_interval", 4)
+    types = hf_config.get("layer_types") or [_KINDS[number % every == 0] for number in range(1, layers + 1)]
+    if not isinstance(types, list) or len(types) != layers or {*map(str, types)} != {*_KINDS}:
+        raise ConfigError(
+            f"model.path: config.json has layer_types={shown(types)}; it needs {' or '.join(_KINDS)} for each of "
+            f"{layers} layers, and both"
+        )
+    keys, values = size("linear_num_key_heads"), size("linear_num_value_heads")
+    if values % keys:
+        raise ConfigError(
+            f"model.path: config.json has linear_num_value_heads={values}, no multiple of linear_num_key_heads={keys}"
+        )
+    return {
+        "linear": tuple(number for number, kind in enumerate(types) if kind == _KINDS[0]),
+        "linear_key_heads": keys,
+        "linear_value_heads": values,
+        "linear_key_dim": size("linear_key_head_dim"),
+        "linear_value_dim": size("linear_value_head_dim"),
+        "kernel": size("linear_conv_kernel_dim"),
     }
 
 

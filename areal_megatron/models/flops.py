@@ -33,9 +33,9 @@ class SequenceFlops:
         sizes, attention = model.dimensions, model.attention_weights
         routers = sizes.sparse_layers * sizes.hidden * sizes.experts
         return cls(
-            token=2.0 * (sizes.layers * attention + 3 * sizes.hidden * _inner(hf_config, sizes) + routers),
+            token=2.0 * (attention + _recurrent(sizes) + 3 * sizes.hidden * _inner(hf_config, sizes) + routers),
             trained=2.0 * sizes.vocabulary * sizes.hidden,
-            pair=2.0 * sizes.layers * (sizes.query + sizes.attended),  # q·k, and its weight times v, of every head
+            pair=2.0 * sizes.full_layers * (sizes.query + sizes.attended),  # q·k, and its weight times v, of every head
         )
 
     def __call__(self, tokens: np.ndarray, trained: np.ndarray, before: np.ndarray | int = 0) -> np.ndarray:
@@ -49,6 +49,12 @@ class SequenceFlops:
         tokens = np.asarray(tokens, dtype=np.float64)
         pairs = tokens * before + tokens * (tokens + 1) / 2
         return self.token * tokens + self.trained * np.asarray(trained) + self.pair * pairs
+
+
+def _recurrent(sizes: Dimensions) -> int:
+    """What linear attention multiplies a token with beside its weights, in all layers: each head reads its state for
+    the key, adds to it, and reads it for the query."""
+    return 3 * sizes.linear_layers * sizes.linear_value * sizes.linear_key_dim
 
 
 def _inner(hf_config: Mapping[str, Any], sizes: Dimensions) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_megatron.models.pattern import counted_from
+from areal_megatron.models.pattern import numbered
 
 
 class Cut(enum.Enum):
@@ -15,6 +16,9 @@ class Cut(enum.Enum):
     WHOLE = "every rank holds all of it"
     VOCABULARY = "rows of the padded vocabulary"
     HEADS = "query, key and value heads, fused"
+    GATED_HEADS = "the same, with a gate after each query head of a checkpoint's tensor"
+    SECTIONS = "rows of each section of its tensor"
+    GROUPS = "rows of groups of heads, each with a part of every section; Megatron keeps the sections apart"
     ROWS = "rows of each of its tensors, stacked in their order"
     COLUMNS = "columns"
 
@@ -27,6 +31,10 @@ class Layers(enum.Enum):
     """Those with a dense MLP: in a model with experts the first ones, if any."""
     SPARSE = "sparse_layers"
     """Those with experts."""
+    FULL = "full_layers"
+    """Those with attention, which are all but those of LINEAR."""
+    LINEAR = "linear_layers"
+    """Those with linear attention, a gated delta net."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ class Row:
     """The dtype in which trainers, checkpoints and engines hold it, whatever the model's is; "" for the model's."""
     engine_dtype: str = ""
     """The dtype in which engines alone hold it."""
+    sections: tuple[tuple[str, str], ...] = ()
+    """The sections of the tensor's rows, for Cut.SECTIONS and Cut.GROUPS: the name that Megatron's checkpoints have for
+    each, and its axis."""
 
     @property
     def of_experts(self) -> bool:
@@ -61,11 +72,11 @@ class Row:
 
     @property
     def of_attention(self) -> bool:
-        return self.vllm.startswith("self_attn.")
+        return self.vllm.startswith(("self_attn.", "linear_attn."))
 
     def of_layers(self, dimensions: Dimensions) -> Row:
         """Returns the row with the checkpoint's full names, which begin with the layer's number."""
-        prefix = counted_from(LAYER_PREFIX, dimensions.layers_with(self).start)
+        prefix = numbered(LAYER_PREFIX, dimensions.layers_with(self))
         tensors = {prefix + name: f"{self.layers.value} {axes}" for name, axes in self.tensors.items()}
         return replace(self, tensors=tensors)
 
@@ -101,13 +112,36 @@ class Dimensions:
     """Likewise of queries."""
     rotated: int = 0
     """The part of head_dim, of a model with latents, that is rotated, and of keys the same for all heads."""
+    linear: tuple[int, ...] = ()
+    """The numbers of the layers with linear attention; the sizes that follow are of these."""
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    """The width of a head's query and key."""
+    linear_value_dim: int = 0
+    kernel: int = 0
+    """The tokens that the short convolution sees: the last ones."""
 
     @property
     def sparse_layers(self) -> int:
         return self.layers - self.dense_layers
 
-    def layers_with(self, row: Row) -> range:
-        """Returns the decoder layers that have a parameter."""
+    @property
+    def linear_layers(self) -> int:
+        return len(self.linear)
+
+    @property
+    def full_layers(self) -> int:
+        return self.layers - len(self.linear)
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether all layers have the same parameters."""
+        kinds = ((self.dense_layers, self.sparse_layers), (self.linear_layers, self.full_layers))
+        return not any(all(counts) for counts in kinds)
+
+    def layers_with(self, row: Row) -> Sequence[int]:
+        """Returns the decoder layers that have a parameter, in ascending order."""
         match row.layers:
             case Layers.ALL:
                 return range(self.layers)
@@ -115,6 +149,10 @@ class Dimensions:
                 return range(self.dense_layers)
             case Layers.SPARSE:
                 return range(self.dense_layers, self.layers)
+            case Layers.FULL:
+                return tuple(sorted({*range(self.layers)} - {*self.linear}))
+            case Layers.LINEAR:
+                return self.linear
 
     @property
     def scores(self) -> int:
@@ -122,8 +160,17 @@ class Dimensions:
         return 1
 
     @property
+    def single(self) -> int:
+        """An axis of one element."""
+        return 1
+
+    @property
     def query(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def query_and_gate(self) -> int:
+        return 2 * self.query
 
     @property
     def key_value(self) -> int:
@@ -142,6 +189,30 @@ class Dimensions:
     def key_and_value_of_latent(self) -> int:
         return self.heads * (self.head_dim - self.rotated) + self.attended
 
+    @property
+    def linear_key(self) -> int:
+        """The width of the keys of all heads, and of their queries."""
+        return self.linear_key_heads * self.linear_key_dim
+
+    @property
+    def linear_value(self) -> int:
+        return self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def convolved(self) -> int:
+        """The width of queries, keys and values, which go through the convolution."""
+        return 2 * self.linear_key + self.linear_value
+
+    @property
+    def linear_projection(self) -> int:
+        """The width of queries, keys, values and gates."""
+        return self.convolved + self.linear_value
+
+    @property
+    def rates(self) -> int:
+        """How much each value head writes, and how much it forgets."""
+        return 2 * self.linear_value_heads
+
     def shape(self, axes: str) -> tuple[int, ...]:
         """Returns the sizes of axes named as in Row.tensors, e.g. "ffn hidden"."""
         return tuple(getattr(self, axis) for axis in axes.split())
@@ -159,6 +230,8 @@ class Family:
     config.json without the key means."""
     reward_models: bool = True
     """Whether transformers has a class of reward models with these layers."""
+    untrained: str = ""
+    """Why trainers do not have the family; "" if they do."""
 
     @property
     def has_experts(self) -> bool:
@@ -168,6 +241,14 @@ class Family:
     def has_latents(self) -> bool:
         """Whether keys and values come from latents."""
         return any("latent" in axes for row in self.layer for axes in row.tensors.values())
+
+    @property
+    def has_linear_layers(self) -> bool:
+        return any(row.layers is Layers.LINEAR for row in self.layer)
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return any("shared_ffn" in axes for row in self.layer for axes in row.tensors.values())
 
     @property
     def has_dense_layers(self) -> bool:

@@ -51,6 +51,7 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
         experts=range(dimensions.experts) if whole else _own_experts(dimensions.experts, sizes.ranks, rank),
         vocabulary=-(-dimensions.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         fuse_heads=_stacked_heads,
+        sections_apart=False,
     )
     shard.add(EMBEDDING, EMBEDDING.vllm)
     for row in model.layer:
@@ -68,11 +69,12 @@ def _own_experts(experts: int, ranks: int, rank: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
-    """Returns the rank's query heads, then its key heads, then its value heads; with tp above kv_heads the last two are
-    replicated."""
+def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str], gated: bool) -> list[Rows]:
+    """Returns the rank's query heads, each with its gate if it has one, then its key heads, then its value heads; with
+    tp above kv_heads the last two are replicated."""
     query, key, value = names
     own_heads = max(dimensions.kv_heads // share.count, 1)
     first = share.index * dimensions.kv_heads // share.count
     own = (first * dimensions.head_dim, (first + own_heads) * dimensions.head_dim)
-    return [Rows(query, *share.of(dimensions.query)), Rows(key, *own), Rows(value, *own)]
+    queries = dimensions.query_and_gate if gated else dimensions.query
+    return [Rows(query, *share.of(queries)), Rows(key, *own), Rows(value, *own)]

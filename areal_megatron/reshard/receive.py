@@ -10,8 +10,8 @@ raises, and all have the same idea of whether vLLM's session is open.
 
 vLLM rearranges experts after loading. On CUDA the Triton kernels compute from the loaded weights as they are, and any
 other is refused. On CPU the kernels compute from a packed form, which replaces the loaded one: here updates are written
-into plain tensors of their own and packed again after each. What latent attention derives from its projections is a
-view of them, or made again.
+into plain tensors of their own and packed again after each. So are the convolutions of gated delta nets. What latent
+attention derives from its projections is a view of them, or made again.
 """
 
 from __future__ import annotations
@@ -193,7 +193,12 @@ def live_parameters(model: torch.nn.Module) -> tuple[dict[str, Tensor], Callable
     parameters: dict[str, Tensor] = {
         name: parameter for name, parameter in model.named_parameters() if name not in derived
     }
-    packed = []
+    packed: list[_Plain | _PlainConvolution] = []
+    for name, module in model.named_modules():
+        if hasattr(module, _PlainConvolution.KEPT):
+            convolution = _PlainConvolution(module)
+            parameters[f"{name}.weight"] = convolution.tensor
+            packed.append(convolution)
     for name, experts in _experts(model):
         if current_platform.is_cpu():
             plain = _Plain(experts)
@@ -238,6 +243,22 @@ def _derive(attention: Any) -> None:
     weight = attention.kv_b_proj.weight
     if attention.W_UK_T.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
         attention.process_weights_after_loading(weight.dtype)
+
+
+class _PlainConvolution:
+    """The weight of a short convolution as it was loaded, which vLLM keeps beside the packed one."""
+
+    KEPT = "_cpu_unpacked_conv_weight"
+
+    def __init__(self, layer: Any):
+        self._layer, self._plain = layer, getattr(layer, self.KEPT)
+        self.tensor = self._plain.unsqueeze(1)
+
+    @torch.no_grad()
+    def repack(self) -> None:
+        from vllm._custom_ops import causal_conv1d_weight_pack
+
+        self._layer.weight.copy_(causal_conv1d_weight_pack(self._plain))
 
 
 class _Plain:

@@ -6,11 +6,11 @@ vocabulary, and in the layers and experts that a rank holds; so both layouts are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from areal_megatron.config import ConfigError
-from areal_megatron.models.pattern import counted_from
+from areal_megatron.models.pattern import numbered
 from areal_megatron.models.table import Cut, Dimensions, Row
 from areal_megatron.reshard.boxes import Box, Layout, Piece, Rows, Shape
 
@@ -33,15 +33,18 @@ class Share:
             raise ConfigError(f"{self.key}: {self.count} does not divide {what}={size} of the model")
 
 
-FuseHeads = Callable[[Dimensions, Share, tuple[str, str, str]], list[Rows]]
-"""(dimensions, share of this rank, names of the query, key and value tensors) → the rows that this rank stacks."""
+FuseHeads = Callable[[Dimensions, Share, tuple[str, str, str], bool], list[Rows]]
+"""(dimensions, share of this rank, names of the query, key and value tensors, whether the first has gates too) → the
+rows that this rank stacks."""
 
 
 class ShardBuilder:
     """Collects the parameters of one rank: the `expert_tensor` share of each expert in `experts`, and the `tensor`
     share of everything else.
 
-    `vocabulary` is its padded size. Raises ConfigError if the shares do not divide the model.
+    `vocabulary` is its padded size; `sections_apart` says how groups of heads are stacked: the first section of all,
+    then the next one; or group after group, as in the checkpoint. Raises ConfigError if the shares do not divide the
+    model.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class ShardBuilder:
         experts: range,
         vocabulary: int,
         fuse_heads: FuseHeads,
+        sections_apart: bool,
     ):
         self.dimensions, self.tensor, self.expert_tensor, self.experts = dimensions, tensor, expert_tensor, experts
         self.padded_vocabulary, self.fuse_heads = vocabulary, fuse_heads
+        self.sections_apart = sections_apart
         self._held: dict[str, Shape] = {}
         self._canonical: dict[str, Shape] = {}
         self._pieces: list[Piece] = []
@@ -65,6 +70,7 @@ class ShardBuilder:
         expert_tensor.check("moe_intermediate_size", dimensions.expert_ffn)
         tensor.check("intermediate_size", dimensions.ffn)
         tensor.check("the width of the shared experts", dimensions.shared_ffn)
+        tensor.check("linear_num_key_heads", dimensions.linear_key_heads)
         if dimensions.kv_heads % tensor.count and tensor.count % dimensions.kv_heads:
             raise ConfigError(
                 f"{tensor.key}: {tensor.count} is neither a divisor nor a multiple of "
@@ -75,10 +81,11 @@ class ShardBuilder:
         """Adds the pattern `parameter`, whose first number counts from 0 over the decoder layers `layers`, for those of
         them that have the row."""
         all_with = self.dimensions.layers_with(row)
-        own = range(max(layers.start, all_with.start), min(layers.stop, all_with.stop))
+        own = [number for number in all_with if number in layers]
         if own:
-            parameter = counted_from(parameter, own.start - layers.start)
-            at = range(own.start - all_with.start, own.stop - all_with.start)
+            parameter = numbered(parameter, [number - layers.start for number in own])
+            first = all_with.index(own[0])
+            at = range(first, first + len(own))
             self.add(row.of_layers(self.dimensions), parameter, at, dtype)
 
     def add(self, row: Row, parameter: str, layers: range | None = None, dtype: str = "") -> None:
@@ -100,14 +107,33 @@ class ShardBuilder:
                 columns = [share.of(trailing[0])]
             case Cut.ROWS:
                 stack = [Rows(name, *share.of(rows)) for name in shapes]
-            case Cut.HEADS:
-                stack = self.fuse_heads(self.dimensions, share, tuple(shapes))
+            case Cut.HEADS | Cut.GATED_HEADS:
+                stack = self.fuse_heads(self.dimensions, share, tuple(shapes), row.cut is Cut.GATED_HEADS)
+            case Cut.SECTIONS | Cut.GROUPS:
+                stack = list(self._sections(row, next(iter(shapes)), share))
             case Cut.VOCABULARY:
                 start, stop = share.of(self.padded_vocabulary)
                 height = stop - start
                 stack = [Rows(name, start, min(stop, rows)) for name in shapes if start < rows]
         self._canonical |= {rows.tensor: shapes[rows.tensor] for rows in stack}
         self._add(parameter, [(axis.start, axis.stop) for axis in leading], stack, columns, height)
+
+    def _sections(self, row: Row, tensor: str, share: Share) -> Iterator[Rows]:
+        """Yields this rank's rows of a tensor with sections."""
+        d = self.dimensions
+        groups = d.linear_key_heads if row.cut is Cut.GROUPS else 1
+        widths = [d.shape(axis)[0] // groups for _, axis in row.sections]
+        tops = [sum(widths[:number]) for number in range(len(widths))]
+        if row.cut is Cut.SECTIONS:
+            for top, width in zip(tops, widths, strict=True):
+                yield Rows(tensor, *(top + at for at in share.of(width)))
+        elif not self.sections_apart:
+            yield Rows(tensor, *share.of(groups * sum(widths)))
+        else:
+            for top, width in zip(tops, widths, strict=True):
+                for group in range(*share.of(groups)):
+                    start = group * sum(widths) + top
+                    yield Rows(tensor, start, start + width)
 
     def build(self) -> Layout:
         return Layout(self._held, self._canonical, tuple(self._pieces), self._dtypes)

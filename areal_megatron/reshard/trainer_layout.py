@@ -173,6 +173,7 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
         experts=range(at.ep * dimensions.experts // sizes.ep, (at.ep + 1) * dimensions.experts // sizes.ep),
         vocabulary=sizes.padded_vocabulary(dimensions.vocabulary),
         fuse_heads=_interleaved_heads,
+        sections_apart=True,
     )
     chunks = sizes.chunk_layers(dimensions.layers, at.pp)
     for number, layers in enumerate(chunks):
@@ -200,15 +201,18 @@ def _name(row: Row, sizes: MegatronSizes) -> str:
     return row.megatron
 
 
-def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str]) -> list[Rows]:
-    """Returns this rank's share of the query groups, each with its query heads, its key head and its value head."""
+def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str], gated: bool) -> list[Rows]:
+    """Returns this rank's share of the query groups, each with its query heads, their gates if they have some, its key
+    head and its value head."""
     query, key, value = names
-    d, per_group = dimensions.head_dim, dimensions.query // dimensions.kv_heads
+    d, per_group = dimensions.head_dim, dimensions.heads // dimensions.kv_heads
     stack = []
     for group in range(dimensions.kv_heads):
-        stack += [
-            Rows(query, group * per_group, (group + 1) * per_group),
-            Rows(key, group * d, (group + 1) * d),
-            Rows(value, group * d, (group + 1) * d),
-        ]
-    return list(window(stack, *share.of(dimensions.query + 2 * dimensions.key_value)))
+        own = range(group * per_group, (group + 1) * per_group)
+        if gated:
+            stack += [Rows(query, (2 * head + part) * d, (2 * head + part + 1) * d) for part in (0, 1) for head in own]
+        else:
+            stack.append(Rows(query, own.start * d, own.stop * d))
+        stack += [Rows(name, group * d, (group + 1) * d) for name in (key, value)]
+    queries = dimensions.query_and_gate if gated else dimensions.query
+    return list(window(stack, *share.of(queries + 2 * dimensions.key_value)))

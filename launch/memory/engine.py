@@ -14,7 +14,7 @@ from areal_megatron.engine.kv_cache import batched_tokens
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, SCORED_TOKENS
-from areal_megatron.models.pattern import first_numbers, numbers
+from areal_megatron.models.pattern import numbers, taken_numbers
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
@@ -103,8 +103,8 @@ def _staging(layout: Layout, element: int, config: Config, on_cuda: bool) -> int
         if not numbers(name):
             units[name] += size
         else:
-            (first, *_), (count, *_) = first_numbers(name), layout.held[name]
-            units.update(dict.fromkeys(range(first, first + count), size // count))
+            (layers, *_), (count, *_) = taken_numbers(name), layout.held[name]
+            units.update(dict.fromkeys(layers[:count], size // count))
     return min(everything, max(*units.values(), 2 * largest_bucket(on_cuda) * element, changes))
 
 

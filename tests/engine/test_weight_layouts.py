@@ -26,6 +26,8 @@ WRITTEN = [
     "glm4-moe-exported",
     "deepseek-v3-moe-converted",
     "moonlight-moe-exported",
+    "qwen3-next-moe-converted",
+    "qwen3-next-moe-exported",
 ]
 CASES = [
     *((name, tp, False) for tp in (1, 2) for name in MODELS),
@@ -37,6 +39,7 @@ CASES = [
     ("qwen3-moe-five", 4, True),
     ("glm4-moe", 2, True),
     ("deepseek-v3-moe", 2, True),
+    ("qwen3-next-moe", 2, True),
 ]
 """(model, tp, expert parallel), in float32"""
 HALF = [
@@ -48,6 +51,8 @@ HALF = [
     ("glm4-moe", 2, False, "bfloat16"),
     ("deepseek-v3-moe", 2, False, "bfloat16"),
     ("moonlight-moe", 1, False, "bfloat16"),
+    ("qwen3-next-moe", 1, False, "bfloat16"),
+    ("qwen3-next-moe", 2, False, "bfloat16"),
 ]
 """Cases in half precision."""
 DESCRIBED = Path(__file__).resolve().parents[2] / "configs" / "models" / "Qwen3-8B"
@@ -103,7 +108,9 @@ def loaded(tmp_path_factory):
 
 def is_wide(model: str, parameter: str) -> bool:
     """Whether a parameter is float32 in models of any dtype."""
-    return parameter.endswith(".e_score_correction_bias") or (model.startswith("glm4") and ".mlp.gate." in parameter)
+    return parameter.endswith((".e_score_correction_bias", ".A_log")) or (
+        model.startswith("glm4") and ".mlp.gate." in parameter
+    )
 
 
 @pytest.mark.parametrize(("name", "tp", "expert_parallel", "dtype"), [*((*case, "float32") for case in CASES), *HALF])

@@ -13,7 +13,9 @@ from areal_megatron.run import Run
 from tests.support.tiny_models import save_model
 
 SIZES = {"qwen2": {"vocab_size": 101}, "qwen3": {"vocab_size": 203}}
-SIZES |= {name: {} for name in ("llama", "qwen3_moe", "qwen3_deep", "glm4_moe", "deepseek_v3", "moonlight")}
+SIZES |= {
+    name: {} for name in ("llama", "qwen3_moe", "qwen3_deep", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_next")
+}
 """Models whose vocabulary is tied or not, padded or not, and what differs from the other tests'."""
 SAVED = {
     "dense": {
@@ -99,3 +101,10 @@ def test_converted_checkpoints_have_the_logits_of_transformers(folder, on_ranks,
         from_hf(folder / model, folder / f"{model}-checkpoint", verify=True)
     cases = {run: (*case, str(folder / f"{case[0]}-checkpoint")) for run, case in LOADED[group].items()}
     on_ranks("convert_checks:check_loaded", 4, cases=cases)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gated_delta_nets_and_gated_heads_are_loaded_by_megatrons_own_layers(folder, on_ranks, tp):
+    from_hf(folder / "qwen3_next", folder / "qwen3_next-checkpoint")
+    Run(folder / f"run-{tp}").create()
+    on_ranks("linear_checks:check_layers", tp, model="qwen3_next", tp=tp)

@@ -70,6 +70,22 @@ MODELS = {
     ),
     "deepseek-v3-moe": ("DeepseekV3", {**LATENTS, "q_lora_rank": 48}),
     "moonlight-moe": ("DeepseekV3", {**LATENTS, "q_lora_rank": None}),
+    "qwen3-next-moe": (
+        "Qwen3Next",
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 32,
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
 }
 EXPERTS = tuple(name for name in MODELS if name.endswith("-moe"))
 
@@ -136,6 +152,36 @@ def megatron_parameters(
             parts[f"linear_{latent}_up_proj.weight"] = tensors[f"{prefix}{latent}_b_proj.weight"].chunk(tp)[tp_rank]
         return parts
 
+    def linear_parts(prefix):
+        """A gated delta net, whose projections have q, k, v and z, and b and a of one key head after another: here each
+        is on its own."""
+        heads, key, ratio = (
+            config["linear_num_key_heads"],
+            config["linear_key_head_dim"],
+            config["linear_num_value_heads"] // config["linear_num_key_heads"],
+        )
+        value = ratio * config["linear_value_head_dim"]
+        projected = []
+        for name, widths in (("qkvz", [key, key, value, value]), ("ba", [ratio, ratio])):
+            by_head = tensors[f"{prefix}in_proj_{name}.weight"].view(heads, sum(widths), -1)
+            projected += [part.flatten(0, 1).chunk(tp)[tp_rank] for part in by_head.split(widths, 1)]
+        mixed = tensors[f"{prefix}conv1d.weight"].split([heads * key, heads * key, heads * value])
+        return {
+            "in_proj.weight": torch.cat(projected),
+            "conv1d.weight": torch.cat([part.chunk(tp)[tp_rank] for part in mixed]),
+            **{name: tensors[prefix + name].chunk(tp)[tp_rank] for name in ("dt_bias", "A_log")},
+            "out_norm.weight": tensors[f"{prefix}norm.weight"],
+            "out_proj.weight": tensors[f"{prefix}out_proj.weight"].chunk(tp, 1)[tp_rank],
+        }
+
+    def heads_of_groups(kind, prefix):
+        """The query heads of each group, then their gates if there are any, then its key and its value."""
+        queries, keys, values = (tensors[f"{prefix}{x}_proj.{kind}"].chunk(groups) for x in "qkv")
+        if f"{prefix.replace('self_attn', 'mlp')}shared_expert_gate.weight" in tensors:
+            halves = [group.view(-1, 2, config["head_dim"], group.shape[-1]) for group in queries]
+            queries = [torch.cat([half[:, 0].flatten(0, 1), half[:, 1].flatten(0, 1)]) for half in halves]
+        return torch.cat([part for group in zip(queries, keys, values, strict=True) for part in group])
+
     for number, layers in enumerate(models):
         model = f"model{number}." if len(models) > 1 else ""
         if stage == 0 and number == 0:
@@ -144,8 +190,14 @@ def megatron_parameters(
             own, hf = f"{model}decoder.layers.{local}.", f"model.layers.{layer}."
             moe = f"{hf}mlp.gate.weight" in tensors
             latents = f"{hf}self_attn.kv_b_proj.weight" in tensors
+            linear = f"{hf}linear_attn.A_log" in tensors
             fused = "self_attention.linear_qkv.layer_norm_weight"
             first = fused if fused_layernorm and not latents else "input_layernorm.weight"
+            if linear:
+                first = "self_attention.in_proj.layer_norm_weight"
+                held |= {
+                    f"{own}self_attention.{name}": part for name, part in linear_parts(f"{hf}linear_attn.").items()
+                }
             if latents:
                 held |= {f"{own}self_attention.{name}": part for name, part in latent_parts(f"{hf}self_attn.").items()}
             second = "mlp.linear_fc1.layer_norm_weight" if fused_layernorm and not moe else "pre_mlp_layernorm.weight"
@@ -153,14 +205,14 @@ def megatron_parameters(
             held[own + second] = tensors[hf + "post_attention_layernorm.weight"]
             for kind in ("weight", "bias"):
                 if f"{hf}self_attn.k_proj.{kind}" in tensors:
-                    by_group = [tensors[f"{hf}self_attn.{x}_proj.{kind}"].chunk(groups) for x in "qkv"]
-                    fused = torch.cat([part for group in zip(*by_group, strict=True) for part in group])
+                    fused = heads_of_groups(kind, f"{hf}self_attn.")
                     held[f"{own}self_attention.linear_qkv.{kind}"] = fused.chunk(tp)[tp_rank]
             for x in "qk":
                 if f"{hf}self_attn.{x}_norm.weight" in tensors:
                     held[f"{own}self_attention.{x}_layernorm.weight"] = tensors[f"{hf}self_attn.{x}_norm.weight"]
-            output = tensors[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
-            held[own + "self_attention.linear_proj.weight"] = output
+            if not linear:
+                output = tensors[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[tp_rank]
+                held[own + "self_attention.linear_proj.weight"] = output
             if not moe:
                 held[own + "mlp.linear_fc1.weight"], held[own + "mlp.linear_fc2.weight"] = gated(
                     f"{hf}mlp.", tp, tp_rank
@@ -169,10 +221,13 @@ def megatron_parameters(
             held[own + "mlp.router.weight"] = tensors[hf + "mlp.gate.weight"]
             if f"{hf}mlp.gate.e_score_correction_bias" in tensors:
                 held[own + "mlp.router.expert_bias"] = tensors[hf + "mlp.gate.e_score_correction_bias"]
-            if f"{hf}mlp.shared_experts.up_proj.weight" in tensors:
-                fc1, fc2 = gated(f"{hf}mlp.shared_experts.", tp, tp_rank)
-                held[own + "mlp.shared_experts.linear_fc1.weight"] = fc1
-                held[own + "mlp.shared_experts.linear_fc2.weight"] = fc2
+            for shared in ("shared_expert", "shared_experts"):
+                if f"{hf}mlp.{shared}.up_proj.weight" in tensors:
+                    fc1, fc2 = gated(f"{hf}mlp.{shared}.", tp, tp_rank)
+                    held[own + "mlp.shared_experts.linear_fc1.weight"] = fc1
+                    held[own + "mlp.shared_experts.linear_fc2.weight"] = fc2
+            if f"{hf}mlp.shared_expert_gate.weight" in tensors:
+                held[own + "mlp.shared_experts.gate_weight"] = tensors[f"{hf}mlp.shared_expert_gate.weight"]
             each = experts_of(config) // ep
             for expert in range(each):
                 fc1, fc2 = gated(f"{hf}mlp.experts.{ep_rank * each + expert}.", etp, etp_rank)
@@ -192,7 +247,7 @@ def megatron_parameters(
 
 
 def experts_of(config) -> int:
-    return config.get("num_local_experts") or config["n_routed_experts"]
+    return next(config[key] for key in ("num_local_experts", "n_routed_experts", "num_experts") if key in config)
 
 
 def megatron_shard(tensors, config, sizes, rank):
@@ -238,8 +293,15 @@ def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
             prefix = name[: name.index(".experts.") + len(".experts")]
             if f"{prefix}.routed_experts.w13_weight" not in held:
                 held |= {f"{prefix}.routed_experts.{kind}": stack for kind, stack in experts(prefix).items()}
-        elif ".mlp.gate." in name:
+        elif ".mlp.gate." in name or "shared_expert_gate" in name:
             held[name] = tensor
+        elif name.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight", ".A_log", ".dt_bias")):
+            held[name] = tensor.chunk(tp)[rank]
+        elif name.endswith(".conv1d.weight"):
+            key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            held[name] = torch.cat([part.chunk(tp)[rank] for part in tensor.split([key, key, len(tensor) - 2 * key])])
+        elif name.endswith(".out_proj.weight"):
+            held[name] = tensor.chunk(tp, 1)[rank]
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             held[name] = vocabulary_part(tensor)
         elif "o_proj" in name or "down_proj" in name:

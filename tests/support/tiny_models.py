@@ -97,6 +97,22 @@ MODELS = {
         transformers.DeepseekV3ForCausalLM,
         {**LATENTS, "q_lora_rank": None, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,  # vLLM's kernels take no smaller ones
+            "linear_value_head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
     "qwen3_deep": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**HEADS, "num_hidden_layers": 5}),
 }
 

@@ -63,6 +63,15 @@ LATENTS = SIGMOID | {
     "v_head_dim": 32,
     "topk_method": "noaux_tc",
 }
+LINEAR = EXPERTS | {
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 32,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
@@ -168,6 +177,68 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
 def test_what_does_not_fit_is_named(tmp_path, hf, trainer, message):
     with pytest.raises(ConfigError, match=message):
         check_model(config(tmp_path, GOOD | hf, **trainer))
+
+
+@pytest.mark.parametrize("mode", ["rl", "replay", "sft", "dpo", "reward_model"])
+def test_a_family_without_a_trainer_is_refused_with_the_reason_and_left_to_engines(tmp_path, mode):
+    subject = config(tmp_path, GOOD | LINEAR)
+    subject.mode = mode
+    with pytest.raises(ConfigError) as refused:
+        check_model(subject)
+    assert str(refused.value) == (
+        f"model.path: {tmp_path} is a Qwen3NextForCausalLM, which has no trainer: megatron-core has no gated delta "
+        "nets for packed sequences; `areal evaluate` and `areal convert` take it"
+    )
+    if mode == "rl":
+        check_model(subject, trains=False)
+        subject.rollout.tp = 8
+        with pytest.raises(ConfigError, match=r"rollout\.tp: 8 does not divide linear_num_key_heads=4 "):
+            check_model(subject, trains=False)
+
+
+@pytest.mark.parametrize("key", ["kl_model", "reward"])
+def test_no_model_without_a_trainer_is_a_teacher_or_judge(tmp_path, key):
+    other = tmp_path / "other"
+    other.mkdir()
+    config(other, GOOD | LINEAR)
+    subject = config(tmp_path)
+    if key == "kl_model":
+        subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(other)
+    else:
+        subject.reward.model = str(other)
+    with pytest.raises(ConfigError, match=r"^(ppo.penalty.kl|reward.)_?model: .*other is a Qwen3Next.* no trainer"):
+        check_model(subject)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"layer_types": ["full_attention"] * 6},
+            "layer_types=.*needs linear_attention or full_att.* 6 layers, and both",
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "for each of 6 layers"),
+        ({"layer_types": ["linear_attention", "mamba", *["full_attention"] * 4]}, "linear_attention or full_attention"),
+        ({"linear_num_value_heads": 6}, "linear_num_value_heads=6, no multiple of linear_num_key_heads=4"),
+        ({"linear_key_head_dim": None}, "needs a positive integer linear_key_head_dim, has None"),
+        ({"mlp_only_layers": [1]}, "sets mlp_only_layers"),
+        ({"shared_expert_intermediate_size": 0}, "needs a positive integer shared_expert_intermediate_size"),
+    ],
+)
+def test_sizes_of_linear_attention_that_cannot_be_are_named(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        check_model(config(tmp_path, GOOD | LINEAR | change), trains=False)
+
+
+def test_linear_attention_needs_bfloat16_on_cpu(tmp_path):
+    subject = config(tmp_path, GOOD | LINEAR)
+    for device, dtype in (("cpu", "float32"), ("cpu", "float16"), ("cuda", "float32")):
+        subject.machine.device, subject.model.dtype = device, dtype
+        if device == "cuda":
+            check_model(subject, trains=False)
+            continue
+        with pytest.raises(ConfigError, match=rf"bfloat16 alone on CPU, not in {dtype}: `areal convert to-hf"):
+            check_model(subject, trains=False)
 
 
 @pytest.mark.parametrize(
@@ -286,20 +357,21 @@ from pathlib import Path
 from areal_megatron.config import ConfigError
 from areal_megatron.models.architecture import read_config
 from launch.memory import plan_memory
-from tests.unit.test_model_check import EXPERTS, GOOD, HOSTILE, config
+from tests.unit.test_model_check import EXPERTS, GOOD, HOSTILE, LINEAR, config
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import architecture, as_reward_model
 
 folder, wrong, count = Path(sys.argv[1]), 0, 0
-keys = sorted({*GOOD, *EXPERTS, "architectures", "rope_scaling", "rope_parameters", "rope_theta", "eos_token_id",
+keys = sorted({*GOOD, *LINEAR, "layer_types", "full_attention_interval", "architectures",
+               "rope_scaling", "rope_parameters", "rope_theta", "eos_token_id",
                "tie_word_embeddings", "decoder_sparse_step", "num_local_experts", "use_sliding_window"})
-for base in (GOOD, GOOD | EXPERTS):
+for base in (GOOD, GOOD | EXPERTS, GOOD | LINEAR):
     for key in keys:
         for value in HOSTILE:
             count += 1
             try:
                 subject = config(folder, base | {key: value})
-                check_model(subject)
+                check_model(subject, trains="linear_num_key_heads" not in base)
                 plan_memory(subject, read_config(folder), 80)
             except ConfigError as e:
                 wrong += "\\n" in str(e) or "\x1b" in str(e) or len(str(e)) > 400

@@ -27,6 +27,11 @@ _SIZES: dict[str, int] = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 """Key of config.json → its value in the tiny model, where the model has it."""
 _MOST: dict[str, int] = {

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3NextConfig
 
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
@@ -60,3 +61,17 @@ def test_a_published_model_by_hand():
     cost = flops(np.array([1000, 1000, 2000]), np.array([0, 900, 0]))
     assert cost[1] - cost[0] == 900 * flops.trained
     assert cost[2] - 2 * cost[0] == flops.pair * 1000**2
+
+
+def test_a_model_with_linear_attention_by_hand():
+    """Qwen3-Next-80B-A3B: 36 layers with 16 key and 32 value heads of 128, 12 with 16 query heads of 256 with gates and
+    2 key-value heads, 10 of 512 experts and a shared one of 512."""
+    flops = SequenceFlops.of(Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).to_dict())
+    projections = 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048
+    linear = projections + 4 * (2 * 2048 + 4096) + 3 * 32 * 128 * 128
+    full = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    experts = 11 * 3 * 2048 * 512 + 2048 * 512
+    assert flops.token == 2 * (36 * linear + 12 * full + 48 * experts)
+    assert flops.pair == 2 * 12 * 2 * 4096
+    # 3 billion active parameters, 0.6 of which are the embedding and the output layer
+    assert flops.token / 2 == pytest.approx(3e9, rel=0.2)
