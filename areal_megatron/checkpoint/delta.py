@@ -54,6 +54,7 @@ from areal_megatron.checkpoint.hf_folder import (
 from areal_megatron.files import set_aside, write_atomically
 from areal_megatron.models.architecture import DELTA, architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.pattern import name_at
 from areal_megatron.reshard import changes
 from areal_megatron.reshard.boxes import Box, Shape, boxes, expand, numbers
 from areal_megatron.reshard.changes import ChangesError
@@ -102,7 +103,7 @@ class _Tensor:
 
     @property
     def name(self) -> str:
-        return self.pattern.format(*self.index)
+        return name_at(self.pattern, self.index)
 
     def chunks(self, elements: int) -> Iterator[tuple[int, int]]:
         """Yields where each chunk starts and stops."""
