@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from areal_megatron import convert
 from areal_megatron.checkpoint import delta
 from areal_megatron.checkpoint.delta import base_for, remove
+from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.hf_folder import HfFolder
 from areal_megatron.convert import from_hf, to_hf
 from tests.support.reshard_oracle import write_model
 from tests.unit.checkpoint.test_convert import assert_equal, refused
@@ -207,6 +209,26 @@ LAST, ITS_BASE, FIRST = "version-000007", "version-000006", "version-000000"
 def test_what_is_damaged_is_named_and_nothing_is_written(exports, tmp_path, capsys, harm, problem):
     harm(exports)
     assert problem in refused(capsys, tmp_path, "to-hf", exports / LAST, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda e: (e / FIRST / "tokenizer.json").write_text("{}"),
+        lambda e: edit(e / LAST / "delta.json", chunk_elements=4000),
+        lambda e: cut(e / LAST / "delta.safetensors"),
+    ],
+)
+def test_bases_are_closed_when_one_is_refused(exports, monkeypatch, harm):
+    harm(exports)
+    opened, closed = [], []
+    open_export, close = delta.open_export, HfFolder.close
+    monkeypatch.setattr(delta, "open_export", lambda *of: opened.append(open_export(*of)) or opened[-1])
+    monkeypatch.setattr(HfFolder, "close", lambda folder: closed.append(folder) or close(folder))
+    with pytest.raises(CheckpointError):
+        delta.DeltaFolder(exports / LAST)
+    whole = [base for base, _ in opened if isinstance(base, HfFolder)]
+    assert len(whole) == 1 and closed == whole
 
 
 def test_no_wrong_bit_gets_through(exports, run, tmp_path, capsys):
