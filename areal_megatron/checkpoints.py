@@ -21,7 +21,7 @@ from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.protocol import ControllerError
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 
@@ -36,7 +36,8 @@ class Export(threading.Thread):
     It begins when the export `after` has ended, and asks `base` then for the export since which the changes are enough;
     if they cannot be written, as when that one is damaged, it is whole. The process ends with this one: the kernel ends
     it when the thread that started it ends (on Linux), the launcher with all other processes of the trainer's session.
-    removed: the checkpoint holds nothing but weights, and is removed then.
+    removed: the checkpoint holds nothing but weights, and is removed then. check_current: called before an export is
+    removed or written; raises Replaced if this incarnation of the run may do neither.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Export(threading.Thread):
         after: Export | None = None,
         base: Callable[[], Path | None] = lambda: None,
         removed: bool = False,
+        check_current: Callable[[], None] = lambda: None,
     ):
         super().__init__(name=f"export-{out.name}", daemon=True)
         self.checkpoint, self._out, self._after, self._base, self._removed = checkpoint, out, after, base, removed
+        self._check_current = check_current
         self.start()
 
     def run(self) -> None:
@@ -56,13 +59,14 @@ class Export(threading.Thread):
             self._after.join()
         try:
             self._export()
-        except OSError as e:
+        except (OSError, Replaced) as e:
             log.error("the export of %s failed: %s", self._out.name, e)
         finally:
             if self._removed:
                 shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def _export(self) -> None:
+        self._check_current()
         self._out.parent.mkdir(exist_ok=True)
         if self._out.exists():  # this version was exported before the run was resumed
             delta.remove(self._out)
@@ -265,7 +269,7 @@ class Checkpoints:
         with self._lock:
             self._exports = [export for export in self._exports if export.is_alive()]
             out, after = self._run.exports / f"version-{version:06d}", self._exports[-1] if self._exports else None
-            self._exports.append(Export(folder, out, after, base, removed))
+            self._exports.append(Export(folder, out, after, base, removed, self._run.check_current))
 
     def _tidied(self, sealed: Path) -> str:
         """Removes what need not be kept; returns a warning if there is no room for the next ones, or ""."""
