@@ -27,6 +27,8 @@ from areal_megatron.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 _PROGRESS_S = 60.0
+_MOST_PENDING = 2
+"""Exports that have not ended, with which no weights are saved for a further one: each keeps a copy on the disk."""
 
 
 class Export(threading.Thread):
@@ -129,6 +131,8 @@ class Checkpoints:
         """The last version whose weights were saved for an export alone, or with which this incarnation began."""
         self._exports: list[Export] = []
         """Those that may not have ended; both savers' threads add to it."""
+        self._behind = False
+        """Whether the last version that was to be exported was not, since too many exports had not ended."""
         self._lock = threading.Lock()
 
     def resume(self) -> tuple[int, int]:
@@ -153,7 +157,8 @@ class Checkpoints:
         self._weights.wait_until_read()
 
     def after_update(self, version: int, batches: int, last: bool) -> None:
-        """Saves `version` if it is its turn or the last, or its weights alone if it is only to be exported.
+        """Saves `version` if it is its turn or the last, or its weights alone if it is only to be exported, unless two
+        exports have not ended.
 
         To be called before the next batch is asked for.
 
@@ -166,7 +171,9 @@ class Checkpoints:
         if every and version != self._version and (version % every == 0 or last):
             self._begin(version, batches)
         elif version != self._version and self._is_to_be_exported(version):
-            self._begin_export(version)
+            self._weights.wait()  # one at a time
+            if not self._is_behind(version):
+                self._begin_export(version)
 
     def stop(self, version: int, batches: int) -> None:
         """Saves `version`, whatever checkpoint.every is: the run is to end before its last update.
@@ -202,7 +209,6 @@ class Checkpoints:
         self._stall_s = time.monotonic() - begun
 
     def _begin_export(self, version: int) -> None:
-        self._weights.wait()  # one at a time
         folder = checkpoint_folder.weights(self._run, version)
 
         def seal(_: dict[str, Written]) -> None:
@@ -241,6 +247,25 @@ class Checkpoints:
         parallel = self._trainer.parallel
         saved = (b"yes" if self._saved == version else b"") if parallel.is_first else None
         return bool(parallel.share_all(saved))
+
+    def _is_behind(self, version: int) -> bool:
+        """Whether so many exports have not ended that `version` is to have none, the same on all ranks. Collective."""
+        parallel = self._trainer.parallel
+        if not parallel.is_first:
+            return bool(parallel.share_all(None))
+        with self._lock:
+            pending = sum(export.is_alive() for export in self._exports)
+        behind = pending >= _MOST_PENDING
+        if behind and not self._behind:
+            log.warning(
+                "version %d is not exported, nor are those after it until one of %d exports has ended: an export takes "
+                "longer than checkpoint.hf_every=%d updates",
+                version,
+                pending,
+                self._settings.hf_every,
+            )
+        self._behind = behind
+        return bool(parallel.share_all(b"yes" if behind else b""))
 
     def _seal(self, version: int, batches: int, begun: float, written: dict[str, Written]) -> None:
         """Completes the checkpoint when all ranks' files are there; rank 0, on the saver's thread. Raises OSError."""
