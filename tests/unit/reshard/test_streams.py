@@ -215,6 +215,24 @@ def test_a_slow_stranger_has_little_time(listener, monkeypatch):
         assert not connection.recv(1) and 0.2 < time.monotonic() - begun < 10
 
 
+def test_a_stream_for_which_there_is_no_thread_keeps_nobody_out(listener, credentials, monkeypatch, caplog):
+    start, refused = threading.Thread.start, []
+
+    def start_all_but_one(thread):
+        if thread.name == "greet" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
+    with socket.create_connection(("127.0.0.1", listener.port)) as connection:
+        connection.settimeout(20)
+        assert not connection.recv(1) and not listener._strangers
+    assert "no stream can be greeted: can't start new thread" in caplog.text
+    dialer(listener, credentials).dial(0, LINK, "member 0", soon())
+    listener.take(LINK, "member 0", soon())
+
+
 @pytest.mark.parametrize("content", [b"\xc1", msgspec.msgpack.encode({"link": 7, "role": 8}), b""])
 def test_a_greeting_that_says_nothing(listener, credentials, content):
     connection = credentials.calling().wrap_socket(socket.create_connection(("127.0.0.1", listener.port)))
