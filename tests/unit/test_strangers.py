@@ -189,8 +189,8 @@ def test_strangers_end_nothing_and_use_nothing_up(listener):
 
 
 def test_strangers_at_an_engine_of_another_site_use_nothing_up(tmp_path):
-    """None of them gets past the handshake. 6,500 of them keep the cores busy, and so a friend waits: but not for as long
-    as it would behind a few strangers who are silent for STRANGER_S each."""
+    """None of them gets past the handshake. 6,500 of them keep the cores busy, and a friend waits for that: but not for
+    as long as it would behind a few strangers who are silent for STRANGER_S each."""
     (tmp_path / "site.pem").write_bytes(new_credentials())
     with listening("site", tmp_path) as listener:
         answers = survived(listener, Credentials(tmp_path / "site.pem").calling(), longest_s=5)

@@ -230,7 +230,7 @@ def test_an_engine_whose_numbers_are_none_ends_the_run(tmp_path):
         subject.trained(0, of_trainers(subject.begin(0, [trajectory(1)])))
         await turns()
 
-    with pytest.raises(RunError, match="engine-0 gives tokens .* they differ by nan in the mean"):
+    with pytest.raises(RunError, match=r"engine-0 gives tokens .* they differ by nan in the mean"):
         play(scene, tmp_path, Client(off=np.nan))
 
 
