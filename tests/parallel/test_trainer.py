@@ -174,10 +174,19 @@ def test_routes_of_layers_without_experts_are_passed_over(folder, on_ranks, fami
     on_ranks("routing_checks:check_replay", 2, cases=cases, family=family)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2, "ep": 2}], ids=["tp1", "tp2-dp2-ep2"])
-def test_biases_of_routers_move_by_the_load_of_the_steps_taken(folder, on_ranks, layout):
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ({}, {}),
+        ({}, {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}),
+        ({"tp": 2, "dp": 2, "ep": 2}, {}),
+    ],
+    ids=["tp1", "tp1-with-a-loss", "tp2-dp2-ep2"],
+)
+def test_biases_of_routers_move_by_the_load_of_the_steps_taken(folder, on_ranks, layout, fields):
     create_runs(folder, ["moving"])
-    on_ranks("routing_checks:check_biases", layout.get("tp", 1) * layout.get("dp", 1), layout=layout)
+    ranks = layout.get("tp", 1) * layout.get("dp", 1)
+    on_ranks("routing_checks:check_biases", ranks, layout=layout, fields=fields)
 
 
 PROMPTS = {
