@@ -15,7 +15,7 @@ from tests.support.tiny_models import MODELS, save_model
 DENSE = ("qwen2", "qwen3", "llama")
 CASES = {
     "tp1": [(model, {}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
-    "sigmoid-router": [("glm4_moe", {}), ("glm4_moe", {"recompute": "full"})],
+    "sigmoid-router": [("glm4_moe", {}), ("glm4_moe", {"recompute": "full"}), ("glm4_yarn", {})],
     "sigmoid-router-on-2-ranks": [
         ("glm4_moe", {"tp": 2, "recompute": "mlp"}),
         ("glm4_moe", {"pp": 2, "vpp": 2}),
