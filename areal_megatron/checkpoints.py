@@ -21,12 +21,14 @@ from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.protocol import ControllerError
-from areal_megatron.run import Run, RunError
+from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 _PROGRESS_S = 60.0
+_MOST_PENDING = 2
+"""Exports that have not ended, with which no weights are saved for a further one: each keeps a copy on the disk."""
 
 
 class Export(threading.Thread):
@@ -36,7 +38,8 @@ class Export(threading.Thread):
     It begins when the export `after` has ended, and asks `base` then for the export since which the changes are enough;
     if they cannot be written, as when that one is damaged, it is whole. The process ends with this one: the kernel ends
     it when the thread that started it ends (on Linux), the launcher with all other processes of the trainer's session.
-    removed: the checkpoint holds nothing but weights, and is removed then.
+    removed: the checkpoint holds nothing but weights, and is removed then. check_current: called before an export is
+    removed or written; raises Replaced if this incarnation of the run may do neither.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Export(threading.Thread):
         after: Export | None = None,
         base: Callable[[], Path | None] = lambda: None,
         removed: bool = False,
+        check_current: Callable[[], None] = lambda: None,
     ):
         super().__init__(name=f"export-{out.name}", daemon=True)
         self.checkpoint, self._out, self._after, self._base, self._removed = checkpoint, out, after, base, removed
+        self._check_current = check_current
         self.start()
 
     def run(self) -> None:
@@ -56,13 +61,14 @@ class Export(threading.Thread):
             self._after.join()
         try:
             self._export()
-        except OSError as e:
+        except (OSError, Replaced) as e:
             log.error("the export of %s failed: %s", self._out.name, e)
         finally:
             if self._removed:
                 shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def _export(self) -> None:
+        self._check_current()
         self._out.parent.mkdir(exist_ok=True)
         if self._out.exists():  # this version was exported before the run was resumed
             delta.remove(self._out)
@@ -125,6 +131,8 @@ class Checkpoints:
         """The last version whose weights were saved for an export alone, or with which this incarnation began."""
         self._exports: list[Export] = []
         """Those that may not have ended; both savers' threads add to it."""
+        self._behind = False
+        """Whether the last version that was to be exported was not, since too many exports had not ended."""
         self._lock = threading.Lock()
 
     def resume(self) -> tuple[int, int]:
@@ -149,7 +157,8 @@ class Checkpoints:
         self._weights.wait_until_read()
 
     def after_update(self, version: int, batches: int, last: bool) -> None:
-        """Saves `version` if it is its turn or the last, or its weights alone if it is only to be exported.
+        """Saves `version` if it is its turn or the last, or its weights alone if it is only to be exported, unless two
+        exports have not ended.
 
         To be called before the next batch is asked for.
 
@@ -162,7 +171,9 @@ class Checkpoints:
         if every and version != self._version and (version % every == 0 or last):
             self._begin(version, batches)
         elif version != self._version and self._is_to_be_exported(version):
-            self._begin_export(version)
+            self._weights.wait()  # one at a time
+            if not self._is_behind(version):
+                self._begin_export(version)
 
     def stop(self, version: int, batches: int) -> None:
         """Saves `version`, whatever checkpoint.every is: the run is to end before its last update.
@@ -198,7 +209,6 @@ class Checkpoints:
         self._stall_s = time.monotonic() - begun
 
     def _begin_export(self, version: int) -> None:
-        self._weights.wait()  # one at a time
         folder = checkpoint_folder.weights(self._run, version)
 
         def seal(_: dict[str, Written]) -> None:
@@ -238,6 +248,25 @@ class Checkpoints:
         saved = (b"yes" if self._saved == version else b"") if parallel.is_first else None
         return bool(parallel.share_all(saved))
 
+    def _is_behind(self, version: int) -> bool:
+        """Whether so many exports have not ended that `version` is to have none, the same on all ranks. Collective."""
+        parallel = self._trainer.parallel
+        if not parallel.is_first:
+            return bool(parallel.share_all(None))
+        with self._lock:
+            pending = sum(export.is_alive() for export in self._exports)
+        behind = pending >= _MOST_PENDING
+        if behind and not self._behind:
+            log.warning(
+                "version %d is not exported, nor are those after it until one of %d exports has ended: an export takes "
+                "longer than checkpoint.hf_every=%d updates",
+                version,
+                pending,
+                self._settings.hf_every,
+            )
+        self._behind = behind
+        return bool(parallel.share_all(b"yes" if behind else b""))
+
     def _seal(self, version: int, batches: int, begun: float, written: dict[str, Written]) -> None:
         """Completes the checkpoint when all ranks' files are there; rank 0, on the saver's thread. Raises OSError."""
         folder = checkpoint_folder.partial(self._run, version)
@@ -265,7 +294,7 @@ class Checkpoints:
         with self._lock:
             self._exports = [export for export in self._exports if export.is_alive()]
             out, after = self._run.exports / f"version-{version:06d}", self._exports[-1] if self._exports else None
-            self._exports.append(Export(folder, out, after, base, removed))
+            self._exports.append(Export(folder, out, after, base, removed, self._run.check_current))
 
     def _tidied(self, sealed: Path) -> str:
         """Removes what need not be kept; returns a warning if there is no room for the next ones, or ""."""

@@ -295,6 +295,9 @@ def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
             continue
         try:
             said, good = part.check(subject), "ok"
+        except subprocess.TimeoutExpired as e:  # whose text is the whole command
+            said, good = f"it has not ended within {e.timeout:.0f} s: a busy machine, or something is stuck", "FAILS"
+            failed.add(part.name)
         except (ConfigError, Fault, OSError, ValueError, KeyError) as e:
             said, good = (str(e) if isinstance(e, Fault) else repr(e)), "FAILS"
             failed.add(part.name)

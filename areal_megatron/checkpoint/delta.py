@@ -54,6 +54,7 @@ from areal_megatron.checkpoint.hf_folder import (
 from areal_megatron.files import set_aside, write_atomically
 from areal_megatron.models.architecture import DELTA, architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.pattern import name_at
 from areal_megatron.reshard import changes
 from areal_megatron.reshard.boxes import Box, Shape, boxes, expand, numbers
 from areal_megatron.reshard.changes import ChangesError
@@ -102,7 +103,7 @@ class _Tensor:
 
     @property
     def name(self) -> str:
-        return self.pattern.format(*self.index)
+        return name_at(self.pattern, self.index)
 
     def chunks(self, elements: int) -> Iterator[tuple[int, int]]:
         """Yields where each chunk starts and stops."""
@@ -139,17 +140,15 @@ class DeltaFolder:
                 "take another export"
             )
         self._base, described_base = open_export(self._base_folder, above)
-        self.description = described_base
-        if (folder / _DESCRIPTION).is_dir():
-            self.description = folder / _DESCRIPTION
-        if _description_crc(self.description) != described.description_crc:
-            raise CheckpointError(
-                f"{self.description}: config.json, tokenizer or the like have been changed since {folder} was written"
-            )
-        self._canonical = architecture(read_config(self.description)).canonical
-        if architecture(read_config(described_base)).canonical != self._canonical:
-            raise CheckpointError(f"{self._base_folder} is another model than {folder} was made from; {_ANOTHER}")
-        self._entries = self._checked(safetensors_entries(self._file))
+        try:
+            self.description = self._described(described, described_base)
+            self._canonical = architecture(read_config(self.description)).canonical
+            if architecture(read_config(described_base)).canonical != self._canonical:
+                raise CheckpointError(f"{self._base_folder} is another model than {folder} was made from; {_ANOTHER}")
+            self._entries = self._checked(safetensors_entries(self._file))
+        except BaseException:
+            self._base.close()
+            raise
         self._files = OpenFiles()
         self._chunks: tuple[_Tensor | None, list[_Chunk], list[int]] = (None, [], [])
         """The tensor that was read last, its chunks, and where in the file they begin."""
@@ -182,6 +181,16 @@ class DeltaFolder:
     def close(self) -> None:
         self._files.close()
         self._base.close()
+
+    def _described(self, described: _Described, described_base: Path) -> Path:
+        """Returns the folder with config.json and tokenizer, which are those that were written."""
+        own = self._folder / _DESCRIPTION
+        found = own if own.is_dir() else described_base
+        if _description_crc(found) != described.description_crc:
+            raise CheckpointError(
+                f"{found}: config.json, tokenizer or the like have been changed since {self._folder} was written"
+            )
+        return found
 
     def _checked(self, entries: dict[str, SafetensorsEntry]) -> dict[str, SafetensorsEntry]:
         for name, shape in expand(self._canonical).items():

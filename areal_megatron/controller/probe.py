@@ -135,7 +135,7 @@ class Probe:
         if subject in self._tested:
             return
         self._tested.add(subject)
-        if not mean <= self._explained:
+        if self._explained < math.inf and not mean <= self._explained:  # which NaN is not, either
             self._fault = (
                 f"{self._asked.name} gives tokens other log-probabilities than the trainers at version {version}: they "
                 f"differ by {mean:.2g} in the mean, and {self._dtype} explains {self._explained:g}; its kernels or its "

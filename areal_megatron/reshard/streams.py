@@ -211,7 +211,12 @@ class Listener:
             if len(waiting) >= _MOST_STRANGERS:
                 waiting[0].end()
             self._strangers[stream] = None
-            threading.Thread(target=self._greet, args=(stream, peer), name="greet", daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(stream, peer), name="greet", daemon=True).start()
+            except RuntimeError as e:  # out of threads, perhaps for a moment
+                log.warning("no stream can be greeted: %s", first_line(e))
+                self._strangers.pop(stream, None)
+                stream.end()
 
     def _greet(self, stream: Stream, peer: str) -> None:
         until = time.monotonic() + STRANGER_S

@@ -13,15 +13,23 @@ import torch
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.models.table import ROUTER_BIAS
+from areal_megatron.passed_through import MEGATRON
 from areal_megatron.trainer.model import described, parallel_sizes, transformer_config
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError if megatron-core refuses a field of the config, or all of them together, for its model."""
+    """Raises ConfigError if megatron-core refuses a field of the config, or all of them together, for its model, or
+    would pass over one."""
     on_cuda = not config.machine.is_cpu and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     hf, held = described(config.model.path)
-    transformer_config(config, parallel_sizes(config, device), hf, held, device)
+    made = transformer_config(config, parallel_sizes(config, device), hf, held, device)
+    if made.moe_router_bias_update_rate and not held.has(ROUTER_BIAS):
+        raise ConfigError(
+            f"{MEGATRON}.moe_router_bias_update_rate: the model of {config.model.path} has no routers with a bias; "
+            "leave it out"
+        )
 
 
 def require(config: Config) -> None:

@@ -68,6 +68,10 @@ class Router(TopKRouter):
         super().__init__(*args, **options)
         self.router_replay = RouteOverride()
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None):
+        """Counts the load by which biases move: of all tokens, also of those that the loss passes over."""
+        super()._apply_expert_bias(routing_map)
+
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
         """Attaches coefficient · N · E · Σ_e f_e · P_e (Switch Transformer, Equation 4) to the probabilities.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -277,6 +278,9 @@ def transformer_config(
         fusions["bias_activation_fusion"] = True
     if latents := dimensions.latent > 0:
         fusions["apply_rope_fusion"] = False  # LatentRotary has no table of cosines for it
+    factor = _factor_of_part(hf, dimensions)
+    if factor != 1.0:
+        fusions["apply_rope_fusion"] = False  # it takes no factor
     own = dict(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
@@ -309,12 +313,34 @@ def transformer_config(
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **_whole_layers_again(config, dimensions.layers),
     )
-    return with_fields(own, config.trainer.megatron, MLATransformerConfig if latents else TransformerConfig)
+    made = with_fields(own, config.trainer.megatron, MLATransformerConfig if latents else TransformerConfig)
+    if factor != 1.0:
+        _multiply_rotated(made, factor)
+    return made
 
 
 def _scale(hf: PretrainedConfig, dimensions: Dimensions) -> dict[str, Any]:
     # Hugging Face multiplies queries and keys by the rope factor when it rotates them.
-    return {"softmax_scale": _rotary_frequencies(hf)[1] ** 2 / dimensions.head_dim**0.5}
+    factor = _rotary_frequencies(hf)[1] / _factor_of_part(hf, dimensions)
+    return {"softmax_scale": factor**2 / dimensions.head_dim**0.5}
+
+
+def _factor_of_part(hf: PretrainedConfig, dimensions: Dimensions) -> float:
+    """Returns the factor of rotated queries and keys where only a part of a head is rotated, so that the scale of the
+    softmax cannot have it; else 1."""
+    if dimensions.latent:
+        return 1.0  # LatentRotary has it
+    frequencies, factor = _rotary_frequencies(hf)
+    return factor if 2 * len(frequencies) < dimensions.head_dim else 1.0
+
+
+def _multiply_rotated(transformer: TransformerConfig, factor: float) -> None:
+    """Has Megatron's attention multiply by `factor` what it rotates, whatever the type of the embeddings.
+
+    Its formula for YaRN is (0.1 · mscale · ln(scaling factor) + 1) / (0.1 · mscale_all_dim · ln(scaling factor) + 1).
+    """
+    transformer.yarn_rotary_scaling_factor = math.exp(10.0)
+    transformer.yarn_mscale, transformer.yarn_mscale_all_dim = factor - 1.0, 0.0
 
 
 def _latents(hf: PretrainedConfig, d: Dimensions) -> dict[str, Any]:

@@ -72,7 +72,13 @@ def test_optimizer_states_on_the_host_are_the_same_states(tmp_path, on_ranks):
 
 @pytest.mark.parametrize(
     ("check", "run", "world"),
-    [("full_disk", "full", 2), ("no_room_for_the_model", "room", 1), ("clock", "clock", 1), ("exports", "exports", 2)],
+    [
+        ("full_disk", "full", 2),
+        ("no_room_for_the_model", "room", 1),
+        ("clock", "clock", 1),
+        ("exports", "exports", 2),
+        ("slow_exports", "slow", 2),
+    ],
 )
 def test_a_disk_without_room_a_clock_that_jumps_and_exports_of_all_versions(tmp_path, on_ranks, check, run, world):
     save_model("qwen3", tmp_path / "qwen3")

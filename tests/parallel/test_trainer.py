@@ -15,7 +15,7 @@ from tests.support.tiny_models import MODELS, save_model
 DENSE = ("qwen2", "qwen3", "llama")
 CASES = {
     "tp1": [(model, {}) for model in (*DENSE, "qwen3_moe", "qwen3_balanced")],
-    "sigmoid-router": [("glm4_moe", {}), ("glm4_moe", {"recompute": "full"})],
+    "sigmoid-router": [("glm4_moe", {}), ("glm4_moe", {"recompute": "full"}), ("glm4_yarn", {})],
     "sigmoid-router-on-2-ranks": [
         ("glm4_moe", {"tp": 2, "recompute": "mlp"}),
         ("glm4_moe", {"pp": 2, "vpp": 2}),
@@ -174,10 +174,19 @@ def test_routes_of_layers_without_experts_are_passed_over(folder, on_ranks, fami
     on_ranks("routing_checks:check_replay", 2, cases=cases, family=family)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "dp": 2, "ep": 2}], ids=["tp1", "tp2-dp2-ep2"])
-def test_biases_of_routers_move_by_the_load_of_the_steps_taken(folder, on_ranks, layout):
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ({}, {}),
+        ({}, {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}),
+        ({"tp": 2, "dp": 2, "ep": 2}, {}),
+    ],
+    ids=["tp1", "tp1-with-a-loss", "tp2-dp2-ep2"],
+)
+def test_biases_of_routers_move_by_the_load_of_the_steps_taken(folder, on_ranks, layout, fields):
     create_runs(folder, ["moving"])
-    on_ranks("routing_checks:check_biases", layout.get("tp", 1) * layout.get("dp", 1), layout=layout)
+    ranks = layout.get("tp", 1) * layout.get("dp", 1)
+    on_ranks("routing_checks:check_biases", ranks, layout=layout, fields=fields)
 
 
 PROMPTS = {

@@ -48,6 +48,19 @@ LATENTS = {
     "routed_scaling_factor": 1.5,
     "moe_intermediate_size": 32,
 }
+GLM4 = {
+    **HEADS,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 32,
+}
 MODELS = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {**TIED_AND_SMALL, **YARN}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, HEADS),
@@ -62,23 +75,8 @@ MODELS = {
         transformers.Qwen3MoeForCausalLM,
         {**EXPERTS, "norm_topk_prob": False, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     ),
-    "glm4_moe": (
-        transformers.Glm4MoeConfig,
-        transformers.Glm4MoeForCausalLM,
-        {
-            **HEADS,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM, GLM4),
+    "glm4_yarn": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM, {**GLM4, **YARN}),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
         transformers.DeepseekV3ForCausalLM,

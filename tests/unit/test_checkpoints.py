@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from areal_megatron import checkpoints
 from areal_megatron.checkpoints import Export
 from areal_megatron.convert import from_hf, to_hf
+from areal_megatron.run import Run
 from tests.support.reshard_oracle import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +101,20 @@ def test_changes_that_cannot_be_written_become_a_whole_export(checkpoint, tmp_pa
     for folder in (tmp_path / "whole", tmp_path / "exports" / "version-000003"):
         found = load_file(folder / "model.safetensors")
         assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_an_incarnation_that_was_replaced_removes_no_export(checkpoint, tmp_path, monkeypatch, caplog):
+    """Its thread ends, and takes along the weights that it alone has."""
+    monkeypatch.chdir(ROOT)
+    run = Run(tmp_path / "run")
+    run.create()
+    run.begin()
+    exported = shutil.copytree(tmp_path / "model", run.exports / "version-000002")
+    before = {path: path.read_bytes() for path in exported.iterdir()}
+    Run(run.folder).begin()
+    Export(checkpoint, exported, removed=True, check_current=run.check_current).join(60)
+    assert "the export of version-000002 failed: " in caplog.text and "was started again by" in caplog.text
+    assert {path: path.read_bytes() for path in exported.iterdir()} == before and not checkpoint.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promise, by prctl")

@@ -6,6 +6,7 @@ import http.client
 import itertools
 import random
 import socket
+import statistics
 import threading
 import time
 
@@ -151,8 +152,9 @@ async def flood(listener):
     return await asyncio.gather(*(send(listener, request, gate) for request in requests)), silent
 
 
-def survived(listener, tls=None):
-    """Floods the server, beside a friend who is served all the time; returns what the strangers were answered.
+def survived(listener, tls=None, longest_s=1):
+    """Floods the server, beside a friend who is served all the time, each time within `longest_s`, and mostly within a
+    second; returns what the strangers were answered.
 
     Nothing of the server's is used up afterwards, and its log is short.
     """
@@ -166,7 +168,8 @@ def survived(listener, tls=None):
     finally:
         friend.stop()
     assert len(answers) == RANDOM + CRAFTED and len(silent) == SILENT > DESCRIPTORS
-    assert not friend.problems and max(friend.seconds) < 1 and len(friend.seconds) > 50
+    assert not friend.problems and len(friend.seconds) > 50
+    assert max(friend.seconds) < longest_s and statistics.median(friend.seconds) < 1
     friend.ask(kept)  # its connection has survived
 
     deadline = time.monotonic() + STRANGER_S + 5
@@ -186,10 +189,11 @@ def test_strangers_end_nothing_and_use_nothing_up(listener):
 
 
 def test_strangers_at_an_engine_of_another_site_use_nothing_up(tmp_path):
-    """None of them gets past the handshake."""
+    """None of them gets past the handshake. 6,500 of them keep the cores busy, and a friend waits for that: but not for
+    as long as it would behind a few strangers who are silent for STRANGER_S each."""
     (tmp_path / "site.pem").write_bytes(new_credentials())
     with listening("site", tmp_path) as listener:
-        answers = survived(listener, Credentials(tmp_path / "site.pem").calling())
+        answers = survived(listener, Credentials(tmp_path / "site.pem").calling(), longest_s=5)
         assert not any(b"HTTP" in answer for answer in answers)
 
 

@@ -7,11 +7,13 @@ import os
 import random
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 
+from areal_megatron import checkpoints as checkpoints_module
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.checkpoints import Checkpoints
+from areal_megatron.checkpoints import Checkpoints, Export
 from areal_megatron.config import CheckpointConfig, Config, CriticConfig, OptimizerConfig, PenaltyConfig, PPOConfig
 from areal_megatron.convert import to_hf
 from areal_megatron.data.trajectory import BatchPart
@@ -322,7 +325,8 @@ def check_exports(folder: Path, rank: int, model: str) -> None:
     """Every version is exported, though every other one alone is saved; one for which there is no room is lost."""
     config = make_config(folder, model, {"dp": 2}, dtype="bfloat16", ppo=PPOConfig(critic=CRITIC))
     config.checkpoint = CheckpointConfig(every=2, hf_every=1, hf_deltas=3)
-    with open_trainer(folder, rank, config, "exports") as subject:
+    all_may_wait = patch.object(checkpoints_module, "_MOST_PENDING", 6)
+    with all_may_wait, open_trainer(folder, rank, config, "exports") as subject:
         run = Run(folder / "exports")
         checkpoints = Checkpoints(config, run, subject, Port(run, rank == 0))
         assert checkpoints.resume() == (0, 0)
@@ -346,6 +350,56 @@ def check_exports(folder: Path, rank: int, model: str) -> None:
                 found, expected = (place / "model.safetensors" for place in (folder / "whole", folder / path.name))
                 assert found.read_bytes() == expected.read_bytes(), path
                 shutil.rmtree(folder / "whole")
+
+
+class HeldExport(Export):
+    """An export that waits for the test."""
+
+    go_on = threading.Event()
+
+    def _export(self) -> None:
+        assert self.go_on.wait(120)
+        super()._export()
+
+
+def check_slow_exports(folder: Path, rank: int, model: str) -> None:
+    """While two exports have not ended no rank saves weights for another one, which is said once each time. What an
+    incarnation that was replaced has yet to export is not exported."""
+    config = make_config(folder, model, {"dp": 2}, dtype="bfloat16")
+    config.checkpoint = CheckpointConfig(hf_every=1, hf_deltas=3)
+    go_on, told = HeldExport.go_on, []
+    held = patch.object(checkpoints_module, "Export", HeldExport)
+    listening = patch.object(checkpoints_module.log, "warning", lambda message, *of: told.append(message % of))
+    with held, listening, open_trainer(folder, rank, config, "slow") as subject:
+        run = Run(folder / "slow", 0)
+        checkpoints = Checkpoints(config, run, subject, Port(run, rank == 0))
+        assert checkpoints.resume() == (0, 0)
+
+        def saved(first: int, last: int) -> list[str]:
+            for version in range(first, last + 1):
+                update(subject, version - 1, version, checkpoints)
+                checkpoints.after_update(version, version, False)
+            checkpoints._weights.wait()
+            dist.barrier()
+            folders = sorted(path.name[1:15] for path in run.exports.glob(".*.weights"))
+            dist.barrier()
+            return folders
+
+        assert saved(1, 5) == ["version-000001", "version-000002"]
+        go_on.set()
+        checkpoints.finish()
+        dist.barrier()
+        go_on.clear()
+        assert saved(6, 9) == ["version-000006", "version-000007"]
+        if rank == 0:
+            assert [message[:26] for message in told] == [f"version {n} is not exported," for n in (3, 8)]
+            Run(run.folder).begin()
+            go_on.set()
+            for export in checkpoints._exports:
+                export.join(60)
+            names = ["version-000001", "version-000002"]
+            assert sorted(path.name for path in run.exports.iterdir()) == names
+        dist.barrier()
 
 
 def check_no_room_for_the_model(folder: Path, rank: int, model: str) -> None:

@@ -113,9 +113,12 @@ def check_other_model(folder: Path, rank: int) -> None:
                 subject.train_batch(part)
 
 
-def check_biases(folder: Path, rank: int, layout: dict) -> None:
+def check_biases(folder: Path, rank: int, layout: dict, fields: dict) -> None:
     """A step moves the biases by the rate, up for experts with less than the mean load of that step's tokens and down
-    for those with more; a step that is not taken moves none, nor does the rate 0. The reference keeps its own."""
+    for those with more; a step that is not taken moves none, nor does the rate 0. The reference keeps its own.
+
+    fields: further ones of megatron-core.
+    """
     model = load_oracle(folder / "glm4_moe")
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     begun = [gate.e_score_correction_bias.clone() for gate in gates]
@@ -127,7 +130,8 @@ def check_biases(folder: Path, rank: int, layout: dict) -> None:
         for t in trajectories:
             model(torch.from_numpy(np.concatenate((t.prompt, t.response)).astype(np.int64))[None])
     for run, rate in (("run", 0.0), ("moving", 0.01)):
-        config = make_config(folder, "glm4_moe", layout | {"megatron": {"moe_router_bias_update_rate": rate}})
+        megatron = fields | {"moe_router_bias_update_rate": rate}
+        config = make_config(folder, "glm4_moe", layout | {"megatron": megatron})
         with open_trainer(folder, rank, config, run) as subject:
             batch, held = MiniBatch(subject, trajectories, *rest), biases(subject.policy.chunks)
             for norm in (float("nan"), 1.0):

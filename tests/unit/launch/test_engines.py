@@ -1,5 +1,6 @@
 """What `python -m launch.engines` decides before it starts or drains anything."""
 
+import contextlib
 import os
 import socket
 import time
@@ -105,19 +106,21 @@ def test_a_gpu_that_the_pools_of_a_run_share_has_no_room_for_more_engines(run, m
 
 def test_engines_at_another_site_take_ports_in_a_row():
     own = routed_address()
-    assert sites_of(f"{own}:47000", "", 3, 2) == [Site(own, port, own) for port in (47000, 47003, 47006)]
+    first = free_ports(own, 9)
+    assert sites_of(f"{own}:{first}", "", 3, 2) == [Site(own, port, own) for port in (first, first + 3, first + 6)]
     assert sites_of(own, "", 2, 1) == [Site(own, 0, own)] * 2, "wherever they are free, at each start"
 
 
 def test_a_machine_whose_address_is_translated_listens_at_its_own():
-    sites = sites_of("gateway.invalid:47000", "127.0.0.1", 2, 1)
-    assert sites == [Site("gateway.invalid", port, "127.0.0.1") for port in (47000, 47002)]
+    first = free_ports("127.0.0.1", 4)
+    sites = sites_of(f"gateway.invalid:{first}", "127.0.0.1", 2, 1)
+    assert sites == [Site("gateway.invalid", port, "127.0.0.1") for port in (first, first + 2)]
     assert [Site.of(site.settings) for site in sites] == sites and Site.of({}) is None
     for listens, problem in (("192.0.2.1", "is no address of this machine"), ("nowhere.invalid", "is not known here")):
         with pytest.raises(ConfigError, match=f"^--listen: {listens} {problem}"):
-            sites_of("gateway.invalid:47000", listens, 2, 1)
+            sites_of("gateway.invalid:7000", listens, 2, 1)
     with pytest.raises(ConfigError, match=r"^--listen: no other site can reach 0\.0\.0\.0"):
-        sites_of("gateway.invalid:47000", "0.0.0.0", 2, 1)
+        sites_of("gateway.invalid:7000", "0.0.0.0", 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,16 @@ def test_a_machine_of_the_run_is_at_no_other_site(run, monkeypatch):
         check_elsewhere(run)
     monkeypatch.setattr("socket.gethostname", lambda: "far")
     check_elsewhere(run)
+
+
+def free_ports(host, count):
+    """The first of as many ports in a row that nobody has, below those that outgoing connections are given."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_768 - count, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server((host, port)))
+            return first
+    raise AssertionError("so many ports in a row are not free")
 
 
 def routed_address():

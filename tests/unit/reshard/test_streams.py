@@ -215,6 +215,24 @@ def test_a_slow_stranger_has_little_time(listener, monkeypatch):
         assert not connection.recv(1) and 0.2 < time.monotonic() - begun < 10
 
 
+def test_a_stream_for_which_there_is_no_thread_keeps_nobody_out(listener, credentials, monkeypatch, caplog):
+    start, refused = threading.Thread.start, []
+
+    def start_all_but_one(thread):
+        if thread.name == "greet" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
+    with socket.create_connection(("127.0.0.1", listener.port)) as connection:
+        connection.settimeout(20)
+        assert not connection.recv(1) and not listener._strangers
+    assert "no stream can be greeted: can't start new thread" in caplog.text
+    dialer(listener, credentials).dial(0, LINK, "member 0", soon())
+    listener.take(LINK, "member 0", soon())
+
+
 @pytest.mark.parametrize("content", [b"\xc1", msgspec.msgpack.encode({"link": 7, "role": 8}), b""])
 def test_a_greeting_that_says_nothing(listener, credentials, content):
     connection = credentials.calling().wrap_socket(socket.create_connection(("127.0.0.1", listener.port)))
@@ -350,13 +368,14 @@ def test_requests_that_are_none_end_the_stream_or_are_refused(listener, credenti
 
 def test_keys_that_do_not_answer_are_given_up_once(listener, credentials):
     served = dialer(listener, credentials).dial(0, LINK, streams.KEYS, soon())
-    remote = RemoteKeys(lambda until: listener.take(LINK, streams.KEYS, until), 0.3)
+    taken = listener.take(LINK, streams.KEYS, soon())
+    remote = RemoteKeys(lambda until: taken, 1)
     with pytest.raises(dist.DistError, match="timed out"):
         remote.set("a", "b")
     begun = time.monotonic()
     with pytest.raises(dist.DistError, match="timed out"):
         remote.set("a", "b")
-    assert time.monotonic() - begun < 0.2
+    assert time.monotonic() - begun < 0.9
     served.end()
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from areal_megatron.models.architecture import FAMILIES
+from areal_megatron.models.architecture import FAMILIES, read_config
 from tests.conftest import ROOT
+from tools import check_family
 
 QWEN2, QWEN3, EXPERTS = "DeepSeek-R1-Distill-Qwen-1.5B", "Qwen3-8B", "Qwen3-30B-A3B"
 
@@ -155,6 +156,18 @@ def test_a_planted_fault_is_named(tmp_path, fault):
     said = check(tmp_path, f"configs/models/{fault.model}", "--only", fault.part, code=1)
     [line] = [line for line in said.splitlines() if line.startswith("FAILS")]
     assert line.split()[1] == fault.part and fault.says in line
+
+
+def test_a_part_that_takes_too_long_fails_in_one_line(tmp_path, monkeypatch, capsys):
+    def wait(subject):
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.1)
+
+    parts = [check_family.Part("engines", wait), check_family.Part("run", wait, needs=["engines"])]
+    monkeypatch.setattr(check_family, "PARTS", parts)
+    monkeypatch.setattr(check_family, "TrainerRanks", lambda: None)
+    assert not check_family.check(read_config(ROOT / "configs" / "models" / QWEN2), tmp_path, ["engines", "run"])
+    late, untried = capsys.readouterr().out.splitlines()
+    assert late.startswith("FAILS  engines      it has not ended within 0 s: ") and "not tried" in untried
 
 
 def test_a_model_without_a_table_is_told_the_nearest(tmp_path):

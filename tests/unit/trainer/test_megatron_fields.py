@@ -40,16 +40,32 @@ def test_a_mistake_is_refused_in_a_line_that_names_the_key(given, problem):
     assert "\n" not in str(refused.value)
 
 
-def test_a_field_is_checked_with_the_model(tmp_path):
-    save_model("qwen3", tmp_path)
-    config = Config(
+def config_of(folder, **fields):
+    return Config(
         name="t",
         updates=1,
-        model=ModelConfig(str(tmp_path)),
+        model=ModelConfig(str(folder)),
         data=DataConfig(""),
         machine=MachineConfig(device="cpu"),
-        trainer=TrainerConfig(megatron={"moe_z_loss_coeff": 1e-3}),
+        trainer=TrainerConfig(megatron=fields),
     )
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "glm4_moe"])
+def test_a_rate_of_biases_that_no_router_has_is_refused(tmp_path, model):
+    save_model(model, tmp_path)
+    check_fields.check(config_of(tmp_path, moe_router_bias_update_rate=0))
+    config = config_of(tmp_path, moe_router_bias_update_rate=1e-3)
+    if model == "glm4_moe":
+        check_fields.check(config)
+        return
+    with pytest.raises(ConfigError, match=r"^trainer\.megatron\.moe_router_bias_update_rate: .* has no routers with a"):
+        check_fields.check(config)
+
+
+def test_a_field_is_checked_with_the_model(tmp_path):
+    save_model("qwen3", tmp_path)
+    config = config_of(tmp_path, moe_z_loss_coeff=1e-3)
     check_fields.check(config)
     config.trainer.megatron = {"cpu_offloading": True, "cpu_offloading_num_layers": 99}
     with pytest.raises(ConfigError, match="only for layers less than"):
