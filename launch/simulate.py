@@ -17,34 +17,14 @@ from areal_megatron import config_file, hub
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
-from areal_megatron.model_check import trained_config
 from areal_megatron.run import Run
 from launch.forecast.accelerators import Accelerator, accelerator
-from launch.forecast.engine_time import EngineTime
 from launch.forecast.lengths import AnswerLengths, LognormalLengths, RecordedLengths
 from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
-from launch.forecast.trainer_time import TrainerTime
-from launch.forecast.weights_time import WeightsTime
-from launch.memory import plan_memory
-from launch.memory.engine import kv_tokens
+from launch.forecast.times import times_of
 
 QUIET_S = 5.0
 """Seconds after which the command says how far it is, and again after as many."""
-
-
-def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 0) -> tuple[Config, Times]:
-    """Returns the config with trainer.recompute decided, and what everything in its run takes on such GPUs, with `gib`
-    GiB of memory each (0: as many as they have). Raises ConfigError for what does not fit."""
-    config.machine.device = "cuda"
-    hf_config = trained_config(config)
-    memory = plan_memory(config, hf_config, gib or gpu.gib)
-    config = memory.recompute.apply(config)
-    return config, Times(
-        EngineTime(config, hf_config, gpu),
-        TrainerTime(config, hf_config, gpu, node_gpus),
-        WeightsTime.of(config, hf_config, gpu),
-        kv_tokens(config, hf_config, memory.engine.of("KV cache"), on_cuda=True),
-    )
 
 
 def table(config: Config, gpu: Accelerator, times: Times, run: SimulatedRun) -> str:
