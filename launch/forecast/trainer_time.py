@@ -38,13 +38,15 @@ class PackedBatch:
         """Returns that of sequences which are divided as `packing.partition` does it: by replica, mini-batch and
         micro-batch."""
         parts = [replica[number] for number in range(len(plan[0])) for replica in plan]
-        pairs = lengths * (lengths + 1.0) / 2
-        order = np.array([index for part in parts for microbatch in part for index in microbatch], dtype=np.int64)
-        sizes = np.array([len(microbatch) for part in parts for microbatch in part], dtype=np.int64)
-        starts = np.concatenate([[0], sizes.cumsum()[:-1]])
-        sums = np.add.reduceat(np.stack([lengths, trained, pairs]).astype(np.float64)[:, order], starts, axis=1)
+        microbatches = [microbatch for part in parts for microbatch in part]
+        order = np.fromiter((index for microbatch in microbatches for index in microbatch), dtype=np.int64)
+        where = np.repeat(np.arange(len(microbatches)), [len(microbatch) for microbatch in microbatches])
+        sums = [
+            np.bincount(where, values[order], minlength=len(microbatches))  # some may be empty
+            for values in (lengths, trained, lengths * (lengths + 1.0) / 2)
+        ]
         counts = np.array([len(part) for part in parts], dtype=np.int64).reshape(len(plan[0]), len(plan))
-        return cls(sums, counts, int(lengths.mean()))
+        return cls(np.stack(sums), counts, int(lengths.mean()))
 
 
 class TrainerTime:
@@ -107,6 +109,13 @@ class TrainerTime:
     def model_flops(self, lengths: np.ndarray, trained: np.ndarray) -> float:
         """Returns the FLOPs that training on these sequences takes whatever the layout: forward and backward pass."""
         return 3 * float(self._flops(lengths, trained).sum())
+
+    def least(self, lengths: np.ndarray, trained: np.ndarray) -> float:
+        """Returns the seconds that one GPU would take for the products and attention of `model_flops`."""
+        share, flops = self._gpu.efficiencies, self._flops
+        pairs = float((lengths * (lengths + 1.0) / 2).sum())
+        products = flops.token * float(lengths.sum()) + flops.trained * float(trained.sum())
+        return 3 * (products / share.products + flops.pair * pairs / share.attention) / self._gpu.flops
 
     def _microbatches(
         self, tokens: np.ndarray, trained: np.ndarray, pairs: np.ndarray, recomputed: float

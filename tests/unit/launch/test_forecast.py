@@ -262,6 +262,11 @@ class TestTrainer:
         inside, outside = (time.of_packed(PackedBatch.of(PLAN, self.LENGTHS, self.TRAINED)) for time in times)
         assert outside > 2 * inside
 
+    def test_sums_of_microbatches_of_which_some_are_empty(self):
+        found = PackedBatch.of([[[[1], []]], [[[0], []]]], self.LENGTHS, self.TRAINED)
+        assert found.sums.tolist() == [[50, 0, 30, 0], [45, 0, 20, 0], [50 * 51 / 2, 0, 30 * 31 / 2, 0]]
+        assert found.counts.tolist() == [[2, 2]] and found.mean_length == 40
+
     def test_a_batch_is_packed_as_the_controller_packs_it(self):
         time = TrainerTime(config({"microbatch_tokens": 60}, batch_size=2), DENSE, gpu(memory=1e30))
         assert time.update(self.LENGTHS - self.TRAINED, self.TRAINED) == pytest.approx(self.of(PLAN))
