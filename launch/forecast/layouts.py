@@ -196,15 +196,16 @@ class TrainerOptions:
         return found[:KEPT]
 
     def _possible(self) -> Iterator[Shape]:
-        """Yields the config's shape, and those whose tensor- and context-parallel ranks, and those that exchange tokens
-        of experts, have room on one node."""
+        """Yields the config's shape, and those whose tensor- and context-parallel ranks have room on one node, as have
+        those that exchange tokens of experts, unless the config's do not."""
         own, gpus, experts = self._config.trainer, self._cluster.gpus, self._d.experts
         yield Shape(own.tp, own.cp, own.pp, own.vpp, own.ep, own.etp)
         inside = [size for size in _powers(gpus) if gpus % size == 0]
+        divided = [size for size in dict.fromkeys((*inside, own.ep)) if experts % size == 0] if experts else [1]
         for tp, cp, pp, vpp in product(inside, inside, _STAGES, _VIRTUAL):
             if tp * cp > gpus or (pp == 1 and vpp > 1):
                 continue
-            for ep in [size for size in inside if experts % size == 0] if experts else [1]:
+            for ep in divided:
                 yield Shape(tp, cp, pp, vpp, ep, int(experts > 0 and tp > 1))
 
     def _on(self, shape: Shape, ranks: int) -> TrainerConfig | None:
@@ -229,12 +230,14 @@ class TrainerOptions:
         return trainer if self._room(shape, trainer, least, self._cluster.gib) else None
 
     def _room(self, shape: Shape, trainer: TrainerConfig, needed: float, gib: float) -> bool:
-        """Returns whether a rank that needs so many bytes fits `gib`; keeps those in mind that come nearest."""
+        """Returns whether a rank that needs so many bytes fits `gib`, what is left of a GPU beside its links; keeps
+        those in mind that come nearest."""
         if needed <= USABLE * gib * GIB:
             return True
-        if self.nearest is None or needed / GIB < self.nearest.gib:
+        whole = needed / GIB + self._cluster.gib - gib
+        if self.nearest is None or whole < self.nearest.gib:
             sizes = " ".join(f"{key}={size}" for key, size in (shape._asdict() | {"dp": trainer.dp}).items())
-            self.nearest = Nearest(needed / GIB, f"trainer.{sizes}")
+            self.nearest = Nearest(whole, f"trainer.{sizes}")
         return False
 
     def _seconds(self, trainer: TrainerConfig) -> float:
@@ -261,9 +264,13 @@ class TrainerOptions:
         return TrainerOption(trainer, self._seconds(decided))
 
     def _links(self, trainer: TrainerConfig) -> int:
-        """Returns about how many bytes a rank has for sending weights: its replicas divide the engines among them."""
+        """Returns about how many bytes a rank has for sending weights: those that hold the same, of experts fewer than
+        of the rest, divide the engines among them."""
         left = self._cluster.size - trainer.tp * trainer.cp * trainer.pp * trainer.dp
-        links = 1 + left // self._engine_tp // (trainer.dp * trainer.cp)
+        alike = trainer.cp * trainer.dp
+        if self._d.experts:
+            alike = min(alike, trainer.tp * alike // ((trainer.etp or trainer.tp) * trainer.ep))
+        links = 1 + left // self._engine_tp // alike
         buckets = 2 * largest_bucket(on_cuda=True) * ITEMSIZE[self._config.model.dtype]
         connected = communicator_bytes([self._engine_tp] * links) if self._config.link == "device" else 0
         return buckets * links + connected

@@ -33,11 +33,13 @@ MOST_RUNNING = 512
 ALIKE = 0.01
 """The difference between two speeds that decides nothing: less stale answers do, where they differ by less."""
 _SIMULATED_ANSWERS = 400_000
-"""Answers that the simulator trains for the best few together; a processor takes about 30 s for them."""
+"""Answers that are simulated for the best few by the formulas together, unless those of _FEWEST sizes are more."""
+_FEWEST, _MOST = 3, 6
+"""How many these are."""
 _CHECKED = 8
 """Sizes that are enough, the best by the formulas: those that the planner is asked about."""
 _SPLITS = 24
-"""Numbers of trainer ranks that are looked at, at most."""
+"""Numbers of trainer ranks with which something fits that are looked at, at most."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,8 @@ class Search:
     def best(self, count: int) -> Found:
         """Returns the best sizes that differ in more than rollout.max_running and the staleness bound. Raises
         ConfigError if none fits, with those that come nearest."""
-        candidates = self._checked(self._ranked())
         own, problem = self._own()
+        candidates = self._checked(self._ranked(), [own] if own else [])
         updates, places = self._effort()
         simulated = [self._simulated(each, updates) for each in candidates[:places]]
         simulated += [self._simulated(each, updates) for each in self._variants(ordered(simulated)[0])]
@@ -204,14 +206,16 @@ class Search:
             if isfinite(seconds) and guesses:
                 least.append((min(each.pace.update for each in guesses), ranks))
         found: list[_Guess] = []
-        for bound, ranks in sorted(least)[:_SPLITS] or [(inf, self._cluster.size)]:
-            if len(found) >= _CHECKED and bound > found[_CHECKED - 1].pace.update:
+        looked_at = 0
+        for bound, ranks in sorted(least) or [(inf, self._cluster.size)]:
+            enough = len(found) >= _CHECKED and bound > found[_CHECKED - 1].pace.update
+            if enough or looked_at == _SPLITS:
                 break
-            for option in self._trainers.fastest(ranks):
+            options = self._trainers.fastest(ranks)
+            looked_at += bool(options)
+            for option in options:
                 found += self._guesses(option.trainer, ranks, option.seconds)
             found.sort(key=lambda guess: guess.pace.update)
-        if not found:
-            raise ConfigError(self._nothing_fits())
         return found
 
     def _nothing_fits(self) -> str:
@@ -275,8 +279,9 @@ class Search:
 
     # The best of them, by the planner
 
-    def _checked(self, ranked: list[_Guess]) -> list[Candidate]:
-        """Returns the first that fit, with their exact times, the fastest first."""
+    def _checked(self, ranked: list[_Guess], otherwise: list[Candidate]) -> list[Candidate]:
+        """Returns the first that fit, with their exact times, the fastest first; if none does, those given for that
+        case. Raises ConfigError if there are none of these either."""
         found, problem = [], ""
         for guess in ranked[: 8 * _CHECKED]:
             config = self._sized(guess.trainer, guess.engine, guess.engines, guess.staleness, guess.running)
@@ -286,9 +291,10 @@ class Search:
                 problem = problem or str(e)
             if len(found) == _CHECKED:
                 break
-        if not found:
-            raise ConfigError(f"--best: nothing fits; the nearest is refused with: {problem}")
-        return sorted(found, key=lambda each: each.pace.update)
+        if not (found or otherwise):
+            refused = f"--best: nothing fits; the nearest is refused with: {problem}"
+            raise ConfigError(refused if problem else self._nothing_fits())
+        return sorted(found or otherwise, key=lambda each: each.pace.update)
 
     def _candidate(self, config: Config) -> Candidate:
         """Returns the sizes with their exact times. Raises ConfigError for what the planner refuses."""
@@ -324,7 +330,7 @@ class Search:
         """Returns how many updates are simulated, and of how many sizes."""
         updates = max(self._bounds.max_staleness + 6, min(60, 40_000 // self._config.batch_size))
         updates = min(updates, self._config.updates)
-        return updates, min(max(_SIMULATED_ANSWERS // (updates * self._config.batch_size) - 4, 3), 6)
+        return updates, min(max(_SIMULATED_ANSWERS // (updates * self._config.batch_size), _FEWEST), _MOST)
 
     def _simulated(self, candidate: Candidate, updates: int) -> Proposal:
         # as if the run went on: at its end engines have nothing more to do, which is no part of its pace
