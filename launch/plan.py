@@ -2,7 +2,8 @@
 
 Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint. All it needs of the
 model is config.json, which it fetches if model.path names a model on the hub. Exit code 2 if the run cannot work, with
-one line that says what to change. Imports neither torch nor vllm, and so works on a laptop or a login node.
+one line that says what to change. With --best it first searches the sizes with which the run is fastest on the cluster
+(docs/scale.md), and plans those. Imports neither torch nor vllm, and so works on a laptop or a login node.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.model_check import check_model, trained_config
+from launch.best import add_best, check_alone, report, search, text
 from launch.memory import MemoryPlan, plan_memory
 from launch.memory.parts import GIB
 from launch.option_check import check_for_device, check_options, uncounted
@@ -139,21 +141,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     add_sizes(parser, required=True)
+    add_best(parser)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_intermixed_args(arguments)
     try:
-        sizes = Sizes.given(options)
+        sizes, found = Sizes.given(options), None
+        check_alone(options)
         config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
         config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
         if teacher := config.ppo.penalty.kl_model:
             config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
-        found = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
-        print(found.table())
-        for warning in [*found.warnings, *check_options(config, python={})]:
+        if options.best:
+            sizes, found = search(config, sizes, options)
+            print(text(config, found, sizes.gpu_gib), end="\n\n")
+            config = found.proposals[0].config
+        planned = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
+        print(planned.table())
+        for warning in [*planned.warnings, *check_options(config, python={})]:
             print(f"warning: {warning}", file=sys.stderr)
         if options.json:
-            write_json(options.json, found.report())
+            write_json(options.json, planned.report() | (report(found) if found else {}))
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

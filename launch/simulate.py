@@ -19,35 +19,14 @@ from areal_megatron import config_file, hub
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
-from areal_megatron.model_check import trained_config
 from areal_megatron.observe.advice import advise
-from areal_megatron.run import Run
 from launch.forecast.accelerators import Accelerator, accelerator
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.lengths import AnswerLengths, LognormalLengths, RecordedLengths
 from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
-from launch.forecast.trainer_time import TrainerTime
-from launch.forecast.weights_time import WeightsTime
-from launch.memory import plan_memory
-from launch.memory.engine import kv_tokens
+from launch.forecast.times import times_of
+from launch.length_options import add_lengths, given_lengths
 
 QUIET_S = 5.0
 """Seconds after which the command says how far it is, and again after as many."""
-
-
-def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 0) -> tuple[Config, Times]:
-    """Returns the config with trainer.recompute decided, and what everything in its run takes on such GPUs, with `gib`
-    GiB of memory each (0: as many as they have). Raises ConfigError for what does not fit."""
-    config.machine.device = "cuda"
-    hf_config = trained_config(config)
-    memory = plan_memory(config, hf_config, gib or gpu.gib)
-    config = memory.recompute.apply(config)
-    return config, Times(
-        EngineTime(config, hf_config, gpu),
-        TrainerTime(config, hf_config, gpu, node_gpus),
-        WeightsTime.of(config, hf_config, gpu),
-        kv_tokens(config, hf_config, memory.engine.of("KV cache"), on_cuda=True),
-    )
 
 
 def table(config: Config, gpu: Accelerator, times: Times, run: SimulatedRun) -> str:
@@ -137,20 +116,6 @@ class SimulationProgress:
             )
 
 
-def _lengths(options: argparse.Namespace, config: Config) -> AnswerLengths:
-    if options.lengths_of:
-        if options.median is not None:
-            raise ConfigError("--median: the lengths are those of --lengths-of; give one of the two")
-        return RecordedLengths.of(Run(options.lengths_of).trajectories)
-    if options.median is None:
-        raise ConfigError(
-            "--median: say how long answers are, in tokens, or with --lengths-of RUN_FOLDER whose they are"
-        )
-    return LognormalLengths(
-        options.median, options.sigma, config.rollout.max_new_tokens, options.prompt, alike=options.alike
-    )
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("launch.simulate"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
@@ -158,11 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", required=True, help="a100, h100, h800, h200, b200, or a JSON file with its rates")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of a node")
     parser.add_argument("--gpu-gb", type=float, default=0, metavar="GIB", help="GiB of a GPU, if not as usual")
-    parser.add_argument("--median", type=float, metavar="TOKENS", help="median of the answers' lognormal lengths")
-    parser.add_argument("--sigma", type=float, default=0.9, help="standard deviation of their logarithm")
-    parser.add_argument("--alike", type=float, default=0.5, help="share of its variance that answers to a prompt share")
-    parser.add_argument("--prompt", type=int, default=200, metavar="TOKENS", help="tokens of a prompt")
-    parser.add_argument("--lengths-of", type=Path, metavar="RUN_FOLDER", help="take lengths from a run's trajectories")
+    add_lengths(parser)
     parser.add_argument("--simulate", type=int, default=0, metavar="N", help="stop after so many updates")
     parser.add_argument(
         "--filtered", type=float, default=0, metavar="SHARE", help="share of the groups that are filtered"
@@ -179,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         if config.mode != "rl":
             raise ConfigError(f"mode: a run of mode={config.mode} has no engines; there is nothing to simulate")
         config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
-        lengths = _lengths(options, config)
+        lengths = given_lengths(options, config)
         around = Circumstances(
             interruption=not options.wait,
             filtered=options.filtered,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,33 @@ from launch.memory.trainer import held
 
 ADAM = 4 + 2 * 12 + 2
 """Bytes that a step of Adam reads and writes for a parameter: gradient; main parameter and moments, twice; itself."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What the micro-batches of a batch hold: all that a layout's time for it depends on, but for trainer.dp."""
+
+    sums: np.ndarray
+    """Tokens, trained tokens and attended pairs of each micro-batch, float64 [3, m]; mini-batch by mini-batch, of each
+    replica by replica."""
+    counts: np.ndarray
+    """Micro-batches of each replica in each mini-batch, int64 [mini-batches, replicas]."""
+    mean_length: int
+
+    @classmethod
+    def of(cls, plan: list[list[list[list[int]]]], lengths: np.ndarray, trained: np.ndarray) -> PackedBatch:
+        """Returns that of sequences which are divided as `packing.partition` does it: by replica, mini-batch and
+        micro-batch."""
+        parts = [replica[number] for number in range(len(plan[0])) for replica in plan]
+        microbatches = [microbatch for part in parts for microbatch in part]
+        order = np.fromiter((index for microbatch in microbatches for index in microbatch), dtype=np.int64)
+        where = np.repeat(np.arange(len(microbatches)), [len(microbatch) for microbatch in microbatches])
+        sums = [
+            np.bincount(where, values[order], minlength=len(microbatches))  # some may be empty
+            for values in (lengths, trained, lengths * (lengths + 1.0) / 2)
+        ]
+        counts = np.array([len(part) for part in parts], dtype=np.int64).reshape(len(plan[0]), len(plan))
+        return cls(np.stack(sums), counts, int(lengths.mean()))
 
 
 class TrainerTime:
@@ -44,6 +72,10 @@ class TrainerTime:
     def update(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> float:
         """Returns the time of an update on sequences of so many prompt and answer tokens, in the order of the batch,
         groups together."""
+        return self.of_packed(self.packed(prompts, answers, seed))
+
+    def packed(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> PackedBatch:
+        """Returns the micro-batches into which the controller divides such a batch."""
         config = self._config
         trained = np.asarray(answers, dtype=np.int64)
         lengths = np.asarray(prompts, dtype=np.int64) + trained
@@ -58,36 +90,32 @@ class TrainerTime:
             t.microbatch_multiple,
             np.arange(len(lengths)) // n,
         )
-        return self.of_plan(plan, lengths, trained)
+        return PackedBatch.of(plan, lengths, trained)
 
-    def of_plan(self, plan: list[list[list[list[int]]]], lengths: np.ndarray, trained: np.ndarray) -> float:
-        """Returns the time of an update whose sequences are divided as `packing.partition` does it: by replica,
-        mini-batch and micro-batch."""
-        recomputed = 3 * (flops_ratio(self._config, self._hf_config, int(lengths.mean())) - 1)
-        ppo, total = self._config.ppo, 0.0
-        for number in range(len(plan[0])):
-            forwards, backwards = [], []
-            for replica in plan:
-                microbatches = replica[number]
-                sums = np.array(
-                    [
-                        (lengths[m].sum(), trained[m].sum(), (lengths[m] * (lengths[m] + 1.0) / 2).sum())
-                        for m in (np.array(each, dtype=np.int64) for each in microbatches)
-                    ]
-                )
-                forward, backward = self._microbatches(*sums.T, recomputed)
-                forwards.append(self._in_pipeline(forward))
-                backwards.append(self._in_pipeline(forward + backward))
-            slowest = max(backwards)
-            total += slowest + max(0.0, self._step[0] - slowest / len(plan[0][number])) + self._step[1]
-            # the first mini-batch's proximal policy is the current one (trainer/trainer.py)
-            others = (ppo.objective == "decoupled" and number > 0) + ppo.has_reference
-            total += others * max(forwards)
-        return total
+    def of_packed(self, batch: PackedBatch) -> float:
+        """Returns the time of an update on such micro-batches."""
+        recomputed = 3 * (flops_ratio(self._config, self._hf_config, batch.mean_length) - 1)
+        forward, backward = self._microbatches(*batch.sums, recomputed)
+        forwards = self._in_pipeline(forward, batch.counts).max(axis=1)
+        backwards = self._in_pipeline(forward + backward, batch.counts).max(axis=1)
+        hidden = backwards / batch.counts[:, 0]
+        total = backwards.sum() + np.maximum(0.0, self._step[0] - hidden).sum() + len(hidden) * self._step[1]
+        ppo = self._config.ppo
+        # the first mini-batch's proximal policy is the current one (trainer/trainer.py)
+        scored = np.full(len(forwards), int(ppo.has_reference))
+        scored[1:] += ppo.objective == "decoupled"
+        return float(total + (scored * forwards).sum())
 
     def model_flops(self, lengths: np.ndarray, trained: np.ndarray) -> float:
         """Returns the FLOPs that training on these sequences takes whatever the layout: forward and backward pass."""
         return 3 * float(self._flops(lengths, trained).sum())
+
+    def least(self, lengths: np.ndarray, trained: np.ndarray) -> float:
+        """Returns the seconds that one GPU would take for the products and attention of `model_flops`."""
+        share, flops = self._gpu.efficiencies, self._flops
+        pairs = float((lengths * (lengths + 1.0) / 2).sum())
+        products = flops.token * float(lengths.sum()) + flops.trained * float(trained.sum())
+        return 3 * (products / share.products + flops.pair * pairs / share.attention) / self._gpu.flops
 
     def _microbatches(
         self, tokens: np.ndarray, trained: np.ndarray, pairs: np.ndarray, recomputed: float
@@ -121,10 +149,12 @@ class TrainerTime:
         gpu = self._gpu
         return (gpu.nvlink if ranks <= self._node_gpus else gpu.network) * gpu.efficiencies.links
 
-    def _in_pipeline(self, seconds: np.ndarray) -> float:
-        """The time of micro-batches in a pipeline: all on the slowest stage, and one on each other stage."""
-        t = self._config.trainer
-        return float(seconds.sum() + (t.pp - 1) / t.vpp * seconds.mean())
+    def _in_pipeline(self, seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The times of micro-batches in a pipeline, float64 as `counts`: all on the slowest stage, and one on each
+        other stage."""
+        t, ends = self._config.trainer, counts.ravel().cumsum()
+        sums = np.add.reduceat(seconds, np.concatenate([[0], ends[:-1]])).reshape(counts.shape)
+        return sums * (1 + (t.pp - 1) / t.vpp / counts)
 
     def _optimizer_step(self, elements: int) -> tuple[float, float]:
         """The times of the exchange of gradients and parameters, which passes may hide, and of the step."""

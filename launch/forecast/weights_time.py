@@ -29,16 +29,20 @@ class WeightsTime:
     def of(cls, config: Config, hf_config: Mapping[str, Any], gpu: Accelerator) -> WeightsTime:
         """Returns them for whole weights, though trainers may send less (docs/resharding.md): that changes what the
         network does beside the run, and hardly the run. Raises ConfigError where the sizes do not fit the model."""
-        element, share = ITEMSIZE[config.model.dtype], gpu.efficiencies
-        sizes = EngineSizes.of(config.rollout)
-        shards = (layout(hf_config, sizes, rank).size for rank in range(sizes.ranks))
-        shard = element * max(shards)
-        through_host = config.link == "host"
-        rate = gpu.host * share.host / 2 if through_host else gpu.network * share.links
-        sent = max(weight_traffic(config, hf_config).sent) * element
+        element, sizes = ITEMSIZE[config.model.dtype], EngineSizes.of(config.rollout)
+        shard = max(layout(hf_config, sizes, rank).size for rank in range(sizes.ranks))
+        sent = max(weight_traffic(config, hf_config).sent)
+        saved = checkpoint_bytes(config, hf_config) / config.trainer_ranks
+        return cls.of_bytes(config, gpu, sent * element, shard * element, saved)
+
+    @classmethod
+    def of_bytes(cls, config: Config, gpu: Accelerator, sent: float, shard: float, saved: float) -> WeightsTime:
+        """Returns them where the busiest trainer rank sends `sent` bytes and copies `saved` for a checkpoint, and the
+        fullest engine rank holds `shard`."""
+        share = gpu.efficiencies
+        rate = gpu.host * share.host / 2 if config.link == "host" else gpu.network * share.links
         transfer = max(sent, shard) / rate
         commit = share.pause_s + 2 * shard / (gpu.memory * share.memory)
         if config.reshard.staging == "streamed":
             commit += transfer
-        saved = checkpoint_bytes(config, hf_config) / config.trainer_ranks
         return cls(transfer, commit, saved / (gpu.host * share.host))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -42,12 +45,19 @@ def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic:
 
     The output layer of a `critic` is a head with one row. Raises ConfigError where the sizes do not fit the model.
     """
-    layout = trainer_layout.layout(hf_config, sizes, stage * sizes.tp * sizes.cp * sizes.dp)
+    alike = replace(sizes, cp=1, dp=sizes.expert_tp * sizes.ep)  # replicas change nothing of what a rank holds
+    return _held(json.dumps(dict(hf_config)), alike, stage, critic)
+
+
+@lru_cache(maxsize=4096)
+def _held(hf_config: str, sizes: MegatronSizes, stage: int, critic: bool) -> Held:
+    described = json.loads(hf_config)
+    layout = trainer_layout.layout(described, sizes, stage * sizes.tp * sizes.dp)
     if critic:
         layout = trainer_layout.without_head(layout)
     counts = {name: prod(shape) for name, shape in layout.held.items()}
     if critic and stage == sizes.pp - 1:
-        counts["head"] = hf_config["hidden_size"]
+        counts["head"] = described["hidden_size"]
     experts = sum(count for name, count in counts.items() if ".experts." in name)
     largest = max(prod(shape[numbers(name) :]) for name, shape in layout.held.items())
     return Held(sum(counts.values()) - experts, experts, largest)

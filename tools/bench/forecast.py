@@ -31,7 +31,7 @@ from areal_megatron.files import write_json
 from launch.forecast.accelerators import accelerator
 from launch.forecast.lengths import LognormalLengths
 from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator
-from launch.simulate import times_of
+from launch.forecast.times import times_of
 
 MEAN, SIGMA = 371_700 * 14.8 * 3600 / (250 * 8192), 0.9
 

@@ -14,7 +14,7 @@ from launch.forecast.accelerators import ACCELERATORS, Accelerator, Efficiencies
 from launch.forecast.engine_time import EngineTime
 from launch.forecast.lengths import LognormalLengths, RecordedLengths
 from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
-from launch.forecast.trainer_time import TrainerTime
+from launch.forecast.trainer_time import PackedBatch, TrainerTime
 from launch.forecast.weights_time import WeightsTime
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY = 4, 64, 4, 2, 160, 512
@@ -213,7 +213,7 @@ class TestTrainer:
 
     def of(self, plan, trainer=None, accelerator=None, **rest):
         time = TrainerTime(config(trainer, **rest), DENSE, accelerator or gpu(memory=1e30))
-        return time.of_plan(plan, self.LENGTHS, self.TRAINED)
+        return time.of_packed(PackedBatch.of(plan, self.LENGTHS, self.TRAINED))
 
     def test_one_rank_multiplies_three_times_as_much_as_a_forward_pass(self):
         assert self.of(PLAN) == pytest.approx(3 * (self.flops(0) + self.flops(1)) / 1e12)
@@ -259,8 +259,13 @@ class TestTrainer:
             TrainerTime(config({"tp": 4}), DENSE | {"num_key_value_heads": 4}, gpu(memory=1e30), node_gpus=gpus)
             for gpus in (4, 2)
         ]
-        inside, outside = (time.of_plan(PLAN, self.LENGTHS, self.TRAINED) for time in times)
+        inside, outside = (time.of_packed(PackedBatch.of(PLAN, self.LENGTHS, self.TRAINED)) for time in times)
         assert outside > 2 * inside
+
+    def test_sums_of_microbatches_of_which_some_are_empty(self):
+        found = PackedBatch.of([[[[1], []]], [[[0], []]]], self.LENGTHS, self.TRAINED)
+        assert found.sums.tolist() == [[50, 0, 30, 0], [45, 0, 20, 0], [50 * 51 / 2, 0, 30 * 31 / 2, 0]]
+        assert found.counts.tolist() == [[2, 2]] and found.mean_length == 40
 
     def test_a_batch_is_packed_as_the_controller_packs_it(self):
         time = TrainerTime(config({"microbatch_tokens": 60}, batch_size=2), DENSE, gpu(memory=1e30))
