@@ -65,6 +65,11 @@ class Accelerator:
     source: str
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
 
+    def link(self, ranks: int, node_gpus: int) -> float:
+        """Returns the bytes/s to count on between neighbouring ranks of a group of so many: over NVLink where they have
+        room on one node, else over the network."""
+        return (self.nvlink if ranks <= node_gpus else self.network) * self.efficiencies.links
+
 
 _A100 = "NVIDIA, A100 80GB SXM data sheet; DGX A100: 8 adapters of 200 Gb/s, PCIe 4.0 x16"
 _HGX = "8 adapters of 400 Gb/s, PCIe 5.0 x16"

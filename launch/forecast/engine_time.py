@@ -15,12 +15,13 @@ from launch.forecast.accelerators import Accelerator
 
 class EngineTime:
     """Times of one engine, in seconds. A step of `running` answers with `context` tokens before them, all answers
-    together, takes `step(running) + per_token * context`."""
+    together, takes `step(running) + per_token * context`. Nodes have `node_gpus` GPUs each."""
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], gpu: Accelerator):
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], gpu: Accelerator, node_gpus: int = 8):
         self._sizes, self._gpu, self._tp = architecture(hf_config).dimensions, gpu, config.rollout.tp
         self._flops, self._element = SequenceFlops.of(hf_config), ITEMSIZE[config.model.dtype]
         self._chosen = hf_config["num_experts_per_tok"] if self._sizes.experts else 0
+        self._link = gpu.link(self._tp, node_gpus)
         self._read = gpu.memory * gpu.efficiencies.memory
         self.per_token = kv_cache.bytes_per_token(config, hf_config) / self._read
 
@@ -54,4 +55,4 @@ class EngineTime:
 
     def _traffic(self, tokens: float) -> float:
         sent = 2 * self._sizes.layers * tokens * self._sizes.hidden * self._element * 2 * (self._tp - 1) / self._tp
-        return sent / (self._gpu.nvlink * self._gpu.efficiencies.links)
+        return sent / self._link

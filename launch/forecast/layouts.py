@@ -130,7 +130,7 @@ def engine_options(
                 continue  # tp does not divide the model
             tokens = kv_tokens(sized, hf_config, memory.of("KV cache"), on_cuda=True)
             if tokens >= config.longest_sequence:
-                time = EngineTime(sized, hf_config, gpu)
+                time = EngineTime(sized, hf_config, gpu, cluster.gpus)
                 found.append(EngineOption(tp, staging, time, tokens, memory.of("weights")))
                 continue
             lacking = (config.longest_sequence - tokens) * kv_cache.bytes_per_token(sized, hf_config) - min(

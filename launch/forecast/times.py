@@ -21,7 +21,7 @@ def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 
     memory = plan_memory(config, hf_config, gib or gpu.gib)
     config = memory.recompute.apply(config)
     return config, Times(
-        EngineTime(config, hf_config, gpu),
+        EngineTime(config, hf_config, gpu, node_gpus),
         TrainerTime(config, hf_config, gpu, node_gpus),
         WeightsTime.of(config, hf_config, gpu),
         kv_tokens(config, hf_config, memory.engine.of("KV cache"), on_cuda=True),

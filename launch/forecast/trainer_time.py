@@ -16,7 +16,7 @@ from areal_megatron.packing.partition import partition
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from launch.forecast.accelerators import Accelerator
 from launch.memory.recompute import flops_ratio
-from launch.memory.trainer import held
+from launch.memory.trainer import Held, held
 
 ADAM = 4 + 2 * 12 + 2
 """Bytes that a step of Adam reads and writes for a parameter: gradient; main parameter and moments, twice; itself."""
@@ -67,7 +67,7 @@ class TrainerTime:
         stages = self._sizes.stage_sizes(self._d.layers)
         self._most_layers, self._last_layers = max(stages), stages[-1]
         own = max((held(hf_config, self._sizes, stage) for stage in range(t.pp)), key=lambda each: each.all)
-        self._step = self._optimizer_step(own.all)
+        self._step = self._optimizer_step(own)
 
     def update(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> float:
         """Returns the time of an update on sequences of so many prompt and answer tokens, in the order of the batch,
@@ -146,8 +146,7 @@ class TrainerTime:
 
     def _rate(self, ranks: int) -> float:
         """Bytes/s between neighbouring ranks of a group."""
-        gpu = self._gpu
-        return (gpu.nvlink if ranks <= self._node_gpus else gpu.network) * gpu.efficiencies.links
+        return self._gpu.link(ranks, self._node_gpus)
 
     def _in_pipeline(self, seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """The times of micro-batches in a pipeline, float64 as `counts`: all on the slowest stage, and one on each
@@ -156,12 +155,16 @@ class TrainerTime:
         sums = np.add.reduceat(seconds, np.concatenate([[0], ends[:-1]])).reshape(counts.shape)
         return sums * (1 + (t.pp - 1) / t.vpp / counts)
 
-    def _optimizer_step(self, elements: int) -> tuple[float, float]:
+    def _optimizer_step(self, own: Held) -> tuple[float, float]:
         """The times of the exchange of gradients and parameters, which passes may hide, and of the step."""
         t, gpu = self._config.trainer, self._gpu
-        replicas = t.dp * t.cp
-        exchanged = elements * (4 + self._element) * (replicas - 1) / replicas
-        step = elements / replicas * ADAM / (gpu.memory * gpu.efficiencies.memory)
+        ranks, of_expert = t.tp * t.cp * t.dp, self._sizes.ep * self._sizes.expert_tp
+        exchange = stepped = 0.0
+        for elements, replicas in ((own.dense, ranks // t.tp), (own.experts, ranks // of_expert)):
+            sent = elements * (4 + self._element) * (replicas - 1) / replicas
+            exchange += sent / self._rate(ranks)
+            stepped += elements / replicas
+        step = stepped * ADAM / (gpu.memory * gpu.efficiencies.memory)
         if self._config.optimizer.on_host:
-            step = elements / replicas * (4 + self._element) / (gpu.host * gpu.efficiencies.host)
-        return exchanged / self._rate(t.tp * replicas), step
+            step = stepped * (4 + self._element) / (gpu.host * gpu.efficiencies.host)
+        return exchange, step

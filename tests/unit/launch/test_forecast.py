@@ -14,7 +14,7 @@ from launch.forecast.accelerators import ACCELERATORS, Accelerator, Efficiencies
 from launch.forecast.engine_time import EngineTime
 from launch.forecast.lengths import LognormalLengths, RecordedLengths
 from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
-from launch.forecast.trainer_time import PackedBatch, TrainerTime
+from launch.forecast.trainer_time import ADAM, PackedBatch, TrainerTime
 from launch.forecast.weights_time import WeightsTime
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY = 4, 64, 4, 2, 160, 512
@@ -139,6 +139,12 @@ class TestEngine:
         assert time.step(5) == pytest.approx(2 * (BODY + HEAD) / 2 / 1e9 + reduced)
         assert time.per_token == pytest.approx(2 * 2 * LAYERS * 1 * HEAD_DIM / 1e9)
 
+    def test_ranks_on_several_nodes_reduce_over_the_network(self):
+        made, inside = config(rollout={"tp": 2}), gpu(replace(PERFECT, message_s=0))
+        there, apart = (EngineTime(made, DENSE, inside, node_gpus=gpus).prefill(10, 50) for gpus in (2, 1))
+        sent = 2 * LAYERS * 10 * HIDDEN * 2 * (2 * 1 / 2)
+        assert apart - there == pytest.approx(sent / inside.network - sent / inside.nvlink)
+
     def test_prefill_multiplies_tokens_and_attends_to_pairs(self):
         time = EngineTime(config(), DENSE, gpu(replace(PERFECT, products=0.5, attention=0.25)))
         pair = 2 * 2 * LAYERS * HIDDEN
@@ -261,6 +267,14 @@ class TestTrainer:
         ]
         inside, outside = (time.of_packed(PackedBatch.of(PLAN, self.LENGTHS, self.TRAINED)) for time in times)
         assert outside > 2 * inside
+
+    def test_experts_on_many_ranks_have_as_few_replicas_and_no_less_to_step(self):
+        """Of two ranks each steps half of the experts: of all of them, or all of its own."""
+        quick = gpu(flops=1e30, nvlink=1e30, network=1e30)
+        made = (config({"dp": 2, "ep": ep}) for ep in (1, 2))
+        times = [TrainerTime(each, SPARSE, quick) for each in made]
+        shared, own = (time.of_packed(PackedBatch.of([[[[0]]], [[[1]]]], self.LENGTHS, self.TRAINED)) for time in times)
+        assert own == pytest.approx(shared) and own > 3 * EXPERTS * LAYERS * HIDDEN * EXPERT_FFN / 2 * ADAM / 1e9
 
     def test_sums_of_microbatches_of_which_some_are_empty(self):
         found = PackedBatch.of([[[[1], []]], [[[0], []]]], self.LENGTHS, self.TRAINED)
