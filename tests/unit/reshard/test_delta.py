@@ -182,7 +182,7 @@ def test_auto_goes_on_while_the_engine_generates_where_one_message_does_not_pay(
         received = link.update(version, few_changes=version > 3)
         assert version < 3 or dense < received.changed < FEW_CHANGES
         link.assert_committed()
-        link.train(stepped(link.tensors, 0.002, seed=version) | {name: link.tensors[name] * 1.5 for name in norms})
+        link.train(stepped(link.tensors, 0.002, seed=version) | {name: -3 * link.tensors[name] for name in norms})
 
 
 def test_weights_that_are_not_what_they_are_said_to_be_are_replaced(pools):
