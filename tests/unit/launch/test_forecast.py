@@ -269,7 +269,7 @@ class TestTrainer:
         assert outside > 2 * inside
 
     def test_experts_on_many_ranks_have_as_few_replicas_and_no_less_to_step(self):
-        """Of two ranks each steps half of the experts: of all of them, or all of its own."""
+        """Each of two ranks steps half of the experts: half of all of them, or all of its own."""
         quick = gpu(flops=1e30, nvlink=1e30, network=1e30)
         made = (config({"dp": 2, "ep": ep}) for ep in (1, 2))
         times = [TrainerTime(each, SPARSE, quick) for each in made]
