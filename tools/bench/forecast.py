@@ -2,10 +2,12 @@
 
     python -m tools.bench.forecast paper [--json FILE]
     python -m tools.bench.forecast speed
+    python -m tools.bench.forecast failures [--json FILE]
 
 `paper`: Table 1 (hours of four models, synchronous and asynchronous), throughput over η (1.5B on 16 nodes, and Table 7
 on one), interruption on four nodes, and the trainers' TFLOP/s, all with one set of efficiencies and one distribution of
-lengths. `speed`: 512 GPUs, 60 updates of 8,192 answers.
+lengths. `speed`: 512 GPUs, 60 updates of 8,192 answers. `failures`: what 1,024 GPUs get done although nodes fail, by
+checkpoint.every, and what Young and Daly's formula says is best.
 
 The paper does not give lengths. Their mean is what its throughput at η = 8 makes of its hours (1.5B): 371,700 tokens/s
 × 14.8 h over 250 updates of 8,192 answers. Their spread is assumed. The synchronous runs have all GPUs generate, then
@@ -29,6 +31,7 @@ from areal_megatron import config_file
 from areal_megatron.config import Config
 from areal_megatron.files import write_json
 from launch.forecast.accelerators import accelerator
+from launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
 from launch.forecast.lengths import LognormalLengths
 from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator
 from launch.forecast.times import times_of
@@ -59,6 +62,11 @@ ONE_NODE = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
 """The same on one node with a context of 8k and 64 prompts a batch (Table 7)."""
 INTERRUPTION = {"1.5B": 1.12, "7B": 1.17}
 """Throughput over that of engines which let answers end, on four nodes."""
+MTBF_HOURS = (250, 1000, 6000)
+"""Of a node. The last is about that of Llama 3's pre-training: 419 unexpected interruptions in 54 days on 2,048 nodes
+(arXiv 2407.21783, Table 5)."""
+EVERY = (1, 2, 5, 10, 20, 50, 100)
+"""checkpoint.every."""
 NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
 NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4", "rollout.engines=12"]}
 
@@ -155,15 +163,45 @@ def speed() -> None:
     )
 
 
+def failures() -> dict[str, object]:
+    """The run of configs/deepseek_v3.yaml in batches of 256, of which 1,000 are simulated for each setting."""
+    found: dict[str, object] = {}
+    path = "model.path=configs/models/DeepSeek-V3"
+    for mtbf in (math.inf, *MTBF_HOURS):
+        for every in EVERY if math.isfinite(mtbf) else (1, 0):
+            own = [path, "batch_size=256", "updates=1000", f"checkpoint.every={every}", "checkpoint.hf_every=0"]
+            config, times = times_of(config_file.load("configs/deepseek_v3.yaml", own), accelerator("h100"))
+            lengths = LognormalLengths(MEDIAN, SIGMA, config.rollout.max_new_tokens)
+            run = Simulator(config, times, lengths, Circumstances(node_mtbf_s=3600 * mtbf)).run()
+            if not every:
+                update = run.seconds / 1000
+            found[f"{mtbf} h, every {every}"] = run.seconds
+            if math.isinf(mtbf):
+                print(f"nothing fails, every {every}: {run.seconds / 3600:.2f} h", flush=True)
+                continue
+            done, nodes = found["inf h, every 0"] / run.seconds, config.trainer_ranks // 8
+            whole = 3600 * mtbf / nodes
+            pause, lost = times.weights.checkpoint / (every * update), (every * update / 2 + 300) / whole
+            print(
+                f"{mtbf:,} h, every {every}: {done:.1%} of what is done where nothing fails; formula "
+                f"{1 / (1 + pause + lost):.1%}; {dict(run.failures)}",
+                flush=True,
+            )
+        if math.isfinite(mtbf):
+            best = updates_between(checkpoint_interval(times.weights.checkpoint, whole), update)
+            print(f"{mtbf:,} h: best by the formula: every {best} updates of {update:.0f} s", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("paper", "speed"))
-    parser.add_argument("--json", type=Path, help="write the figures beside the paper's here")
+    parser.add_argument("what", choices=("paper", "speed", "failures"))
+    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.what == "speed":
         speed()
     else:
-        found = paper()
+        found = paper() if options.what == "paper" else failures()
         if options.json:
             write_json(options.json, found)
 

@@ -58,6 +58,8 @@ def shrunk(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     heads = hf_config["num_attention_heads"]
     shared = min(heads // (hf_config.get("num_key_value_heads") or heads), 4)
     config["num_attention_heads"] = 8 if shared == 4 else 4
+    if "head_dim" not in has:
+        config["hidden_size"] = _SIZES["head_dim"] * config["num_attention_heads"]  # vLLM's kernels take no heads of 16
     if "num_key_value_heads" in has:
         config["num_key_value_heads"] = config["num_attention_heads"] // shared
     if config.get("num_nextn_predict_layers"):

@@ -106,20 +106,20 @@ FAULTS = {
     ),
     "wrong-cut": Fault(
         "areal_megatron/models/table.py",
-        """        Cut.COLUMNS,
-        "self_attention.linear_proj.weight",""",
-        """        Cut.WHOLE,
-        "self_attention.linear_proj.weight",""",
+        """    Cut.COLUMNS,
+    "self_attention.linear_proj.weight",""",
+        """    Cut.WHOLE,
+    "self_attention.linear_proj.weight",""",
         QWEN3,
         "training",
         "tp2: ",
     ),
     "wrong-name-in-engines": Fault(
         "areal_megatron/models/table.py",
-        """        "self_attn.o_proj.weight",
-        {""",
-        """        "self_attn.dense.weight",
-        {""",
+        """    "self_attn.o_proj.weight",
+    {""",
+        """    "self_attn.dense.weight",
+    {""",
         QWEN3,
         "engines",
         "tp1, float32, rank 0: vLLM has model.layers.0.self_attn.o_proj.weight, ",
@@ -143,6 +143,12 @@ def check(folder, *arguments, code):
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_can_be_planted(name):
+    fault = FAULTS[name]
+    assert (ROOT / fault.file).read_text().count(fault.before) == 1
 
 
 @pytest.mark.timeout(600)
