@@ -165,8 +165,8 @@ class Generation:
             )
         with_weights = [e for e in whole if e.index in self._schedule.engines]
         with_room = [e for e in with_weights if not e.draining and e.running <= room]
-        sharing = self._sharing()
-        below_share = [e for e in with_room if self._schedule.share_left(e.index, sharing) > 0]
+        share = self._schedule.share(self._sharing())
+        below_share = [e for e in with_room if self._schedule.running_on(e.index) < share]
         free = [e for e in below_share if self._schedule.interrupted or self._schedule.may_admit(e.index)]
         return min(free, key=lambda e: e.running, default=None)
 

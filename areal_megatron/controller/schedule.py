@@ -128,17 +128,21 @@ class Schedule:
         batches_ahead = self._counted() // self.groups_per_batch
         return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
 
-    def share_left(self, engine: int, sharing: int) -> int:
-        """Returns how many groups more this engine should run now, of `sharing` engines: its share is its part, rounded
-        up, of the groups that would run if all were admitted that the newest committed version admits.
+    def share(self, engines: int) -> int:
+        """Returns how many groups one of so many engines should run now: its part, rounded up, of the groups that would
+        run if all were admitted that the newest committed version admits.
 
         Without that, the first engine to commit a version takes all that the version admits, as far as it has room, and
-        everybody waits for its answers. The parts are enough for all: while a group may begin, an engine has some left.
+        everybody waits for its answers. The parts are enough for all: while a group may begin, an engine has fewer.
         """
         newest = max(self.engines.values(), default=self.version)
         admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
         waiting = self.version * self.groups_per_batch + len(self.finished) + len(self.training)
-        return max(-(-(admitted - waiting) // max(sharing, 1)), 1) - self._running_on[engine]
+        return max(-(-(admitted - waiting) // max(engines, 1)), 1)
+
+    def running_on(self, engine: int) -> int:
+        """Returns how many groups run on the engine."""
+        return self._running_on[engine]
 
     def admit(self, engine: int, epoch: int, prompt_id: int) -> Group:
         """Starts a group on the engine. Raises ScheduleError unless `may_admit`, or if the prompt has a disposition."""

@@ -259,9 +259,10 @@ class Simulator:
     def _dispatch(self, engines: Any) -> None:
         """Gives groups to these engines, the least loaded first, as Generation does."""
         room = self._config.rollout.max_running - self._config.rollout.group_size
+        share = self.schedule.share(len(self._engines))
 
         def has_room(engine: SimulatedEngine) -> bool:
-            return engine.load <= room and self.schedule.share_left(engine.number, len(self._engines)) > 0
+            return engine.load <= room and self.schedule.running_on(engine.number) < share
 
         free = [(e.load, e.number) for e in engines if e.pending is None and has_room(e)]
         heapq.heapify(free)
@@ -319,9 +320,10 @@ class Simulator:
         if self._rng.random() < self._around.filtered:
             self.schedule.filter(group)
             self._forget(group)
+            self._dispatch(self._engines.values())  # a group less that counts
         else:
             self.schedule.finish(group)
-        self._dispatch(self._engines.values())  # a group less that runs, or that counts
+            self._dispatch([self._engines[group.engine]])  # a group less that runs there
         self._train()
 
     def _forget(self, group: Group) -> None:
@@ -398,8 +400,9 @@ class Simulator:
 
     def _committed(self, engine: SimulatedEngine, version: int) -> None:
         if self._engines.get(engine.number) is engine:
+            is_first = version > max(self.schedule.engines.values())
             self.schedule.committed(engine.number, version)
-            self._dispatch(self._engines.values())  # with a newer version shares are larger
+            self._dispatch(self._engines.values() if is_first else [engine])  # by the first, all have larger shares
             if self._config.rollout.exact_staleness:
                 self._train()
 

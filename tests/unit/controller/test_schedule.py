@@ -70,10 +70,11 @@ class World:
     def try_admit(self, engine):
         allowed = self.allows(engine)
         assert self.schedule.may_admit(engine) == allowed
-        left = {each: self.schedule.share_left(each, len(self.schedule.engines)) for each in self.schedule.engines}
         held = Counter(group.engine for group in self.running)
-        assert len({left[each] + held[each] for each in left}) == 1, "all have the same share"
-        assert not any(map(self.allows, left)) or max(left.values()) > 0, "while a group may begin, one has some left"
+        engines = self.schedule.engines
+        assert all(self.schedule.running_on(each) == held[each] for each in engines)
+        share = self.schedule.share(len(engines))
+        assert not any(map(self.allows, engines)) or min(held[each] for each in engines) < share, "one has room for it"
         if not allowed:
             with pytest.raises(ScheduleError):
                 self.schedule.admit(engine, 0, 10**9)
@@ -391,24 +392,26 @@ def test_the_share_of_an_engine_is_of_what_would_run_with_the_newest_version():
     schedule = Schedule(batch_size=8, group_size=2, max_staleness=1, updates=5)  # 4 groups a batch, 8 admitted at first
     schedule.add_engine(0, 0)
     schedule.add_engine(1, 0)
-    assert [schedule.share_left(0, engines) for engines in (1, 2, 3, 8, 100)] == [8, 4, 3, 1, 1]
+    assert [schedule.share(engines) for engines in (1, 2, 3, 8, 100)] == [8, 4, 3, 1, 1]
     groups = [schedule.admit(0, 0, prompt) for prompt in range(8)]
-    assert [schedule.share_left(engine, 2) for engine in (0, 1)] == [-4, 4]
+    assert [schedule.running_on(engine) for engine in (0, 1)] == [8, 0]
     for group in groups[:5]:
         schedule.finish(group)
-    assert [schedule.share_left(engine, 2) for engine in (0, 1)] == [-1, 2]  # 3 still run, no other may begin
+    assert schedule.share(2) == 2 and schedule.running_on(0) == 3  # no other may begin
     assert len(schedule.form_batch()) == 4
-    assert schedule.share_left(1, 2) == 2
+    assert schedule.share(2) == 2
     schedule.applied()
-    assert schedule.share_left(1, 2) == 2
+    assert schedule.share(2) == 2
     schedule.committed(0, 1)
-    assert [schedule.share_left(engine, 2) for engine in (0, 1)] == [1, 4]  # 4 more may begin: 7, of which one runs 4
+    assert schedule.share(2) == 4  # 4 more may begin: 7, of which one engine runs 4
 
 
 def test_one_that_has_all_to_itself_may_run_all():
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=0, updates=1)
     schedule.add_engine(0, 0)
-    for prompt in range(2):
-        assert schedule.share_left(0, 1) == 2 - prompt and schedule.may_admit(0)
-        schedule.finish(schedule.admit(0, 0, prompt)) if prompt else schedule.admit(0, 0, prompt)
-    assert schedule.share_left(0, 1) == 0  # one runs, one has finished
+    first = schedule.admit(0, 0, 0)
+    assert schedule.share(1) == 2 and schedule.running_on(0) == 1 and schedule.may_admit(0)
+    schedule.finish(schedule.admit(0, 0, 1))
+    assert schedule.share(1) == 1 and schedule.running_on(0) == 1
+    schedule.finish(first)
+    assert schedule.running_on(0) == 0 and len(schedule.form_batch()) == 2
