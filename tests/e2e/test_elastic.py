@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics, read_status
@@ -58,6 +59,7 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
     assert "is not running: it is stopped" in refused("add", run.folder)
 
 
+@pytest.mark.soak
 def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path):
     """The first launcher is killed. The next one has another secret, so the engine must start again."""
     arguments = small(world, **{"updates": 100000, "held_out": 1, "rollout.max_staleness": 2, "resume": "auto"})

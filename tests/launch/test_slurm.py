@@ -171,6 +171,7 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
     assert [line["version"] for line in lines] == list(range(1, updates + 1)) and audit(run) == []
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_job_beside_a_start_by_hand_is_refused_and_goes_on_after_it(cluster, submit, local_run, world, tmp_path):
     """As when a job that waits in the queue is forgotten, and the run is continued by hand."""
@@ -233,6 +234,7 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     cluster.restore("node2")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, traces, world, tmp_path):
     """Trainers and engine have nodes of their own; the engine is on two and loses one of its parts."""
