@@ -60,6 +60,11 @@ def assert_bounded(run):
     assert max(line["staleness_max"] for line in read_metrics(run) if line["kind"] == "update") <= ETA
 
 
+def drain_the_near_one(run):
+    """From here on the far engine generates alone."""
+    subprocess.run([*ENGINES, "drain", str(run.folder), "engine-0"], cwd=ROOT, check=True, timeout=120)
+
+
 @pytest.mark.soak  # two to three minutes
 def test_an_engine_at_another_site_is_killed_and_comes_back(local_run, world, tmp_path, sites):
     started = local_run("sites", *small(world, **KEYS), enter=sites.near.enter)
@@ -68,8 +73,7 @@ def test_an_engine_at_another_site_is_killed_and_comes_back(local_run, world, tm
     with added(run, sites, tmp_path / "added.out") as adding:
         started.wait_for(lambda: version_of(run, "engine-1") > 0)
         assert run.endpoint("engine-1").startswith(f"https://{sites.far.address}:")
-        drain = [*ENGINES, "drain", str(run.folder), "engine-0"]
-        subprocess.run(drain, cwd=ROOT, check=True, timeout=120)  # from here on the far engine generates alone
+        drain_the_near_one(run)
         reached = read_status(run)["version"]
         started.wait_for(lambda: read_status(run)["version"] > reached + 2)
         below = psutil.Process(adding.pid).children(recursive=True)
@@ -117,6 +121,7 @@ def test_another_launcher_has_other_credentials(local_run, world, tmp_path, site
         again = local_run("relaunched", *arguments, output="again.out", enter=sites.near.enter)
         again.wait_for(lambda: run.incarnation == 1 and version_of(run, "engine-1") > 0)
         assert run.credentials.path.read_bytes() != before
+        drain_the_near_one(run)
         again.wait_for(lambda: engines(run).get("engine-1", {}).get("running", 0) > 0)
         run.stop.touch()
         assert again.wait() == 75, again.output
