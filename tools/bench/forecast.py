@@ -63,8 +63,8 @@ ONE_NODE = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
 INTERRUPTION = {"1.5B": 1.12, "7B": 1.17}
 """Throughput over that of engines which let answers end, on four nodes."""
 MTBF_HOURS = (250, 1000, 6000)
-"""Of a node. The last is about that of Llama 3's pre-training: 419 unexpected interruptions in 54 days on 2,048 nodes
-(arXiv 2407.21783, Table 5)."""
+"""Mean times between failures of a node, in hours. The last is about that of Llama 3's pre-training: 419 unexpected
+interruptions in 54 days on 2,048 nodes (arXiv 2407.21783, Table 5)."""
 EVERY = (1, 2, 5, 10, 20, 50, 100)
 """checkpoint.every."""
 NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
