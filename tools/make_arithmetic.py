@@ -129,6 +129,7 @@ _LATENTS = {
     "kv_lora_rank": 512,  # the widths that engines have kernels for, this and 64
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
+    "head_dim": 64,  # what is rotated, to transformers
     "v_head_dim": 32,
 }
 
