@@ -7,6 +7,7 @@ small models. On CUDA fused kernels compute them.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -64,9 +65,15 @@ class _SwiGLU(torch.autograd.Function):
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
     """Rotates the halves of the last dimension: [T, 1, heads, d] by angles [T, 1, 1, d], whose halves are equal."""
-    cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return _Rotated.apply(x, *_factors(angles, x.dtype))
+
+
+@lru_cache(maxsize=1)  # queries and keys of all layers of a pass have the same angles
+def _factors(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the cosines and the sines, of which the first half is negative, for `_swapped`."""
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
     sines[..., : sines.size(-1) // 2].neg_()
-    return _Rotated.apply(x, cosines, sines)
+    return cosines, sines
 
 
 class _Rotated(torch.autograd.Function):
