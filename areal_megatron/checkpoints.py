@@ -17,9 +17,11 @@ from typing import Protocol
 
 from areal_megatron.checkpoint import delta
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.convert import TRAINER, to_hf
 from areal_megatron.protocol import ControllerError
 from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.trainer import checkpoint
@@ -27,13 +29,15 @@ from areal_megatron.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 _PROGRESS_S = 60.0
+_SMALL_BYTES = 64 * 2**20
+"""The largest checkpoint that is converted in this process."""
 _MOST_PENDING = 2
 """Exports that have not ended, with which no weights are saved for a further one: each keeps a copy on the disk."""
 
 
 class Export(threading.Thread):
     """Converts a checkpoint into a Hugging Face folder beside training, in a process of its own that may take as long
-    as it needs.
+    as it needs, or, where that would take longer to start, in this one.
 
     It begins when the export `after` has ended, and asks `base` then for the export since which the changes are enough;
     if they cannot be written, as when that one is damaged, it is whole. The process ends with this one: the kernel ends
@@ -73,21 +77,35 @@ class Export(threading.Thread):
         if self._out.exists():  # this version was exported before the run was resumed
             delta.remove(self._out)
         base = self._base()
-        if base and not self._convert("--base", str(base)):
+        convert = self._convert_here if self._size() <= _SMALL_BYTES else self._convert
+        if base and convert(base):
             return
         if base:
             log.warning("the export of %s is a whole one: its changes could not be written, see above", self._out.name)
-        if self._convert():
+        if not convert(None):
             log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
 
-    def _convert(self, *options: str) -> int:
-        """Returns the exit code."""
+    def _size(self) -> int:
+        return sum(path.stat().st_size for path in (self.checkpoint / TRAINER).iterdir())
+
+    def _convert_here(self, base: Path | None) -> bool:
+        """Returns whether there is an export now."""
+        try:
+            to_hf(self.checkpoint, self._out, base=base)
+        except (CheckpointError, ConfigError) as e:
+            log.error("%s", e)
+            return False
+        return True
+
+    def _convert(self, base: Path | None) -> bool:
+        """As _convert_here."""
         command = [sys.executable, "-m", "areal_megatron.convert", "to-hf", str(self.checkpoint), str(self._out)]
-        process = subprocess.Popen([*command, *options, "--parent", str(os.getpid())])
+        command += ["--base", str(base)] if base else []
+        process = subprocess.Popen([*command, "--parent", str(os.getpid())])
         begun = time.monotonic()
         while True:
             try:
-                return process.wait(_PROGRESS_S)
+                return not process.wait(_PROGRESS_S)
             except subprocess.TimeoutExpired:
                 minutes, written = (time.monotonic() - begun) / 60, self._written() / 1e9
                 log.warning("the export of %s: %.1f GB after %.0f min", self._out.name, written, minutes)

@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = """
 import sys
 from pathlib import Path
-from areal_megatron.checkpoints import Export
-Export(Path(sys.argv[1]), Path(sys.argv[2])).join()
+from areal_megatron import checkpoints
+checkpoints._SMALL_BYTES = 0
+checkpoints.Export(Path(sys.argv[1]), Path(sys.argv[2])).join()
 """
 
 
@@ -37,6 +38,14 @@ def checkpoint(tmp_path):
     metadata.rename(tmp_path / "metadata.json")
     os.mkfifo(metadata)
     return tmp_path / "version-000002"
+
+
+@pytest.fixture(params=["here", "in a process"])
+def anywhere(request, monkeypatch):
+    """Exports in the trainer's process, and in one of their own."""
+    monkeypatch.chdir(ROOT)
+    if request.param != "here":
+        monkeypatch.setattr(checkpoints, "_SMALL_BYTES", 0)
 
 
 def let_it_be_read(checkpoint):
@@ -52,6 +61,7 @@ def within(seconds, condition):
 
 def test_an_export_takes_as_long_as_it_needs_and_the_next_one_waits(checkpoint, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(checkpoints, "_SMALL_BYTES", 0)
     monkeypatch.setattr(checkpoints, "_PROGRESS_S", 0.2)
     caplog.set_level(logging.WARNING)
     first = Export(checkpoint, tmp_path / "exports" / "first")
@@ -69,8 +79,7 @@ def test_an_export_takes_as_long_as_it_needs_and_the_next_one_waits(checkpoint, 
         assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_an_export_that_fails_is_reported(checkpoint, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(ROOT)
+def test_an_export_that_fails_is_reported(checkpoint, tmp_path, anywhere, caplog):
     (checkpoint / "trainer" / "metadata.json").unlink()
     Export(checkpoint, tmp_path / "exports" / "out").join(120)
     assert "the export of a checkpoint failed" in caplog.text and not list((tmp_path / "exports").iterdir())
@@ -82,9 +91,8 @@ def test_an_export_for_which_there_is_no_place_is_reported(checkpoint, tmp_path,
     assert "the export of out failed" in caplog.text and "exports" in caplog.text
 
 
-def test_changes_that_cannot_be_written_become_a_whole_export(checkpoint, tmp_path, monkeypatch, caplog):
+def test_changes_that_cannot_be_written_become_a_whole_export(checkpoint, tmp_path, anywhere, caplog):
     """And an export that is made again takes along those that need it."""
-    monkeypatch.chdir(ROOT)
     (checkpoint / "trainer" / "metadata.json").unlink()
     let_it_be_read(checkpoint)
     base, needing = tmp_path / "exports" / "version-000001", tmp_path / "exports" / "version-000002"
