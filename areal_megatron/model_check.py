@@ -200,6 +200,11 @@ def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
         )
     if len({bool(rope.get(key) and _number(rope, key, 0)) for key in ("mscale", "mscale_all_dim")}) > 1:
         raise ConfigError(f"model.path: {described} has one of mscale and mscale_all_dim, which engines take otherwise")
+    if hf.get("head_dim") not in (None, d.rotated):
+        raise ConfigError(
+            f"model.path: {described} has head_dim={shown(hf['head_dim'])} and qk_rope_head_dim={d.rotated}: "
+            "transformers rotates the one and vLLM the other; leave head_dim out"
+        )
     if d.value_dim > d.head_dim:
         raise ConfigError(
             f"model.path: {described} has v_head_dim={d.value_dim}; kernels take values as wide as keys ({d.head_dim}) "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,8 +159,10 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     if is_reward_model:
         name = name.removesuffix(_REWARD) + _LANGUAGE
     if name not in FAMILIES:
+        near = difflib.get_close_matches(str(named), FAMILIES, 1, 0.3)
+        hint = f"; the nearest table is that of {near[0]}, see docs/adding_a_family.md" if near else ""
         raise ConfigError(
-            f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}"
+            f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}{hint}"
         )
     family = FAMILIES[name]
     for flag in family.refused:

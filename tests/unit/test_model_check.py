@@ -60,6 +60,7 @@ LATENTS = SIGMOID | {
     "q_lora_rank": 48,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
+    "head_dim": 64,
     "v_head_dim": 32,
     "topk_method": "noaux_tc",
 }
@@ -155,6 +156,7 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (LATENTS | {"kv_lora_rank": None}, {}, r"needs a positive integer kv_lora_rank, has None"),
         (LATENTS | {"q_lora_rank": -1}, {}, r"needs a positive integer q_lora_rank, has -1"),
         (LATENTS | {"qk_rope_head_dim": 3}, {}, r"qk_rope_head_dim=3; pairs are rotated"),
+        (LATENTS | {"head_dim": 96}, {}, r"head_dim=96 and qk_rope_head_dim=64: transformers rotates the one"),
         (LATENTS | {"v_head_dim": 97}, {}, r"v_head_dim=97; kernels take values as wide as keys \(96\)"),
         (
             LATENTS | {"quantization_config": {"quant_method": "fp8"}},
@@ -168,6 +170,7 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (LATENTS, {"tp": 16}, r"trainer.tp: 16 does not divide num_attention_heads=8 "),
         ({"intermediate_size": 98}, {"tp": 4}, r"trainer.tp: 4 does not divide intermediate_size=98 "),
         ({"model_type": "gpt2"}, {}, r"model.path: .*'gpt2'.*Qwen3ForCausalLM"),
+        ({"model_type": "Qwen3_5MoeForCausalLM"}, {}, r"the nearest table is that of Qwen3MoeForCausalLM, see docs"),
         ({"rope_scaling": {"rope_type": "longrope"}}, {}, r"model.path: .*rotary embeddings of type 'longrope'"),
         ({"use_sliding_window": True}, {}, r"model.path: .*use_sliding_window"),
         ({"hidden_act": "gelu"}, {}, r"model.path: .*hidden_act 'gelu'"),
