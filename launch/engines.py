@@ -1,10 +1,12 @@
-"""Adds engines to a running run, or takes some away: `python -m launch.engines add RUN`, `… drain RUN engine-2`.
+"""Adds engines to a running run, or takes some away: `python -m launch.engines add RUN`, `… drain RUN engine-2`,
+`… balance RUN`.
 
 `add` starts engines on this machine, as many as its GPUs hold, and looks after them until the run is over, they are
 drained, or it is interrupted; as a Slurm job: `sbatch slurm/add_engines.sh RUN`. With `--address` this machine is at
 another site (docs/sites.md). `drain` lets engines answer the requests that they have and then leave; the launcher that
-started them ends them. Exit code 0: the run is over or all are drained, 1: the engines have failed, 2: wrong input,
-130: interrupted. Imports neither torch nor vllm.
+started them ends them. `balance` does both, on this machine, as the run needs it (launch/balance.py). Exit code 0: the
+run is over or all are drained, 1: the engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor
+vllm.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -28,10 +31,12 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.engine.server import reserve_ports
 from areal_megatron.network import Site, join_address, split_address
-from areal_megatron.observe.metrics import read_status
+from areal_megatron.observe.advice import since_resumed
+from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import EngineState, engines_of
 from areal_megatron.run import Run, RunError, engine_index, engine_name
 from launch import gpus, start
+from launch.balance import Balancer
 from launch.health import Health
 from launch.hosts import Here
 from launch.orders import start_order
@@ -51,9 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
     adding = actions.add_parser("add", help="start engines on this machine for the run")
     adding.add_argument("--count", type=int, default=0, help="engines; default: as many as this machine's GPUs hold")
     adding.add_argument(
-        "--restarts", type=int, default=10, metavar="N", help="start one that dies again, N times in all"
-    )
-    adding.add_argument(
         "--address",
         metavar="HOST[:PORT]",
         default="",
@@ -66,10 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
         default="",
         help="this machine's own address, where what goes to HOST is translated to it or forwarded (default: HOST)",
     )
-    start.add_python(adding)
+    balancing = actions.add_parser("balance", help="start engines on this machine, and drain some, as the run needs")
+    balancing.add_argument("--least", type=int, default=1, metavar="N", help="engines of the run; default 1")
+    balancing.add_argument(
+        "--most", type=int, metavar="N", help="engines of the run; default: its own and what this machine's GPUs hold"
+    )
+    for starting in (adding, balancing):
+        starting.add_argument(
+            "--restarts", type=int, default=10, metavar="N", help="start one that dies again, N times in all"
+        )
+        start.add_python(starting)
     draining = actions.add_parser("drain", help="have engines leave the run")
     draining.add_argument("--timeout-s", type=float, default=3600, help="longest wait for their last answers")
-    for action in (adding, draining):
+    for action in (adding, balancing, draining):
         action.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     draining.add_argument("engines", nargs="+", metavar="engine-E")
     options = parser.parse_args(arguments)
@@ -77,9 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_running(run)
         config = config_file.load(run.config)
-        if options.action == "add":
+        if options.action in ("add", "balance"):
             start.check_packages(config, options.python, ["rollout"])
             check_not_shared(run, config)
+        if options.action == "balance":
+            return balance(run, config, options)
+        if options.action == "add":
             if options.listen and not options.address:
                 raise ConfigError("--listen: goes with --address, by which the run reaches this machine")
             if options.address:
@@ -166,37 +180,64 @@ def _own_addresses() -> set[str]:
 
 def add(run: Run, config: Config, options: argparse.Namespace) -> int:
     """Starts engines, looks after them and returns the exit code. Raises ConfigError if they do not fit."""
+    groups = slots(config, options.count)
+    sites: list[Site] | list[None] = [None] * len(groups)
+    if options.address:
+        sites = sites_of(options.address, options.listen, len(groups), config.rollout.tp)
+    return _looked_after(partial(_Added, run, config, options, groups, sites))
+
+
+def balance(run: Run, config: Config, options: argparse.Namespace) -> int:
+    """Starts and drains engines as the run needs them, looks after them and returns the exit code.
+
+    Raises ConfigError if none fits here, or for bounds that cannot be met.
+    """
+    groups, own = slots(config, 0), config.rollout.engines
+    most = min(options.most or own + len(groups), own + len(groups))
+    if not 1 <= options.least <= most:
+        raise ConfigError(
+            f"--least: {options.least} is not from 1 to {most}: the run has rollout.engines={own}, this machine "
+            f"has room for {len(groups)} more" + (f", and --most is {options.most}" if options.most else "")
+        )
+    if config.rollout.exact_staleness or config.machine.shared:
+        raise ConfigError("the pools of this run take turns, or share their GPUs: more engines would not help it")
+    return _looked_after(partial(_Balanced, run, config, options, groups, Balancer(config, options.least, most)))
+
+
+def _looked_after(engines: Callable[[Here], _Added]) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with Here() as here:
-            return _Added(run, config, here, options).outcome()
+            return engines(here).outcome()
     except KeyboardInterrupt:
         print("interrupted: the engines have been ended", file=sys.stderr)
         return Outcome.INTERRUPTED
 
 
 class _Added:
-    """The engines that one call has added."""
+    """The engines that one call has added, on the GPUs or cores `groups`, at `sites` if these are others."""
 
-    def __init__(self, run: Run, config: Config, here: Here, options: argparse.Namespace):
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        options: argparse.Namespace,
+        groups: Sequence[list[int | str]],
+        sites: Sequence[Site | None],
+        here: Here,
+    ):
         self._run, self._config, self._here = run, config, here
         self._python, self._restarts = options.python.get("rollout", ()), options.restarts
         self._health, self._incarnation, self._lease = Health(run), run.incarnation, run.lease
-        groups = slots(config, options.count)
-        sites: list[Site] | list[None] = [None] * len(groups)
-        if options.address:
-            sites = sites_of(options.address, options.listen, len(groups), config.rollout.tp)
         self._processes = {p.name: p for p in (self._process(own) for own in groups)}
         self._sites = dict(zip(self._processes, sites, strict=True))
         """Where each is, if this is another site."""
         self._ended: set[str] = set()
 
     def outcome(self) -> int:
-        for name in self._processes:
-            self._start(name)
-        print(f"started {', '.join(self._processes)} for {self._run.folder}", flush=True)
+        self._begin()
         pulse, reach = Pulse(self._run, self._config.machine.silence_s), Reach(self._run)
-        while len(self._ended) < len(self._processes):
+        while self._goes_on():
             if (state := pulse.state()) != "running":
                 print(f"the run is over: it is {state}")
                 return Outcome.DONE
@@ -218,6 +259,14 @@ class _Added:
                     self._again(name)
             time.sleep(_POLL_S)
         return Outcome.FAILED if self._ended - self._health.drained else Outcome.DONE
+
+    def _begin(self) -> None:
+        for name in self._processes:
+            self._start(name)
+        print(f"started {', '.join(self._processes)} for {self._run.folder}", flush=True)
+
+    def _goes_on(self) -> bool:
+        return len(self._ended) < len(self._processes)
 
     def _process(self, own: list[int | str]) -> Process:
         name, here = claim(self._run, self._config.rollout.engines), socket.gethostname()
@@ -243,6 +292,47 @@ class _Added:
             self._start(name)
         else:
             self._ended.add(name)
+
+
+class _Balanced(_Added):
+    """The engines that come and go as the run needs them, each on one of `groups`."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        options: argparse.Namespace,
+        groups: Sequence[list[int | str]],
+        balancer: Balancer,
+        here: Here,
+    ):
+        super().__init__(run, config, options, (), (), here)
+        self._groups, self._balancer, self._looked = groups, balancer, 0.0
+
+    def _begin(self) -> None:
+        print(f"balancing {self._run.folder}: engines come and go after some updates", flush=True)
+
+    def _goes_on(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            with suppress(OSError, ValueError):  # it is read again soon
+                self._move(self._balancer.decide(since_resumed(read_metrics(self._run))))
+        return True
+
+    def _move(self, change: int) -> None:
+        held = [self._processes[name].slots for name in self._processes.keys() - self._ended]
+        free = [own for own in self._groups if all(own != [slot.id for slot in slots] for slots in held)]
+        for own in free[: max(change, 0)]:
+            process = self._process(own)
+            self._processes[process.name], self._sites[process.name] = process, None
+            self._start(process.name)
+            print(f"engines are short: started {process.name}", flush=True)
+        serving = [name for name, state in _states(self._run).items() if not state.gone]
+        newest_of_here = sorted(serving, key=lambda name: (name not in self._processes, -engine_index(name)))
+        for name in newest_of_here[: max(-change, 0)]:
+            ask_to_leave(self._run, name)
+            print(f"trainers are short: {name} is drained", flush=True)
 
 
 class Reach:
@@ -313,9 +403,7 @@ def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int
     if not {name for name, state in states.items() if not state.gone} - set(names):
         raise ConfigError("no engine would be left to generate; stop the run instead")
     for name in names:
-        path = run.drain(name)
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
+        ask_to_leave(run, name)
     pulse, deadline = Pulse(run, silence_s), time.monotonic() + timeout_s
     waiting = set(names)
     while waiting:
@@ -329,6 +417,13 @@ def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int
             raise ConfigError(f"{run.folder} is not running: it is {state}")
         time.sleep(_POLL_S)
     return Outcome.DONE
+
+
+def ask_to_leave(run: Run, engine: str) -> None:
+    """Has an engine answer the requests that it has, and then leave."""
+    path = run.drain(engine)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
 
 
 def _states(run: Run) -> dict[str, EngineState]:

@@ -115,7 +115,7 @@ class Balance:
     @property
     def gain(self) -> float:
         """By which share updates would be faster with one engine more, or with an eighth more of many."""
-        return self.faster(self.engines + _step(self.engines))
+        return self.faster(self.engines + self.step)
 
     @property
     def enough_engines(self) -> int | None:
@@ -125,6 +125,11 @@ class Balance:
             if self.update_s_with(engines) < (1 + GAIN) * self.update_s_with(engines + _step(engines)):
                 return engines
         return None
+
+    @property
+    def step(self) -> int:
+        """How many engines more or fewer are worth a look."""
+        return _step(self.engines)
 
     @property
     def short(self) -> Short | None:
@@ -147,6 +152,15 @@ class Advice:
 def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
     """Returns what to change in the split of a run; None if nothing would gain enough, or if that is not certain yet.
 
+    `updates` as in `settled`.
+    """
+    found = settled(config, updates)
+    return Advice(found.short, _line(config, found)) if found and found.short else None
+
+
+def settled(config: Config, updates: Sequence[dict[str, Any]]) -> Balance | None:
+    """Returns what the pools of a run do in an update; None if that is not certain yet.
+
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first
     η + 1 versions after that, or after an engine came or went, and of the last η + 1 of the run are left out: engines
     have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of
@@ -162,7 +176,7 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
     gains = sorted(part.gain for part in halves)
     if {part.short for part in halves} != {whole.short} or gains[1] > 2 * gains[0] + GAIN:
         return None
-    return Advice(whole.short, _line(config, whole)) if whole.short else None
+    return whole
 
 
 def since_resumed(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +206,7 @@ def _steady(config: Config, updates: Sequence[dict[str, Any]]) -> list[dict[str,
 def _line(config: Config, found: Balance) -> str:
     engines, trainers_wait = found.engines, f"wait for {found.trainer_idle:.0%} of the time"
     full = f"engines are full for {found.engine_full:.0%} of it"
-    step = _step(engines)
+    step = found.step
     others = [engines + step] + [engines - step] * (engines > 1)
     changes = "; ".join(f"{_engines(n)} would be {_change(found.faster(n))}" for n in others)
     if found.enough_engines not in (None, engines, *others):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -82,3 +83,34 @@ def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path
         added.terminate()
         added.wait(30)
     assert audit(run) == []
+
+
+@pytest.mark.soak
+def test_a_run_that_is_short_of_engines_gets_one(local_run, world, tmp_path):
+    """Its only engine has room for few answers at once."""
+    changes = {"updates": 100000, "held_out": 1, "rollout.max_staleness": 2, "rollout.max_running": 4}
+    started = local_run("balanced", *small(world, **changes))
+    run = Run(started.folder)
+    started.wait_for(run.metrics.exists)
+    with (tmp_path / "balanced.out").open("w") as output:
+        command = [*ENGINES, "balance", run.folder, "--most", "2"]
+        balancing = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+
+        def served():
+            return [line["engines_serving"] for line in read_metrics(run) if line["kind"] == "update"]
+
+        started.wait_for(lambda: served()[-1:] == [2], 600)
+        many = len(served())
+        started.wait_for(lambda: len(served()) > many + 30, 600)
+        run.stop.touch()
+        assert started.wait() == 75, started.output
+        assert balancing.wait(60) == 0
+    finally:
+        balancing.terminate()
+        balancing.wait(30)
+    assert "engines are short: started engine-1" in (tmp_path / "balanced.out").read_text()
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    print([(line["version"], line["engines_serving"], round(line["update_s"], 2)) for line in updates])
+    moves = sum(a["engines_serving"] != b["engines_serving"] for a, b in pairwise(updates))
+    assert moves <= 3 and audit(run) == []

@@ -1,5 +1,6 @@
 """What `python -m launch.engines` decides before it starts or drains anything."""
 
+import argparse
 import contextlib
 import os
 import socket
@@ -13,7 +14,17 @@ from areal_megatron.network import Site, address
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.run import Run
 from launch import engines
-from launch.engines import Reach, check_elsewhere, check_not_shared, check_running, claim, drain, sites_of, slots
+from launch.engines import (
+    Reach,
+    balance,
+    check_elsewhere,
+    check_not_shared,
+    check_running,
+    claim,
+    drain,
+    sites_of,
+    slots,
+)
 from launch.pools import Placement, Process, Slot
 from launch.records import Recorder
 
@@ -44,6 +55,26 @@ def test_engines_on_cpu_share_cores():
     cores = len(os.sched_getaffinity(0))
     assert len(slots(config("cpu", 1), 0)) == cores
     assert [own[0] for own in slots(config("cpu", 1), cores + 1)] == [*range(cores), 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"least": 0},
+            r"--least: 0 is not from 1 to 3: .* rollout.engines=1, .* room for 2 more$",
+        ),
+        ({"least": 3, "most": 2}, r"--least: 3 is not from 1 to 2: .*, and --most is 2$"),
+        ({"exact_staleness": True}, r"the pools of this run take turns"),
+    ],
+)
+def test_bounds_that_cannot_be_met_are_refused(run, monkeypatch, options, message):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    of_run = config("cuda", 1)
+    of_run.rollout.engines, of_run.rollout.exact_staleness = 1, options.get("exact_staleness", False)
+    given = argparse.Namespace(least=options.get("least", 1), most=options.get("most"))
+    with pytest.raises(ConfigError, match=message):
+        balance(run, of_run, given)
 
 
 def test_names_are_never_given_twice(run):

@@ -1,0 +1,89 @@
+"""The rule by which engines come and go: it finds the best number of them, and does not flap."""
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_megatron.config import Config
+from areal_megatron.observe.advice import FEWEST_UPDATES
+from launch.balance import Balancer
+
+ETA = 2
+WINDOW = FEWEST_UPDATES + ETA + 1
+LEAST, MOST = 1, 8
+STARTS = 4
+"""Updates until an engine that was started serves, or one that is drained has left."""
+
+
+def update(version, engines, trains, generates, straggles, noise):
+    """An update of pools that overlap: `generates`: the seconds that one engine alone would take, always full."""
+    busy = generates / engines
+    update_s = max(trains + straggles, busy) * noise
+    return {
+        "version": version,
+        "update_s": update_s,
+        "trainer_wait_s": max(update_s - trains, 0.0),
+        "straggler_wait_s": straggles,
+        "engine_idle_share": max(1 - busy / update_s, 0.0),
+        "engine_full_share": min(busy / update_s, 1.0),
+        "engines_serving": engines,
+    }
+
+
+def played(balancer, loads, engines, noises):
+    """Returns the number of engines at each update, and the moves (update, change)."""
+    updates, held, moves, coming = [], [], [], []
+    for number, (load, noise) in enumerate(zip(loads, noises, strict=True)):
+        while coming and coming[0][0] <= number:
+            engines += coming.pop(0)[1]
+        updates.append(update(number + 1, engines, *load, noise))
+        held.append(engines)
+        if change := balancer.decide(updates):
+            moves.append((number, change))
+            coming.append((number + STARTS, change))
+    return held, moves
+
+
+def config():
+    made = Config(name="run", updates=10**6)
+    made.rollout.max_staleness = ETA
+    return made
+
+
+def fewest_enough(trains, generates, straggles):
+    times = [max(trains + straggles, generates / n) for n in range(LEAST, MOST + 1)]
+    return next(n for n, own in enumerate(times, LEAST) if own <= 1.05 * min(times))
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(1, 150)), min_size=1, max_size=5
+    ),
+    st.integers(LEAST, MOST),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=1000, deadline=None)
+def test_any_load_has_a_move_a_window_at_most_and_no_engine_too_many_or_too_few(phases, engines, random):
+    loads = [load for *load, updates in phases for _ in range(updates)]
+    held, moves = played(Balancer(config(), LEAST, MOST), loads, engines, [random.uniform(0.95, 1.05) for _ in loads])
+    assert all(later - earlier >= WINDOW for (earlier, _), (later, _) in pairwise(moves))
+    assert all(LEAST <= n <= MOST for n in held)
+    back = sum(first * second < 0 for (_, first), (_, second) in pairwise(moves))
+    assert back <= 2 * len(phases) + 1, "a move is taken back once under a load"
+
+
+@given(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(LEAST, MOST))
+@settings(max_examples=300, deadline=None)
+def test_a_steady_load_gets_about_the_fewest_engines_that_are_enough(trains, generates, straggles, engines):
+    loads = [(trains, generates, straggles)] * 400
+    held, moves = played(Balancer(config(), LEAST, MOST), loads, engines, [1.0] * len(loads))
+    speed = [max(trains + straggles, generates / n) for n in (held[-1], fewest_enough(trains, generates, straggles))]
+    assert speed[0] <= 1.05 * speed[1]
+    assert all(number < 300 for number, _ in moves), "it has come to rest"
+
+
+def test_engines_that_do_not_come_are_not_asked_for_again():
+    balancer = Balancer(config(), LEAST, MOST)
+    updates = [update(version + 1, 2, 2, 20, 0, 1.0) for version in range(200)]
+    assert [balancer.decide(updates[: number + 1]) for number in range(200)].count(1) == 1
