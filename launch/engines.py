@@ -193,11 +193,12 @@ def balance(run: Run, config: Config, options: argparse.Namespace) -> int:
     Raises ConfigError if none fits here, or for bounds that cannot be met.
     """
     groups, own = slots(config, 0), config.rollout.engines
-    most = min(options.most or own + len(groups), own + len(groups))
+    room = own + len(groups)
+    most = room if options.most is None else min(options.most, room)
     if not 1 <= options.least <= most:
         raise ConfigError(
             f"--least: {options.least} is not from 1 to {most}: the run has rollout.engines={own}, this machine "
-            f"has room for {len(groups)} more" + (f", and --most is {options.most}" if options.most else "")
+            f"has room for {len(groups)} more" + ("" if options.most is None else f", and --most is {options.most}")
         )
     if config.rollout.exact_staleness or config.machine.shared:
         raise ConfigError("the pools of this run take turns, or share their GPUs: more engines would not help it")
@@ -332,7 +333,7 @@ class _Balanced(_Added):
         newest_of_here = sorted(serving, key=lambda name: (name not in self._processes, -engine_index(name)))
         for name in newest_of_here[: max(-change, 0)]:
             ask_to_leave(self._run, name)
-            print(f"trainers are short: {name} is drained", flush=True)
+            print(f"trainers are short: {name} is to leave", flush=True)
 
 
 class Reach:
