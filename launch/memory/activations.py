@@ -32,6 +32,8 @@ class Layer:
     """Bytes of an element of model.dtype."""
     fused_swiglu: bool = True
     """Whether a dense MLP's SwiGLU keeps its input alone; else it consists of operations that keep their results."""
+    rotates_alike: bool = False
+    """Whether all layers of a pass keep the same cosines and sines (trainer/elementwise.py), else each has its own."""
     modules: tuple[str, ...] = ()
     """What megatron-core recomputes of the layer besides (TrainerConfig.recompute_modules)."""
 
@@ -42,7 +44,7 @@ class Layer:
             return self.element * self.model.dimensions.hidden / self.sizes.tp
         norms = self._norms(recompute != "none" or "layernorm" in self.modules)
         mlp = 0 if {"mlp", "moe"} & {*self.modules} else self._mlp(recompute)
-        return (norms + self._attention + mlp) / self.sizes.tp + self._rotation
+        return (norms + self._attention + mlp) / self.sizes.tp + (0 if self.rotates_alike else 2 * self.rotation)
 
     def again(self, recompute: str) -> float:
         """Returns the bytes that the layer's backward pass makes again before it uses them."""
@@ -110,9 +112,9 @@ class Layer:
         return copied + 4 * (d.heads + d.kv_heads)
 
     @property
-    def _rotation(self) -> float:
-        """Cosines and sines of whole rows of tokens, once for queries and once for keys."""
-        return 4 * self.element * (self.model.dimensions.rotated or self.model.dimensions.head_dim)
+    def rotation(self) -> float:
+        """Bytes of cosines and sines of whole rows of tokens, kept once or, for queries and for keys, twice."""
+        return 2 * self.element * (self.model.dimensions.rotated or self.model.dimensions.head_dim)
 
     def _mlp(self, recompute: str) -> float:
         """Dense: gate and up, and their product; where SwiGLU is not fused also the activation and the other factor.
@@ -175,6 +177,8 @@ def kept(config: Config, layer: Layer, stage: int) -> float:
     size = sum(map(layer.kept, recomputed))
     if "full" in recomputed and not layer.model.dimensions.latent:  # whose layers make their angles themselves
         size += 4 * layer.model.dimensions.head_dim  # the angles, float32, an argument of every recomputed layer
+    if layer.rotates_alike and {*recomputed} != {"full"}:
+        size += layer.rotation
     if stage == 0:
         size += 8 + (layer.sizes.tp > 1)  # token ids, and which of them are another rank's
     last = layer.final_norm if stage == layer.sizes.pp - 1 else 0
@@ -218,5 +222,6 @@ def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) ->
         sizes,
         ITEMSIZE[config.model.dtype],
         fused_swiglu=not on_cuda,
+        rotates_alike=not on_cuda and not model.dimensions.latent,
         modules=config.trainer.recompute_modules,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -119,7 +120,7 @@ def save_model(name: str, folder: Path, **sizes) -> Path:
     """One of MODELS in `folder`; norms and biases are random too, so that no test passes by luck."""
     make_config, make_model, own = MODELS[name]
     torch.manual_seed(7)
-    model = make_model(make_config(**{**SIZES, **own, **sizes}))
+    model = make_model(make_config(**deepcopy({**SIZES, **own, **sizes})))  # transformers writes into rope_parameters
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
