@@ -16,7 +16,7 @@ no longer."""
 
 
 class Balancer:
-    """The rule by which engines come and go, between `least` and `most` of them.
+    """The rule by which engines come and go, between `least` and `most` of them, also if they are more or fewer first.
 
     Engines come if the model of observe/advice.py says that updates would be faster by GAIN at least, and go if
     trainers are short and updates would be slower by LOSS at most. Nothing moves before advice.FEWEST_UPDATES updates
@@ -60,11 +60,15 @@ class Balancer:
         self._before = None
 
     def _change(self, found: Balance) -> int:
+        within = min(max(found.engines, self._least), self._most)
+        if within != found.engines:
+            return within - found.engines
         if found.short is Short.ENGINES:
             engines, most = min(found.engines + found.step, self._most), 1 / (1 + GAIN / 2)
-        elif found.short is Short.TRAINERS and found.faster(max(found.engines - found.step, 1)) >= -LOSS:
+        elif found.short is Short.TRAINERS:
             engines, most = max(found.engines - found.step, self._least), 1 + LOSS
+            if found.faster(engines) < -LOSS:
+                return 0
         else:
             return 0
-        tried = self._times.get((found.engines, engines), 0.0)
-        return engines - found.engines if tried <= most and self._least <= engines <= self._most else 0
+        return engines - found.engines if self._times.get((found.engines, engines), 0.0) <= most else 0

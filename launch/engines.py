@@ -202,7 +202,8 @@ def balance(run: Run, config: Config, options: argparse.Namespace) -> int:
         )
     if config.rollout.exact_staleness or config.machine.shared:
         raise ConfigError("the pools of this run take turns, or share their GPUs: more engines would not help it")
-    return _looked_after(partial(_Balanced, run, config, options, groups, Balancer(config, options.least, most)))
+    balancer = Balancer(config, options.least, most)
+    return _looked_after(partial(_Added, run, config, options, groups, [None] * len(groups), balancer=balancer))
 
 
 def _looked_after(engines: Callable[[Here], _Added]) -> int:
@@ -216,7 +217,8 @@ def _looked_after(engines: Callable[[Here], _Added]) -> int:
 
 
 class _Added:
-    """The engines that one call has added, on the GPUs or cores `groups`, at `sites` if these are others."""
+    """The engines that one call adds, on the GPUs or cores `groups`, at `sites` if these are others: one on each, or,
+    with a `balancer`, as many as it says."""
 
     def __init__(
         self,
@@ -226,65 +228,88 @@ class _Added:
         groups: Sequence[list[int | str]],
         sites: Sequence[Site | None],
         here: Here,
+        balancer: Balancer | None = None,
     ):
-        self._run, self._config, self._here = run, config, here
+        self._run, self._config, self._here, self._balancer = run, config, here, balancer
         self._python, self._restarts = options.python.get("rollout", ()), options.restarts
         self._health, self._incarnation, self._lease = Health(run), run.incarnation, run.lease
-        self._processes = {p.name: p for p in (self._process(own) for own in groups)}
-        self._sites = dict(zip(self._processes, sites, strict=True))
-        """Where each is, if this is another site."""
-        self._ended: set[str] = set()
+        self._places = list(zip(groups, sites, strict=True))
+        """Where no engine is yet, or none any more."""
+        self._held: dict[str, tuple[list[int | str], Site | None]] = {}
+        """Engine that has not left → its place."""
+        self._processes: dict[str, Process] = {}
+        self._balanced = 0.0
 
     def outcome(self) -> int:
-        self._begin()
+        if self._balancer:
+            print(f"balancing {self._run.folder}: engines come and go after some updates", flush=True)
+        else:
+            print(f"started {', '.join(self._add(len(self._places)))} for {self._run.folder}", flush=True)
         pulse, reach = Pulse(self._run, self._config.machine.silence_s), Reach(self._run)
-        while self._goes_on():
+        while self._balancer or self._held:
+            self._balance()
             if (state := pulse.state()) != "running":
                 print(f"the run is over: it is {state}")
                 return Outcome.DONE
             with suppress(OSError, ValueError):  # it is read again soon
                 if (incarnation := self._run.incarnation) != self._incarnation:
                     self._incarnation = incarnation
-                    self._health.begin(self._processes.keys() - self._ended)
+                    self._health.begin(self._held)
                     if (lease := self._run.lease) != self._lease:  # another launcher: its controller has another secret
                         self._lease = lease
-                        for name in self._processes.keys() - self._ended:
+                        for name in self._held:
                             self._start(name)
             for name, why in self._health.to_end().items():
                 self._end(name, why)
-            sites = {name: site for name, site in self._sites.items() if site and name not in self._ended}
+            sites = {name: site for name, (_, site) in self._held.items() if site}
             for news in reach.look(sites):
                 print(f"warning: {news}", file=sys.stderr, flush=True)
-            for name in self._processes.keys() - self._ended:
+            for name in [*self._held]:
                 if self._here.by_name[name].exit_code is not None:
                     self._again(name)
             time.sleep(_POLL_S)
-        return Outcome.FAILED if self._ended - self._health.drained else Outcome.DONE
+        return Outcome.FAILED if self._processes.keys() - self._health.drained else Outcome.DONE
 
-    def _begin(self) -> None:
-        for name in self._processes:
+    def _balance(self) -> None:
+        now = time.monotonic()
+        if self._balancer and now - self._balanced >= _LOOK_S:
+            self._balanced = now
+            with suppress(OSError, ValueError):  # it is read again soon
+                self._move(self._balancer.decide(since_resumed(read_metrics(self._run))))
+
+    def _move(self, change: int) -> None:
+        if change > 0 and (added := self._add(change)):
+            print(f"engines are short: started {', '.join(added)}", flush=True)
+        serving = [name for name, state in _states(self._run).items() if not state.gone]
+        newest_of_here = sorted(serving, key=lambda name: (name not in self._processes, -engine_index(name)))
+        for name in newest_of_here[: max(-change, 0)]:
+            ask_to_leave(self._run, name)
+            print(f"trainers are short: {name} is to leave", flush=True)
+
+    def _add(self, count: int) -> list[str]:
+        """Starts an engine on each of so many free places, or fewer; returns their names."""
+        places, self._places = self._places[:count], self._places[count:]
+        added = []
+        for place in places:
+            name, here = claim(self._run, self._config.rollout.engines), socket.gethostname()
+            own = tuple(Slot(here, i) for i in place[0])
+            self._held[name], self._processes[name] = place, Process(name, "rollout", engine_index(name), here, own)
             self._start(name)
-        print(f"started {', '.join(self._processes)} for {self._run.folder}", flush=True)
-
-    def _goes_on(self) -> bool:
-        return len(self._ended) < len(self._processes)
-
-    def _process(self, own: list[int | str]) -> Process:
-        name, here = claim(self._run, self._config.rollout.engines), socket.gethostname()
-        return Process(name, "rollout", engine_index(name), here, tuple(Slot(here, i) for i in own))
+            added.append(name)
+        return added
 
     def _start(self, name: str) -> None:
         process = self._processes[name]
-        supervisor, site = self._here.supervisor(process), self._sites[name]
+        supervisor, (_, site) = self._here.supervisor(process), self._held[name]
         self._here.start(start_order(self._config, self._run, process, supervisor, self._python, site=site))
         self._health.started(name)
 
     def _end(self, name: str, why: str) -> None:
-        if name not in self._ended and self._here.by_name[name].exit_code is None:
+        if name in self._held and self._here.by_name[name].exit_code is None:
             print(f"{name} {why}: it is ended", flush=True)
             self._here.kill(self._processes[name])
         if name in self._health.drained:
-            self._ended.add(name)
+            self._leave(name)
 
     def _again(self, name: str) -> None:
         print(describe(self._here.by_name[name]), file=sys.stderr, flush=True)
@@ -292,48 +317,11 @@ class _Added:
             self._restarts -= 1
             self._start(name)
         else:
-            self._ended.add(name)
+            self._leave(name)
 
-
-class _Balanced(_Added):
-    """The engines that come and go as the run needs them, each on one of `groups`."""
-
-    def __init__(
-        self,
-        run: Run,
-        config: Config,
-        options: argparse.Namespace,
-        groups: Sequence[list[int | str]],
-        balancer: Balancer,
-        here: Here,
-    ):
-        super().__init__(run, config, options, (), (), here)
-        self._groups, self._balancer, self._looked = groups, balancer, 0.0
-
-    def _begin(self) -> None:
-        print(f"balancing {self._run.folder}: engines come and go after some updates", flush=True)
-
-    def _goes_on(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
-            self._looked = now
-            with suppress(OSError, ValueError):  # it is read again soon
-                self._move(self._balancer.decide(since_resumed(read_metrics(self._run))))
-        return True
-
-    def _move(self, change: int) -> None:
-        held = [self._processes[name].slots for name in self._processes.keys() - self._ended]
-        free = [own for own in self._groups if all(own != [slot.id for slot in slots] for slots in held)]
-        for own in free[: max(change, 0)]:
-            process = self._process(own)
-            self._processes[process.name], self._sites[process.name] = process, None
-            self._start(process.name)
-            print(f"engines are short: started {process.name}", flush=True)
-        serving = [name for name, state in _states(self._run).items() if not state.gone]
-        newest_of_here = sorted(serving, key=lambda name: (name not in self._processes, -engine_index(name)))
-        for name in newest_of_here[: max(-change, 0)]:
-            ask_to_leave(self._run, name)
-            print(f"trainers are short: {name} is to leave", flush=True)
+    def _leave(self, name: str) -> None:
+        if name in self._held:
+            self._places.append(self._held.pop(name))
 
 
 class Reach:

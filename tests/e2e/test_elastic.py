@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
 
 import psutil
@@ -27,6 +28,18 @@ def refused(*arguments):
     return done.stderr
 
 
+@contextmanager
+def beside(output, *arguments):
+    """`launch.engines` with these arguments, while the test runs its body; ended afterwards."""
+    with output.open("w") as file:
+        process = subprocess.Popen([*ENGINES, *map(str, arguments)], cwd=ROOT, stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
 def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
     started = local_run("elastic", *small(world, **{"updates": 100000, "held_out": 4, "rollout.max_staleness": 2}))
     run = Run(started.folder)
@@ -34,9 +47,7 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
     assert "engine-7: no such engine; the run has engine-0" in refused("drain", run.folder, "engine-7")
     assert "no engine would be left" in refused("drain", run.folder, "engine-0")
 
-    with (tmp_path / "added.out").open("w") as output:
-        added = subprocess.Popen([*ENGINES, "add", run.folder, "--count", "1"], cwd=ROOT, stdout=output, stderr=output)
-    try:
+    with beside(tmp_path / "added.out", "add", run.folder, "--count", 1) as added:
         started.wait_for(lambda: engines(run).get("engine-1", {}).get("version", -1) > 0)
         first = psutil.Process(started.pid("engine-0"))
         leaving = [first, *first.children(recursive=True)]
@@ -49,9 +60,6 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
         run.stop.touch()
         assert started.wait() == 75, started.output
         assert added.wait(60) == 0
-    finally:
-        added.terminate()
-        added.wait(30)
     assert "started engine-1" in (tmp_path / "added.out").read_text()
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert {line["engines_serving"] for line in updates} == {1, 2} and updates[-1]["groups_skipped"] == 0
@@ -67,9 +75,7 @@ def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path
     started = local_run("relaunched", *arguments)
     run = Run(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
-    with (tmp_path / "added.out").open("w") as output:
-        added = subprocess.Popen([*ENGINES, "add", run.folder, "--count", "1"], cwd=ROOT, stdout=output, stderr=output)
-    try:
+    with beside(tmp_path / "added.out", "add", run.folder, "--count", 1) as added:
         started.wait_for(lambda: engines(run).get("engine-1", {}).get("version", -1) > 0)
         started.process.kill()
         started.process.wait()
@@ -79,9 +85,6 @@ def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path
         run.stop.touch()
         assert again.wait() == 75, again.output
         assert added.wait(60) == 0
-    finally:
-        added.terminate()
-        added.wait(30)
     assert audit(run) == []
 
 
@@ -92,10 +95,7 @@ def test_a_run_that_is_short_of_engines_gets_one(local_run, world, tmp_path):
     started = local_run("balanced", *small(world, **changes))
     run = Run(started.folder)
     started.wait_for(run.metrics.exists)
-    with (tmp_path / "balanced.out").open("w") as output:
-        command = [*ENGINES, "balance", run.folder, "--most", "2"]
-        balancing = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-    try:
+    with beside(tmp_path / "balanced.out", "balance", run.folder, "--most", 2) as balancing:
 
         def served():
             return [line["engines_serving"] for line in read_metrics(run) if line["kind"] == "update"]
@@ -106,9 +106,6 @@ def test_a_run_that_is_short_of_engines_gets_one(local_run, world, tmp_path):
         run.stop.touch()
         assert started.wait() == 75, started.output
         assert balancing.wait(60) == 0
-    finally:
-        balancing.terminate()
-        balancing.wait(30)
     assert "engines are short: started engine-1" in (tmp_path / "balanced.out").read_text()
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     print([(line["version"], line["engines_serving"], round(line["update_s"], 2)) for line in updates])

@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,8 @@ class Server:
         """Has the engine take what this process leaves. Linux shares a machine among sessions, and while this one waits
         for a turn that answers take, they can come to their end."""
         for process in self.processes:
-            group = Path(f"/proc/{process.pid}/autogroup")
-            if group.exists():
-                group.write_text("10")
+            with suppress(OSError):  # not on Linux, or asked for too often by a user
+                Path(f"/proc/{process.pid}/autogroup").write_text("10")
 
     def client(self) -> EngineClient:
         endpoint, tls = self.run.endpoint("engine-0", 30), self.run.credentials.calling()
