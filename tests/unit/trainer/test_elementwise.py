@@ -59,6 +59,14 @@ def test_swiglu(shape, dtype):
     check(swiglu, plain, [torch.randn(shape)], dtype)
 
 
+def test_swiglu_has_one_backward_pass():
+    both = torch.randn(3, 1, 8, requires_grad=True)
+    out = swiglu(both * 1)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation(dtype):
     torch.manual_seed(2)
