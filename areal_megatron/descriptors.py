@@ -38,14 +38,15 @@ def needed(config: Config) -> int:
     agents = rollout.max_running if any(":" in workflow for workflow in workflows) else 0
     per_engine = each + agents + 2  # its timeline, and the connection that polls it
     workers = min(32, os.cpu_count() or 1) * len(configs)
-    return rollout.engines * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
+    return rollout.engines_at_most * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
 
 
 def check(config: Config, limit: int) -> None:
     """Raises ConfigError if `limit` is less than the controller needs."""
+    rollout = config.rollout
     if limit < (need := needed(config)):
         raise ConfigError(
-            f"rollout.max_running: {config.rollout.engines} engines with {config.rollout.max_running} answers each need"
+            f"rollout.max_running: {rollout.engines_at_most} engines with {rollout.max_running} answers each need"
             f" {need:,} open files in the controller, whose node allows {limit:,}; raise the hard limit (ulimit -Hn)"
             " or lower rollout.max_running"
         )

@@ -317,8 +317,8 @@ class Run:
             return False
 
     def drain(self, engine: str) -> Path:
-        """Returns the path of a file: while it exists, `engine` gets no more prompts, and leaves when it has answered
-        those that it has."""
+        """Returns the path of a file: while it exists, `engine` gets no more prompts, leaves when it has answered those
+        that it has, and does not come back."""
         return self.folder / "drain" / engine
 
     def endpoint(self, process: str, timeout_s: float = 0) -> str:

@@ -35,6 +35,10 @@ class Balancer:
         self._moves = False
         """Whether engines are still as many as before the last move."""
 
+    def failed(self) -> None:
+        """An engine that was to come never will: there can be one fewer, and others may move again."""
+        self._most, self._before, self._moves = self._most - 1, None, False
+
     def decide(self, updates: Sequence[dict[str, Any]]) -> int:
         """Returns how many engines are to come, or below 0, to go; 0 for none. `updates` as in advice.settled."""
         if self._moves and updates and updates[-1].get("engines_serving") not in (None, self._before.engines):

@@ -34,9 +34,10 @@ from areal_megatron.network import Site, join_address, split_address
 from areal_megatron.observe.advice import since_resumed
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import EngineState, engines_of
-from areal_megatron.run import Run, RunError, engine_index, engine_name
+from areal_megatron.run import Run, RunError, engine_index
 from launch import gpus, start
 from launch.balance import Balancer
+from launch.elastic import LOOK_S, ask_to_leave, claim, have_some_leave, states_of
 from launch.health import Health
 from launch.hosts import Here
 from launch.orders import start_order
@@ -45,7 +46,6 @@ from launch.records import LaunchRecord, Pulse, read_record, state_of
 from launch.supervise import Outcome, describe, interrupt
 
 _POLL_S = 0.5
-_LOOK_S = 5.0
 _UNREACHED_S = 60.0
 """How long the controller may take to reach an engine that serves."""
 
@@ -200,6 +200,8 @@ def balance(run: Run, config: Config, options: argparse.Namespace) -> int:
             f"--least: {options.least} is not from 1 to {most}: the run has rollout.engines={own}, this machine "
             f"has room for {len(groups)} more" + ("" if options.most is None else f", and --most is {options.most}")
         )
+    if config.rollout.most_engines:
+        raise ConfigError("rollout.most_engines: the launcher of this run balances its engines already")
     if config.rollout.exact_staleness or config.machine.shared:
         raise ConfigError("the pools of this run take turns, or share their GPUs: more engines would not help it")
     balancer = Balancer(config, options.least, most)
@@ -272,7 +274,7 @@ class _Added:
 
     def _balance(self) -> None:
         now = time.monotonic()
-        if self._balancer and now - self._balanced >= _LOOK_S:
+        if self._balancer and now - self._balanced >= LOOK_S:
             self._balanced = now
             with suppress(OSError, ValueError):  # it is read again soon
                 self._move(self._balancer.decide(since_resumed(read_metrics(self._run))))
@@ -280,10 +282,7 @@ class _Added:
     def _move(self, change: int) -> None:
         if change > 0 and (added := self._add(change)):
             print(f"engines are short: started {', '.join(added)}", flush=True)
-        serving = [name for name, state in _states(self._run).items() if not state.gone]
-        newest_of_here = sorted(serving, key=lambda name: (name not in self._processes, -engine_index(name)))
-        for name in newest_of_here[: max(-change, 0)]:
-            ask_to_leave(self._run, name)
+        for name in have_some_leave(self._run, -change, self._processes) if change < 0 else ():
             print(f"trainers are short: {name} is to leave", flush=True)
 
     def _add(self, count: int) -> list[str]:
@@ -317,7 +316,9 @@ class _Added:
             self._restarts -= 1
             self._start(name)
         else:
-            self._leave(name)
+            del self._held[name]
+            if self._balancer:
+                self._balancer.failed()
 
     def _leave(self, name: str) -> None:
         if name in self._held:
@@ -337,7 +338,7 @@ class Reach:
     def look(self, sites: Mapping[str, Site]) -> list[str]:
         """Returns what there is to tell of these engines. To be called often."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_S:
+        if now - self._looked < LOOK_S:
             return []
         self._looked = now
         reached = {engine.name for engine in engines_of(read_status(self._run)) if not engine.state.gone}
@@ -368,25 +369,12 @@ def slots(config: Config, count: int) -> list[list[int | str]]:
     return [[found[(n * tp + i) % len(found)] for i in range(tp)] for n in range(count or fitting)]
 
 
-def claim(run: Run, first: int) -> str:
-    """Returns a name that no other engine of the run has or will have. `first`: the least number to try."""
-    folder = run.folder / "added"
-    folder.mkdir(exist_ok=True)
-    index = first
-    while True:
-        try:
-            (folder / engine_name(index)).touch(exist_ok=False)
-            return engine_name(index)
-        except FileExistsError:
-            index += 1
-
-
 def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int:
     """Asks engines to leave the run, waits until they have, and returns the exit code.
 
     Raises ConfigError for engines that cannot leave, if the run ends, or if its launcher writes nothing for silence_s.
     """
-    states = _states(run)
+    states = states_of(run)
     if unknown := [name for name in names if name not in states]:
         raise ConfigError(f"{', '.join(unknown)}: no such engine; the run has {', '.join(states) or 'none yet'}")
     if not {name for name, state in states.items() if not state.gone} - set(names):
@@ -396,7 +384,7 @@ def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int
     pulse, deadline = Pulse(run, silence_s), time.monotonic() + timeout_s
     waiting = set(names)
     while waiting:
-        for name in sorted(name for name in waiting if _states(run).get(name) == EngineState.DRAINED):
+        for name in sorted(name for name in waiting if states_of(run).get(name) == EngineState.DRAINED):
             print(f"{name} is drained", flush=True)
             waiting.discard(name)
         if waiting and time.monotonic() > deadline:
@@ -406,17 +394,6 @@ def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int
             raise ConfigError(f"{run.folder} is not running: it is {state}")
         time.sleep(_POLL_S)
     return Outcome.DONE
-
-
-def ask_to_leave(run: Run, engine: str) -> None:
-    """Has an engine answer the requests that it has, and then leave."""
-    path = run.drain(engine)
-    path.parent.mkdir(exist_ok=True)
-    path.touch()
-
-
-def _states(run: Run) -> dict[str, EngineState]:
-    return {engine.name: engine.state for engine in engines_of(read_status(run))}
 
 
 if __name__ == "__main__":

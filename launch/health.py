@@ -24,14 +24,19 @@ class Health:
         self.given_up: set[str] = set()
         """Engines that the controller has lost and that have not been restarted since."""
         self.drained: set[str] = set()
+        self._back: set[str] = set()
+        """Engines that were started again after they had been drained, until the controller sees them serve."""
 
     def begin(self, kept: Iterable[str] = ()) -> None:
         """Begins with a new controller, which has lost no engine yet; the engines in `kept` stay alive."""
         self._starts = Counter(list(kept))  # a mapping would be taken for counts
-        self.given_up, self.drained = set(), set()
+        self.given_up, self.drained, self._back = set(), set(), set()
 
     def started(self, name: str) -> None:
         self._starts[name] += 1
+        if name in self.drained:
+            self.drained.remove(name)
+            self._back.add(name)
 
     def to_end(self) -> dict[str, str]:
         """Returns the engines whose processes, if still alive, are to be ended now, and why. To be called often."""
@@ -39,7 +44,9 @@ class Health:
             return {}
         self._looked = time.monotonic()
         own = [engine for engine in engines_of(read_status(self._run)) if engine.name in self._starts]
-        self.drained = {engine.name for engine in own if engine.state == EngineState.DRAINED}
+        drained = {engine.name for engine in own if engine.state == EngineState.DRAINED}
+        self._back &= drained
+        self.drained = drained - self._back
         given_up = {engine.name for engine in own if engine.losses >= self._starts[engine.name]}
         hung, self.given_up = given_up & self.given_up, given_up
         return dict.fromkeys(hung, "lives but does not answer") | dict.fromkeys(self.drained, "is drained")

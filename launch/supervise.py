@@ -17,6 +17,7 @@ from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Replaced, is_engine, is_server
 from launch import output, start
+from launch.elastic import Elastic
 from launch.health import Health
 from launch.hosts import HostError, Hosts
 from launch.lease import Lease
@@ -95,8 +96,10 @@ class _Watch:
         self.console = Console(beginning.run, beginning.config)
         self._beginning, self._hosts, self._lease, self._on_poll = beginning, hosts, lease, on_poll
         self._restarts, self._python = options.restarts, options.python
-        self._processes = {process.name: process for process in beginning.plan.placement.processes}
-        self._recorder = Recorder(beginning.run, beginning.plan.placement)
+        placement = beginning.plan.placement
+        self._elastic = Elastic(beginning.run, beginning.config, placement)
+        self._processes = {p.name: p for p in [*placement.processes, *self._elastic.joining]}
+        self._recorder = Recorder(beginning.run, placement, self._elastic.joining)
         # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
         self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)
@@ -106,17 +109,24 @@ class _Watch:
         """Starts the processes that are not running. Returns "" when all have ended as they should, or the description
         of one that failed."""
         self._health.begin(self._hosts.by_name)
+        self._elastic.begin()
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
-            self._start(name)
+            if name not in self._elastic.resting:
+                self._start(name)
         while True:
             self._hosts.refresh()
             processes = self._hosts.by_name
-            if failed := _failure(processes, self._hosts, self.parts(self._health.drained) | self._hosts.lost):
+            left = self.parts(self._health.drained | self._elastic.resting) | self._hosts.lost
+            if failed := _failure(processes, self._hosts, left):
                 said = describe(failed)
-                if not self._is_dispensable(failed.name) or not self.may_restart(said):
+                if self._is_dispensable(failed.name) and self.may_restart(said):
+                    self._end_parts(whole(failed.name))
+                    self._start(whole(failed.name))
+                elif self._elastic.is_dropped(whole(failed.name)):
+                    self.console.note(f"{said}\nthe run goes on without {whole(failed.name)}")
+                    self._end_parts(whole(failed.name))
+                else:
                     return said
-                self._end_parts(whole(failed.name))
-                self._start(whole(failed.name))
             if all(c.exit_code == 0 for c in processes.values() if not is_server(c.name)):
                 return ""
             self.console.refresh()
@@ -125,7 +135,18 @@ class _Watch:
             self._on_poll()
             for name, why in self._health.to_end().items():
                 self._end(name, why)
+            self._balance()
             time.sleep(_POLL_S)
+
+    def _balance(self) -> None:
+        """Has engines come and go as the run needs them."""
+        drained = {name for name in self._health.drained if name in self._processes and not self._living(name)}
+        come, leave = self._elastic.look(self.console.updates, drained, self._hosts.reaches)
+        for name in come:
+            self._start(name)
+            self.console.note(f"engines are short: {name} is started")
+        for name in leave:
+            self.console.note(f"trainers are short: {name} is to leave")
 
     def begin_again(self) -> None:
         """Ends what the next incarnation cannot use and begins it, when the disk takes what that writes.

@@ -103,7 +103,7 @@ class Fleet:
             for name in set(self._run.announced_engines()) - serving:
                 with contextlib.suppress(RunError):  # it has just been removed
                     announced[name] = self._run.endpoint(name)
-            to_drain = {name for name in serving if self._run.drain(name).exists()}
+            to_drain = {engine.name for engine in self.engines if self._run.drain(engine.name).exists()}
         except OSError as e:
             log.warning("engines that join or leave are seen later: %s", e)
         else:
@@ -258,7 +258,7 @@ class Fleet:
             except EngineError as e:
                 self._lose(engine, e)
             lost = attended.now()
-            while engine.state == EngineState.DRAINED or not await self._is_back(engine):
+            while self._stays_away(engine) or not await self._is_back(engine):
                 if not all(other.gone for other in self.engines):
                     lost = attended.now()  # the others continue without it
                 elif attended.now() > lost + rollout.start_timeout_s:
@@ -270,6 +270,10 @@ class Fleet:
                 engine.version = 0
                 self._schedule.add_engine(engine.index, 0)
                 self._changed.notify()
+
+    def _stays_away(self, engine: Engine) -> bool:
+        """Whether it is drained, and whoever asked for that still wants it."""
+        return engine.state == EngineState.DRAINED and engine.name in self._to_drain
 
     async def _is_back(self, engine: Engine) -> bool:
         if (found := await self._serving(engine.name, besides=engine.client.endpoint)) is None:

@@ -83,6 +83,15 @@ class Console:
         if self._live:
             self._live.stop()
 
+    def note(self, event: str) -> None:
+        """Shows what has just happened."""
+        self._note(time.time(), event)
+
+    @property
+    def updates(self) -> list[dict[str, Any]]:
+        """The updates that were read, since the run began or was resumed last."""
+        return self._steps[self._resumed_after :]
+
     def summary(self) -> str:
         """Returns the results of the run in a few lines."""
         lines = [f"{len(self._steps)} of {self._config.updates} {self._unit} done in {self._run.folder}"]
@@ -163,7 +172,7 @@ class Console:
 
     def _advise(self, record: dict[str, Any]) -> None:
         """Tells which pool is short, once in ADVISED_EVERY updates."""
-        advice, version = advise(self._config, self._steps[self._resumed_after :]), record["version"]
+        advice, version = advise(self._config, self.updates), record["version"]
         if advice and version >= self._advised_at.get(advice.short, version - ADVISED_EVERY) + ADVISED_EVERY:
             self._advised_at[advice.short] = version
             self._note(record["time"], f"advice: {advice.line}")
@@ -204,7 +213,7 @@ class Console:
         row.add_column()
         row.add_column(ratio=1)
         row.add_column(justify="right")
-        left = _seconds_left(self._steps[self._resumed_after :], total - done)
+        left = _seconds_left(self.updates, total - done)
         row.add_row(
             self._unit,
             ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),

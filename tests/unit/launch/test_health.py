@@ -46,6 +46,15 @@ def test_a_drained_engine_is_ended_at_once_and_others_are_somebody_elses(look):
     assert look.subject.drained == {"engine-1"}
 
 
+def test_a_drained_engine_that_was_started_again_is_let_live_until_it_is_drained_again(look):
+    assert look(engine_1=("drained", 0)) == {"engine-1": "is drained"}
+    look.subject.started("engine-1")
+    for _ in range(3):
+        assert look(engine_1=("drained", 0)) == {} and not look.subject.drained, "it does not serve yet"
+    assert look(engine_1=("ready", 0)) == {}
+    assert look(engine_1=("drained", 0)) == {"engine-1": "is drained"}
+
+
 def test_another_controller_has_lost_none_yet(look):
     look(engine_0=("lost", 1))
     look.subject.begin({"engine-1": None})
