@@ -177,6 +177,7 @@ def test_a_full_disk_is_waited_for_by_trainers_and_launcher(local_run, world, sm
     assert audit(run) == []
 
 
+@pytest.mark.soak  # what one rank does is in test_checkpoint.py
 def test_a_full_disk_costs_checkpoints_and_not_the_run(local_run, world, small_disk):
     """The checkpoints lie on a small file system of their own, which is filled after the first one and emptied later;
     and filled again when the run is asked to stop."""

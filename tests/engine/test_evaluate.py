@@ -151,7 +151,9 @@ def _command(process):
         return []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
+)
 def test_an_evaluation_that_is_interrupted_ends_its_engine(start, number, code):
     """The engine has the options of vLLM that are passed through."""
     evaluation = start("interrupted", "--vllm", "stream_interval=3", "--vllm", "enable_log_requests=true")

@@ -49,6 +49,9 @@ SERVERS = {
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
 rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site, reshard.staging)."""
+SOAKED = ("sigmoid-experts-tp2", "latents-tp1", "far-tp2", "n-gram")
+"""The servers that only `make soak` starts: each differs from another in what tests of its own cover (layouts of
+experts and latents, links between sites, speculation in runs)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -246,7 +249,10 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in SERVERS],
+)
 def server(request, tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("engine"), *SERVERS[request.param])
     yield server
