@@ -104,18 +104,25 @@ def score(prompt: str, response: str, answer: str) -> float:
 def run_variant(name: str, out: Path, repetition: int, settings: list[str]) -> dict[str, float]:
     """Runs the variant and returns its figures. Exits with the launcher's output if it fails."""
     folder = out / f"{name}-{repetition}"
+    spent = run_to_its_end(folder, [*settings, *VARIANTS[name]])
+    return measure(folder) | spent
+
+
+def run_to_its_end(folder: Path, settings: list[str]) -> dict[str, float]:
+    """Runs configs/bench_asynchrony.yaml in the folder, whose parent has the model, and returns what `watch` does.
+    Exits with the launcher's output if it fails."""
+    name, out = folder.name, folder.parent
     command = [
         sys.executable,
         "-m",
         "launch.local",
         "configs/bench_asynchrony.yaml",
         f"runs_dir={out}",
-        f"name={folder.name}",
+        f"name={name}",
         f"model.path={out / 'model'}",
         *settings,
-        *VARIANTS[name],
     ]
-    log = out / f"{folder.name}.log"
+    log = out / f"{name}.log"
     with log.open("wb") as file:
         environment = dict(os.environ, PYTHONPATH=PYTHONPATH)
         run = psutil.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -129,7 +136,7 @@ def run_variant(name: str, out: Path, repetition: int, settings: list[str]) -> d
             run.kill()  # its guardian ends the others
     if run.returncode:
         sys.exit(f"{log.read_text()[-3000:]}\nerror: {name} ended with exit code {run.returncode}; see {out}")
-    return measure(folder) | spent
+    return spent
 
 
 def watch(run: psutil.Popen, folder: Path) -> dict[str, float]:
