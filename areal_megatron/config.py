@@ -414,8 +414,9 @@ class ReshardConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = key(0, at_least=0)
-    """Updates between checkpoints; the last update is saved too. 0: no checkpoints."""
+    every: int = key(20, at_least=0)
+    """Updates between checkpoints; the last update is saved too. 0: no checkpoints. Default: 20 (docs/scale.md, "When
+    nodes fail"), and 200 for supervised runs, whose steps take seconds."""
     keep: int = key(2, at_least=1)
     """How many of the newest stay; older ones are removed once a newer one is complete."""
     keep_every: int = key(0, at_least=0)
@@ -649,8 +650,8 @@ CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
 
 def decide_defaults(config: Config, given: Container[str]) -> None:
     """Sets the keys whose defaults other keys decide, except those in `given` (dotted keys): what ppo.algorithm is
-    published with, and a warm-up of no more than a tenth of the run."""
-    defaults: dict[str, Any] = {}
+    published with, a warm-up of no more than a tenth of the run, and how often a supervised run is saved."""
+    defaults: dict[str, Any] = {"checkpoint.every": 200} if config.is_supervised else {}
     if config.ppo.algorithm in PUBLISHED:
         defaults |= PUBLISHED[config.ppo.algorithm].defaults
     defaults["optimizer.warmup_steps"] = min(OptimizerConfig().warmup_steps, max(config.optimizer_steps, 0) // 10)
