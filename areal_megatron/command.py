@@ -35,6 +35,7 @@ COMMANDS = {
     "submit": Command("launch.submit", "have Slurm start a run on nodes of a cluster"),
     "plan": Command("launch.plan", "who would get which GPUs, and how much memory, on any cluster"),
     "simulate": Command("launch.simulate", "how long a run would take, on GPUs that are not at hand"),
+    "calibrate": Command("launch.calibrate", "how well a run's machines did, for simulate and plan --best"),
     "fetch": Command("launch.fetch", "bring a run's models and data from the hub, where there is a network"),
     "rows": Command("launch.rows", "the first rows of a run's data, as the run sees them"),
     "status": Command("launch.status", "how a run is, from anywhere that sees its folder"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from areal_megatron.json_input import parse_json
 class Efficiencies:
     """The shares of what the hardware can do at most that are counted on, and what is there besides.
 
-    One set for all GPUs, models and layouts: the first five are shares, the others seconds.
+    One set for all GPUs, models and layouts, unless it is measured (calibration.py): the first five are shares, the
+    others seconds.
     """
 
     products: float = 0.62
@@ -38,6 +40,13 @@ class Efficiencies:
     """A small message between the ranks of an engine, or of a trainer's tensor-parallel group."""
     pause_s: float = 0.02
     """An engine's pause for a commit, beside the copy itself (docs/measurements.md, "A weight update")."""
+    pass_s: float = 0.0
+    """What the forward pass of a micro-batch takes besides, and its backward pass twice: starting kernels, for models
+    that are small for their GPU."""
+    batch_s: float = 0.0
+    """What trainers take for a batch besides passes: packing, diagnostics, the fixed part of optimizer steps."""
+    reward_s: float = 1.0
+    """From the end of an answer until its score is known."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -87,6 +96,7 @@ ACCELERATORS = {
         Accelerator("b200", 2250e12, 8.0e12, 900e9, 50e9, 64e9, 179, _B200),
     )
 }
+CORE = Accelerator("core", 2e11, 5e10, 1e10, 1e10, 1e10, 8, "more than a core of a CPU has: calibrated by its runs")
 _RATES = ("flops", "memory", "nvlink", "network", "host", "gib")
 
 
@@ -104,6 +114,11 @@ def accelerator(name: str) -> Accelerator:
     )
 
 
+def this_version() -> str:
+    """Returns the version of this project, as a calibration file names it."""
+    return metadata.version("areal_megatron")
+
+
 def _measured(path: Path) -> Accelerator:
     try:
         given = parse_json(path.read_bytes())
@@ -111,8 +126,13 @@ def _measured(path: Path) -> Accelerator:
         raise ConfigError(f"--gpu: cannot read {path}: {e.strerror}") from None
     except ValueError as e:
         raise ConfigError(f"--gpu: {path} is not JSON: {e}") from None
-    if not isinstance(given, dict) or not {*_RATES} <= given.keys() <= {*_RATES, "efficiencies"}:
+    if not isinstance(given, dict) or not {*_RATES} <= given.keys() <= {*_RATES, "efficiencies", "version"}:
         raise ConfigError(f"--gpu: {path}: expected {', '.join(_RATES)} and, if some differ, efficiencies")
+    if (version := given.get("version", this_version())) != this_version():
+        raise ConfigError(
+            f"--gpu: {path} was measured by version {version!r}, and this is {this_version()}: run launch.calibrate "
+            "again, or take `version` out of it if nothing of the run has become faster or slower"
+        )
     for key in _RATES:
         if type(given[key]) not in (int, float) or not 0 < given[key] < float("inf"):
             raise ConfigError(f"--gpu: {path}: {key} is {given[key]!r}, expected a number above 0")

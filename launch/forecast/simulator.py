@@ -43,7 +43,7 @@ class Times:
     weights: WeightsTime
     kv_tokens: float
     """Tokens that the KV cache of an engine holds."""
-    reward_s: float = 1.0
+    reward_s: float
 
 
 @dataclass(frozen=True)

@@ -94,17 +94,21 @@ class TrainerTime:
 
     def of_packed(self, batch: PackedBatch) -> float:
         """Returns the time of an update on such micro-batches."""
-        recomputed = 3 * (flops_ratio(self._config, self._hf_config, batch.mean_length) - 1)
-        forward, backward = self._microbatches(*batch.sums, recomputed)
-        forwards = self._in_pipeline(forward, batch.counts).max(axis=1)
-        backwards = self._in_pipeline(forward + backward, batch.counts).max(axis=1)
+        forwards, backwards = (each.max(axis=1) for each in self.passes(batch))
         hidden = backwards / batch.counts[:, 0]
         total = backwards.sum() + np.maximum(0.0, self._step[0] - hidden).sum() + len(hidden) * self._step[1]
         ppo = self._config.ppo
         # the first mini-batch's proximal policy is the current one (trainer/trainer.py)
         scored = np.full(len(forwards), int(ppo.has_reference))
         scored[1:] += ppo.objective == "decoupled"
-        return float(total + (scored * forwards).sum())
+        return float(total + (scored * forwards).sum() + self._gpu.efficiencies.batch_s)
+
+    def passes(self, batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the times of the forward passes of each mini-batch on each replica, and of both passes, float64
+        [mini-batches, replicas] each."""
+        recomputed = 3 * (flops_ratio(self._config, self._hf_config, batch.mean_length) - 1)
+        forward, backward = self._microbatches(*batch.sums, recomputed)
+        return self._in_pipeline(forward, batch.counts), self._in_pipeline(forward + backward, batch.counts)
 
     def model_flops(self, lengths: np.ndarray, trained: np.ndarray) -> float:
         """Returns the FLOPs that training on these sequences takes whatever the layout: forward and backward pass."""
@@ -125,7 +129,7 @@ class TrainerTime:
         rate = self._replica * self._gpu.flops
         layer = (flops.token * tokens / share.products + flops.pair * pairs / share.attention) / rate / d.layers
         head = flops.trained * trained / share.products / rate
-        forward = np.maximum(self._most_layers * layer, self._last_layers * layer + head)
+        forward = np.maximum(self._most_layers * layer, self._last_layers * layer + head) + share.pass_s
         traffic = self._most_layers * self._layer_traffic(tokens)
         # backwards the inputs of column-parallel layers are gathered once more
         return forward + traffic, (2 + recomputed) * forward + (1.5 + recomputed) * traffic

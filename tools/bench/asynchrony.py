@@ -79,15 +79,16 @@ def workload(count: int = 512, seed: int = 0) -> str:
     """
     logarithm = NormalDist(math.log(MEDIAN), SIGMA)
     lengths = [min(CAP, max(1, round(math.exp(logarithm.inv_cdf((i + 0.5) / count))))) for i in range(count)]
-    return _prompts(lengths, random.Random(seed))
+    return prompts_of_lengths(lengths, random.Random(seed))
 
 
 def short_workload(count: int = 520, seed: int = 0) -> str:
     """Returns the JSONL text with answers of 12 to 24 tokens, as many of each length."""
-    return _prompts([12 + i % 13 for i in range(count)], random.Random(seed))
+    return prompts_of_lengths([12 + i % 13 for i in range(count)], random.Random(seed))
 
 
-def _prompts(lengths: list[int], rng: random.Random) -> str:
+def prompts_of_lengths(lengths: list[int], rng: random.Random) -> str:
+    """Returns the JSONL text of prompts of 13 to 25 tokens with these lengths of answers, in random order."""
     rng.shuffle(lengths)
     lines = []
     for length in lengths:

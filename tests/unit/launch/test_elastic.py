@@ -33,8 +33,8 @@ def placed(config, *sizes):
     return allocate(config, [Node(f"n{number}", tuple(range(size))) for number, size in enumerate(sizes)])
 
 
-def short_of(pool, engines):
-    trains, generates = (1, 90) if pool == "engines" else (50, 0.1)
+def short_of(pool, engines, seconds=50):
+    trains, generates = (1, seconds * engines) if pool == "engines" else (seconds, 0.1)
     return [update(version + 1, engines, trains, generates, 0, 1.0) for version in range(WINDOW + 1)]
 
 
@@ -64,12 +64,14 @@ def test_an_engine_joins_leaves_and_joins_again(run):
     assert subject.look(short_of("engines", 1), set(), lambda _: True) == (["engine-1"], [])
     assert not subject.resting
     say(run, e0="ready", e1="ready")
-    assert subject.look(short_of("trainers", 2), set(), lambda _: True) == ([], ["engine-1"])
+    assert subject.look(short_of("trainers", 2, 20), set(), lambda _: True) == ([], []), "it has gained what it should"
+    assert subject.look(short_of("trainers", 2, 40), set(), lambda _: True) == ([], ["engine-1"]), "another load"
     assert run.drain("engine-1").exists()
     say(run, e0="ready", e1="drained")
-    assert subject.look(short_of("trainers", 1), {"engine-1"}, lambda _: True) == ([], [])
+    assert subject.look([], {"engine-1"}, lambda _: True) == ([], [])
     assert not run.drain("engine-1").exists() and subject.resting == {"engine-1"}
-    assert subject.look(short_of("engines", 1), {"engine-1"}, lambda _: True) == (["engine-1"], [])
+    assert subject.look(short_of("engines", 1, 40), {"engine-1"}, lambda _: True) == ([], []), "one was enough of late"
+    assert subject.look(short_of("engines", 1, 80), {"engine-1"}, lambda _: True) == (["engine-1"], [])
 
 
 def test_the_first_engines_leave_too_and_are_there_again_for_another_controller(run):

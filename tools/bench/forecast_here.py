@@ -1,0 +1,136 @@
+"""Runs on this machine beside what the simulator foretells of them, calibrated on other runs.
+
+    python -m tools.bench.forecast_here [--repetitions 1] [--calibration FILE] [--json FILE] [--out FOLDER]
+
+Calibrated are the efficiencies (launch/forecast/calibration.py) on two runs at η = 3 with answers of 8 to 72 tokens,
+as many of each length, and room for 128 and for 48 answers at once. Foretold and measured are the runs of
+tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths at η = 4: `short`
+(12 to 24 tokens) and `two_kinds` (half 8, half 96). What is compared is trained tokens/s between the same updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from areal_megatron import config_file
+from areal_megatron.config import Config
+from areal_megatron.files import new_folder, write_json
+from areal_megatron.run import Run
+from launch.calibrate import contents
+from launch.forecast.accelerators import CORE, Accelerator, accelerator
+from launch.forecast.calibration import FinishedRun, calibrated
+from launch.forecast.lengths import AnswerLengths
+from launch.forecast.simulator import Circumstances, Simulator
+from launch.forecast.times import times_of
+from tools.bench.asynchrony import (
+    COOL_DOWN,
+    VARIANTS,
+    WARM_UP,
+    WORKLOAD,
+    measure,
+    prompts_of_lengths,
+    run_to_its_end,
+    short_workload,
+)
+
+UPDATES = 30
+CALIBRATING = {"roomy": ["rollout.max_running=128"], "tight": ["rollout.max_running=48"]}
+FORETOLD = {
+    **{f"eta{eta}": ("long_tail", [f"rollout.max_staleness={eta}"]) for eta in (0, 1, 2, 4, 8)},
+    "colocated": ("long_tail", VARIANTS["colocated"]),
+    "short": ("short", ["rollout.max_staleness=4"]),
+    "two_kinds": ("two_kinds", ["rollout.max_staleness=4"]),
+}
+"""Run → its workload and settings."""
+
+
+def workloads() -> dict[str, str]:
+    """Returns the JSONL text of each workload."""
+    return {
+        "long_tail": WORKLOAD.read_text(),
+        "short": short_workload(),
+        "two_kinds": prompts_of_lengths([8, 96] * 256, random.Random(0)),
+        "even": prompts_of_lengths([8 + i % 65 for i in range(520)], random.Random(1)),
+    }
+
+
+class InOrder(AnswerLengths):
+    """The lengths of a workload's prompts and answers, one prompt after another as the run draws them on average."""
+
+    def __init__(self, text: str):
+        rows = [json.loads(line) for line in text.splitlines()]
+        self._rows = cycle([(len(row["prompt"]), row["response_tokens"]) for row in rows])
+
+    def group(self, rng: np.random.Generator, count: int) -> tuple[int, np.ndarray]:
+        prompt, tokens = next(self._rows)
+        return prompt, np.full(count, tokens, dtype=np.int64)
+
+
+def foretold(config: Config, gpu: Accelerator, lengths: AnswerLengths) -> float:
+    """Returns the trained tokens/s between the updates that asynchrony.measure looks at."""
+    config, times = times_of(config, gpu)
+    updates = Simulator(config, times, lengths, Circumstances()).run().updates
+    measured = updates[WARM_UP:-COOL_DOWN]
+    return sum(update.tokens for update in measured) / (measured[-1].end - updates[WARM_UP - 1].end)
+
+
+def settings_of(out: Path, workload: str, settings: Sequence[str]) -> list[str]:
+    return [f"data.train={out / workload}.jsonl", f"updates={UPDATES}", *settings]
+
+
+def calibrate(out: Path) -> Accelerator:
+    """Makes the calibrating runs and returns what they tell."""
+    runs = []
+    for name, settings in CALIBRATING.items():
+        folder = out / f"calibrating-{name}"
+        own = [*settings, "rollout.max_staleness=3", "rollout.dump=true"]
+        run_to_its_end(folder, settings_of(out, "even", own))
+        runs.append(FinishedRun.of(Run(folder)))
+        print(f"calibrating run {name} is done", flush=True)
+    return calibrated(runs, CORE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--calibration", type=Path, help="take the efficiencies from this file, of an earlier call")
+    parser.add_argument("--json", type=Path, help="write the same figures here")
+    parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-forecast-N")
+    options = parser.parse_args()
+    from tools.make_arithmetic import save_model
+
+    out = new_folder("bench-forecast", options.out)
+    save_model(out / "model", seed=1)
+    texts = workloads()
+    for name, text in texts.items():
+        (out / f"{name}.jsonl").write_text(text)
+    gpu = accelerator(str(options.calibration)) if options.calibration else calibrate(out)
+    write_json(out / "calibration.json", contents(gpu))
+    print(gpu.efficiencies)
+    report = {}
+    for name, (workload, settings) in FORETOLD.items():
+        measured = []
+        for repetition in range(1, options.repetitions + 1):
+            folder = out / f"{name}-{repetition}"
+            run_to_its_end(folder, settings_of(out, workload, settings))
+            measured.append(measure(folder)["tokens_per_s"])
+        said = foretold(config_file.load(Run(folder).config), gpu, InOrder(texts[workload]))
+        report[name] = {"measured": measured, "foretold": said, "over_measured": said / median(measured)}
+        print(f"{name:<12}{median(measured):>9,.0f} measured{said:>9,.0f} foretold{said / median(measured) - 1:>+7.0%}")
+    if options.json:
+        write_json(options.json, report)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
+    main()
