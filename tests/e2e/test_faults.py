@@ -40,6 +40,7 @@ def kill(started, victim):
     assert not left_over(members, timeout_s=20)
 
 
+@pytest.mark.soak
 def test_an_engine_that_is_killed_ends_the_run(local_run, world):
     """The others are killed in test_resume.py."""
     started, _ = running(local_run, world, "kill-engine")

@@ -133,6 +133,7 @@ def check_replay(run, started):
     assert sorted(path.stem for path in (replay.folder / "logs").iterdir()) == ["controller", "trainer-0", "trainer-1"]
 
 
+@pytest.mark.soak
 def test_both_pools_run_on_the_same_slot(local_run, world):
     """The link is that of pools on one GPU."""
     changes = {"machine.shared": True, "machine.slots": 1, "reshard.link": "host"}

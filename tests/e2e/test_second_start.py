@@ -3,6 +3,8 @@
 import signal
 import time
 
+import pytest
+
 from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
@@ -30,6 +32,7 @@ def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world):
     assert audit(run) == [] and len(run.starts()) == 1
 
 
+@pytest.mark.soak
 def test_a_run_whose_launcher_hangs_is_taken_over(local_run, world):
     """It is stopped, as by Ctrl-Z or a machine that stands still; its processes train on until they notice."""
     arguments = small(world, resume="auto", updates=40, **{"checkpoint.every": 2, "machine.lease_s": 5})

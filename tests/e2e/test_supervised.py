@@ -107,7 +107,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     assert len(steps(Run(other.folder))) == UPDATES - 16
 
 
-@pytest.mark.parametrize("mode", ["dpo", "reward_model"])
+@pytest.mark.parametrize("mode", [pytest.param("dpo", marks=pytest.mark.soak), "reward_model"])
 def test_pairs_are_learned_in_seconds(local_run, world, tmp_path, mode):
     """Answers with working against hasty ones. What is exported of a reward model is what transformers reads."""
     sums = [(a, b) for a in range(10, 60) for b in range(10, 60)]

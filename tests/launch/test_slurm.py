@@ -301,6 +301,7 @@ def test_a_dry_run_in_a_job_asks_its_nodes_and_starts_nothing(cluster, submit, w
     assert not (tmp_path / "run").exists() and not of_jobs(cluster)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_run_is_submitted_from_a_folder_without_a_checkout(cluster, world, tmp_path, monkeypatch, capsys):
     """As an installed package does it: the job is what the scripts in slurm/ ask for, and trains."""
