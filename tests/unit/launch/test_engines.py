@@ -211,7 +211,7 @@ def routed_address():
 
 
 def test_an_engine_that_serves_where_the_run_does_not_reach_it_is_named_once(run, monkeypatch):
-    monkeypatch.setattr(engines, "_LOOK_S", 0.0)
+    monkeypatch.setattr(engines, "LOOK_S", 0.0)
     monkeypatch.setattr(engines, "_UNREACHED_S", 0.2)
     reach = Reach(run)
     names = dict.fromkeys(("engine-1", "engine-2"), Site("far.invalid", 0, "127.0.0.1"))
