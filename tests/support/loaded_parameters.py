@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 
 from areal_megatron.checkpoint import hf
-from areal_megatron.models.architecture import implied, read_config
+from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.receive import live_parameters
 
@@ -83,10 +83,15 @@ def live(rank: int, port: str, folder: Path) -> None:
     result = {}
     options = json.loads((folder / "cases.json").read_text())
     for name, tp, expert_parallel, dtype in options["cases"]:
+        hf_config = read_config(folder / name)
+        on_cpu_latent = not torch.accelerator.is_available() and architecture(hf_config).dimensions.latent
         config = EngineArgs(
             model=str(folder / name),
             dtype=dtype,
-            hf_overrides=options["hf_overrides"] | implied(read_config(folder / name)),
+            hf_overrides=options["hf_overrides"] | implied(hf_config),
+            attention_backend="CPU_MLA"
+            if on_cpu_latent
+            else None,  # as engine/server.py has it: not what suits the machine
             tensor_parallel_size=tp,
             enforce_eager=True,
             enable_expert_parallel=expert_parallel,
