@@ -84,14 +84,14 @@ def live(rank: int, port: str, folder: Path) -> None:
     options = json.loads((folder / "cases.json").read_text())
     for name, tp, expert_parallel, dtype in options["cases"]:
         hf_config = read_config(folder / name)
-        on_cpu_latent = not torch.accelerator.is_available() and architecture(hf_config).dimensions.latent
+        on_cpu = not torch.accelerator.is_available()
+        # as engine/server.py has it, and not what vLLM chooses for this machine
+        backend = "CPU_MLA" if on_cpu and architecture(hf_config).dimensions.latent else None
         config = EngineArgs(
             model=str(folder / name),
             dtype=dtype,
             hf_overrides=options["hf_overrides"] | implied(hf_config),
-            attention_backend="CPU_MLA"
-            if on_cpu_latent
-            else None,  # as engine/server.py has it: not what suits the machine
+            attention_backend=backend,
             tensor_parallel_size=tp,
             enforce_eager=True,
             enable_expert_parallel=expert_parallel,

@@ -6,7 +6,7 @@ Runs of configs/bench_asynchrony.yaml with η = 4 and 1, 2 and 3 engines; then o
 numbers and has rollout.most_engines=3. The trainer rank has a core of this machine to itself with one engine, and
 shares it with further ones. Speeds are trained tokens/s after the first quarter of the updates.
 
-`few_answers`: an engine decodes eight answers at once, so that one engine alone leaves trainers waiting.
+`few_answers`: an engine decodes 16 answers at once, a group, so that one engine alone leaves trainers waiting.
 `many_answers`: an engine decodes as many as there are, so that further ones only take processor time from the trainer.
 """
 

@@ -1,5 +1,6 @@
 """Efficiencies that a made-up run has are found again in its timeline."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -8,7 +9,8 @@ import pytest
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.spans import Span
-from launch.forecast.accelerators import Accelerator, Efficiencies
+from launch.calibrate import contents
+from launch.forecast.accelerators import Accelerator, Efficiencies, accelerator
 from launch.forecast.calibration import FinishedRun, calibrated
 from launch.forecast.engine_time import EngineTime
 from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
@@ -85,3 +87,12 @@ def test_runs_that_tell_too_little_are_refused():
     other.machine.device = {"cuda": "cpu", "cpu": "cuda"}[run.config.machine.device]
     with pytest.raises(ConfigError, match="on GPUs and on CPU cores"):
         calibrated([run, replace(run, config=other)], PEAK)
+
+
+def test_a_calibration_is_read_back_and_refused_by_another_version(tmp_path):
+    path, measured = tmp_path / "my_gpu.json", replace(PEAK, efficiencies=TRUTH)
+    path.write_text(json.dumps(contents(measured)))
+    assert replace(accelerator(str(path)), name=PEAK.name, source="") == measured
+    path.write_text(json.dumps(contents(measured) | {"version": "0.0.1"}))
+    with pytest.raises(ConfigError, match=r"^--gpu: .*my_gpu.json was measured by version '0\.0\.1', and this is "):
+        accelerator(str(path))
