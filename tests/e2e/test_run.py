@@ -153,6 +153,7 @@ def test_both_pools_run_on_the_same_slot(local_run, world):
     assert versions == [0, 6]
 
 
+@pytest.mark.soak  # what one engine makes of them is in test_vllm_options.py
 def test_options_of_the_libraries_reach_their_processes(local_run, world, capsys):
     passed = {
         "rollout.vllm.speculative_config": "{method: ngram, num_speculative_tokens: 3, prompt_lookup_min: 1}",

@@ -319,8 +319,11 @@ def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, conn
         assert client.request(Publish(2, "127.0.0.1:1")).links == [LinkRef(0, 2)]
         assert client.request(Sending([LinkRef(0, 1), LinkRef(0, 2)])).links == [LinkRef(0, 1)]
         assert process.poll() is None
+        process.kill()
+        run, _, process = start(timeout_s=10, updates=1000)
+        take(connect(run), 0, 0)
         kill(engine)
     assert process.wait(60) == 1
     assert json.loads(run.status.read_text())["phase"] == "training"
     last = run.log("controller").read_text().splitlines()[-1]
-    assert last == "error: engine-0 was lost and not started again within 40 s"
+    assert last == "error: engine-0 was lost and not started again within 10 s"

@@ -49,7 +49,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
         ("qwen3", {"tp": 2}, True),
         ("qwen3_moe", {"dp": 2, "ep": 2}, False),
         pytest.param("glm4_moe", {"tp": 2}, False, marks=pytest.mark.soak),
-        ("deepseek_v3", {"tp": 2}, False),
+        pytest.param("deepseek_v3", {"tp": 2}, False, marks=pytest.mark.soak),
     ],
     ids=["dense", "experts", "sigmoid-router", "latents"],
 )

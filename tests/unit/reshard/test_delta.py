@@ -86,16 +86,17 @@ def decoded(encoded, flat):
     return decode(encoded, flat.numel(), flat.itemsize)
 
 
+@pytest.mark.parametrize("updates", [12, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "glm4-moe"])
 @pytest.mark.parametrize("staging", ["full", "streamed"])
-def test_fifty_updates(pools, name, staging):
+def test_many_updates(pools, name, staging, updates):
     """With all shares of changes, and failures and new generations in between."""
     chosen, generation = random.Random(0), 1
     link = pools(name, sizes={"tp": 2, "pp": 2}, tp=2, staging=staging, compress=chosen.choice([None, zstd]))
     whole = link.update(1)
     assert whole.changed == 1
     link.assert_committed()
-    for version in range(2, 52):
+    for version in range(2, updates + 2):
         share = chosen.choice([0, 0.001, 0.01, 0.05, 0.3, 1])
         link.train(stepped(link.tensors, share, seed=version))
         if version % 10 == 0:  # given up: what arrived of it leaves no trace, and the version after it has its changes

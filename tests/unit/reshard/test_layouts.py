@@ -119,10 +119,14 @@ def test_checkpoint_loads_into_engine_ranks(models, name, engine):
         assert_equal(parameters, vllm_parameters(tensors, config, rank=rank, **asdict(engine)))
 
 
-def execute(transfers_plan: plan.Plan, sources, engine, dtype):
-    """Runs a plan in this process; returns the elements that each engine rank received."""
+def arriving(link: plan.Plan, engine) -> list[plan.Bucket]:
+    return [bucket for rank in range(len(engine)) for bucket in link.received_by(rank)]
+
+
+def execute(buckets: list[plan.Bucket], sources, engine, dtype):
+    """Sends what a plan lists, in this process; returns the elements that each engine rank received."""
     received = [0] * len(engine)
-    for bucket in (bucket for rank in range(len(engine)) for bucket in transfers_plan.received_by(rank)):
+    for bucket in buckets:
         flat = torch.empty(bucket.elements, dtype=dtype)
         pack(bind((t.send for t in bucket.transfers), sources[bucket.source], flat))
         unpack(bind((t.receive for t in bucket.transfers), engine[bucket.destination], flat))
@@ -151,14 +155,14 @@ def test_plan_delivers_each_engine_rank_exactly_its_slice(models, name, sizes, e
     for number in range(2):
         link = planner.plan(number)
         held = [{name: torch.zeros_like(tensor) for name, tensor in rank.items()} for rank in expected]
-        received = execute(link, sources, held, torch.float32)
+        buckets = arriving(link, held)
+        received = execute(buckets, sources, held, torch.float32)
         for rank in range(engine.ranks):
             assert_equal(held[rank], expected[rank])
             assert received[rank] == slice_elements(expected[rank], rank % engine.tp)
-        arriving = [bucket for rank in range(engine.ranks) for bucket in link.received_by(rank)]
         leaving = [bucket for rank in range(sizes.ranks) for bucket in link.sent_by(rank)]
-        assert sorted(map(repr, arriving)) == sorted(map(repr, leaving))
-        assert max(bucket.elements for bucket in arriving) <= 3000
+        assert sorted(map(repr, buckets)) == sorted(map(repr, leaving))
+        assert max(bucket.elements for bucket in buckets) <= 3000
 
 
 def test_plan_casts_to_the_engines_dtype(models):
@@ -167,7 +171,7 @@ def test_plan_casts_to_the_engines_dtype(models):
     sources = [megatron_shard(tensors, config, sizes, rank) for rank in range(2)]
     expected = vllm_parameters(tensors, config, tp=1, rank=0)
     engine = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
-    execute(Planner(config, sizes, EngineSizes()).plan(0), sources, [engine], torch.bfloat16)
+    execute(arriving(Planner(config, sizes, EngineSizes()).plan(0), [engine]), sources, [engine], torch.bfloat16)
     assert_equal(engine, {name: tensor.bfloat16() for name, tensor in expected.items()})
 
 

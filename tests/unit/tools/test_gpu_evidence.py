@@ -57,16 +57,16 @@ def waits(options):
 PARTS = {{"waits": waits, "never": waits}}
 """
     start = time.monotonic()
-    report = collect(slow=(15.0, slow), quick=(60, QUICK))
+    report = collect(slow=(8.0, slow), quick=(60, QUICK))
     assert time.monotonic() - start < 200
     step = report["steps"]["slow"]
     assert step["status"] == "ended" and step["seconds"] < 40
-    assert list(step["parts"]) == ["waits"] and "limit of 15 s" in step["parts"]["waits"]["reason"]
+    assert list(step["parts"]) == ["waits"] and "limit of 8 s" in step["parts"]["waits"]["reason"]
     assert [finding["value"] for finding in step["parts"]["waits"]["findings"]] == [7.0]
     assert not is_alive(int((tmp_path / "child").read_text()))
     assert report["steps"]["quick"]["status"] == "done"
     text = gpu_evidence.table(report)
-    assert "over its limit of 15 s" in text and re.search(r"answer +42 ms", text)
+    assert "over its limit of 8 s" in text and re.search(r"answer +42 ms", text)
 
 
 def test_a_missing_package_is_a_reason_and_a_crash_ends_its_step_alone(collect):
