@@ -49,7 +49,7 @@ from areal_megatron.run import RunError
 _LOOKING = ThreadPoolExecutor(2, thread_name_prefix="changes")
 """Looks for changes in several messages at a time; on a CPU a core compares 1 to 3 GB/s."""
 _LOOK_S = 0.5
-"""How often a trainer that waits looks whether other ranks have given up the update."""
+"""How often a trainer that waits, and the rank that reports, look whether other ranks have given up the update."""
 OnDelivered = Callable[[int, int, int, float, "Received", str], None]
 """(engine, generation, version, seconds since publish, what was received, error or ""); called on the link's thread."""
 
@@ -391,12 +391,22 @@ class Transmission:
         self._reading = threading.Lock()
         self._cut_off = ""
         self._begun, self._unreported = time.monotonic(), threading.Lock()
+        self._reported = threading.Event()
         device = outlet.trainer.device
         self._settled = torch.get_device_module(device).Event() if device.type != "cpu" else None
         if self._settled:
             self._settled.record()
         self.thread = threading.Thread(target=self._run, name=f"publish-{outlet.engine}", daemon=True)
         self.thread.start()
+        if outlet.trainer.on_delivered:
+            threading.Thread(target=self._watch, name=f"watch-{outlet.engine}", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Gives up what another rank has given up: this rank's own thread may be inside a message until the deadline,
+        and no next step may come before the controller knows."""
+        while not self._reported.wait(_LOOK_S):
+            if failure := self.outlet.failure(self._number):
+                self.give_up(failure)
 
     def wait_until_read(self) -> None:
         """Returns when no live parameter is read any more, or will be; at once if it is a trial."""
@@ -454,6 +464,7 @@ class Transmission:
         trainer, outlet = self.outlet.trainer, self.outlet
         if trainer.on_delivered and self._unreported.acquire(blocking=False):
             seconds = time.monotonic() - self._begun
+            self._reported.set()
             trainer.on_delivered(outlet.engine, outlet.generation, self.version, seconds, received, error)
 
     def _send(self) -> None:
