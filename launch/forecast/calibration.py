@@ -3,7 +3,7 @@
 Each is a least-squares fit of how long something took to what was done in that time:
 
     a group's answers ≈ steps × (its own part of a step) + pauses for commits
-    a mini-batch's passes ≈ products + micro-batches × pass_s
+    a mini-batch's passes ≈ products + attention + micro-batches × pass_s
 
 so that the same formulas foretell another run (engine_time.py, trainer_time.py). Pure; imports no torch.
 """
@@ -33,6 +33,9 @@ SETTLING = 0.2
 """The share of a run at its beginning that is left out: memory is allocated, and caches are filled."""
 FEWEST = 20
 """The fewest groups, and mini-batches, from which something is told."""
+UNLIKE = 0.1
+"""How much the attention of mini-batches, in relation to their products, has to spread over its mean for each to get an
+efficiency of its own."""
 _LEAST = 1e-9
 """What stands for a share or a time of zero."""
 
@@ -83,32 +86,41 @@ def calibrated(runs: Sequence[FinishedRun], gpu: Accelerator) -> Accelerator:
     other kinds of devices than each other."""
     if len({run.config.machine.device for run in runs}) > 1:
         raise ConfigError("the runs were on GPUs and on CPU cores: calibrate each kind by itself")
-    products, pass_s = _passes(runs, gpu)
-    found = replace(gpu.efficiencies, products=products, attention=products, pass_s=pass_s, batch_s=0.0)
+    found = replace(gpu.efficiencies, **_passes(runs, gpu), batch_s=0.0)
     found = replace(found, batch_s=_batches(runs, replace(gpu, efficiencies=found)), **_transfers(runs, gpu))
     return replace(gpu, efficiencies=_engines(runs, replace(gpu, efficiencies=found)))
 
 
-def _passes(runs: Sequence[FinishedRun], gpu: Accelerator) -> tuple[float, float]:
-    """Returns the share of the products, and the seconds of a pass besides."""
+def _passes(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float]:
+    """Returns the shares of products and attention, and the seconds of a pass besides."""
     rows, seconds = [], []
     for run in runs:
-        bare, with_passes = (_trainer(run, gpu, pass_s) for pass_s in (0.0, 1.0))
+        bare, slow_attention, slow_passes = (_trainer(run, gpu, *each) for each in ((1.0, 0.0), (0.5, 0.0), (1.0, 1.0)))
         spans = iter(run.named("train", "trainer-0"))
         for version, batch in enumerate(run.batches):
             packed = bare.packed(*batch, version)
-            products, both = bare.passes(packed)[1][:, 0], with_passes.passes(packed)[1][:, 0]
-            for own, fixed in zip(products, both - products, strict=True):
+            all_, twice, fixed = (time.passes(packed)[1][:, 0] for time in (bare, slow_attention, slow_passes))
+            for row in zip(2 * all_ - twice, twice - all_, fixed - all_, strict=True):
                 span = next(spans, None)
                 if span is not None and version >= SETTLING * len(run.batches):
-                    rows.append((own, fixed))
+                    rows.append(row)
                     seconds.append(span.duration)
-    products, pass_s = _fit(rows, seconds, "mini-batches")
-    return min(1.0, 1 / max(products, _LEAST)), min(1.0, pass_s)
+    ratios = np.array([attention / products for products, attention, _ in rows])
+    if len(rows) and ratios.std() < UNLIKE * ratios.mean():
+        both, pass_s = _fit(
+            [(products + attention, fixed) for products, attention, fixed in rows], seconds, "mini-batches"
+        )
+        products = attention = both
+    else:
+        products, attention, pass_s = _fit(rows, seconds, "mini-batches")
+    shares = {
+        name: min(1.0, 1 / max(took, _LEAST)) for name, took in (("products", products), ("attention", attention))
+    }
+    return shares | {"pass_s": min(1.0, pass_s)}
 
 
-def _trainer(run: FinishedRun, gpu: Accelerator, pass_s: float) -> TrainerTime:
-    bare = replace(gpu.efficiencies, products=1.0, attention=1.0, pass_s=pass_s, batch_s=0.0)
+def _trainer(run: FinishedRun, gpu: Accelerator, attention: float, pass_s: float) -> TrainerTime:
+    bare = replace(gpu.efficiencies, products=1.0, attention=attention, pass_s=pass_s, batch_s=0.0)
     return TrainerTime(run.config, run.hf_config, replace(gpu, efficiencies=bare))
 
 

@@ -2,10 +2,11 @@
 
     python -m tools.bench.forecast_here [--repetitions 1] [--calibration FILE] [--json FILE] [--out FOLDER]
 
-Calibrated are the efficiencies (launch/forecast/calibration.py) on two runs at η = 3 with answers of 8 to 72 tokens,
-as many of each length, and room for 128 and for 48 answers at once. Foretold and measured are the runs of
-tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths at η = 4: `short`
-(12 to 24 tokens) and `two_kinds` (half 8, half 96). What is compared is trained tokens/s between the same updates.
+Calibrated are the efficiencies (launch/forecast/calibration.py) on two runs at η = 3: with answers of 8 to 72 tokens,
+as many of each length, and room for 128 at once; and with answers of 4 to 16 tokens and room for 48. Foretold and
+measured are the runs of tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of
+lengths at η = 4: `short` (12 to 24 tokens) and `two_kinds` (half 8, half 96). What is compared is trained tokens/s
+between the same updates.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tools.bench.asynchrony import (
 )
 
 UPDATES = 30
-CALIBRATING = {"roomy": ["rollout.max_running=128"], "tight": ["rollout.max_running=48"]}
+CALIBRATING = {"roomy": ("even", "rollout.max_running=128"), "tight": ("brief", "rollout.max_running=48")}
 FORETOLD = {
     **{f"eta{eta}": ("long_tail", [f"rollout.max_staleness={eta}"]) for eta in (0, 1, 2, 4, 8)},
     "colocated": ("long_tail", VARIANTS["colocated"]),
@@ -61,6 +62,7 @@ def workloads() -> dict[str, str]:
         "short": short_workload(),
         "two_kinds": prompts_of_lengths([8, 96] * 256, random.Random(0)),
         "even": prompts_of_lengths([8 + i % 65 for i in range(520)], random.Random(1)),
+        "brief": prompts_of_lengths([4 + i % 13 for i in range(520)], random.Random(2)),
     }
 
 
@@ -91,10 +93,10 @@ def settings_of(out: Path, workload: str, settings: Sequence[str]) -> list[str]:
 def calibrate(out: Path) -> Accelerator:
     """Makes the calibrating runs and returns what they tell."""
     runs = []
-    for name, settings in CALIBRATING.items():
+    for name, (workload, setting) in CALIBRATING.items():
         folder = out / f"calibrating-{name}"
-        own = [*settings, "rollout.max_staleness=3", "rollout.dump=true"]
-        run_to_its_end(folder, settings_of(out, "even", own))
+        own = [setting, "rollout.max_staleness=3", "rollout.dump=true"]
+        run_to_its_end(folder, settings_of(out, workload, own))
         runs.append(FinishedRun.of(Run(folder)))
         print(f"calibrating run {name} is done", flush=True)
     return calibrated(runs, CORE)

@@ -7,8 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from areal_megatron import config_file
 from areal_megatron.config import ConfigError
+from areal_megatron.data import dumps
+from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.spans import Span
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import Run
+from launch import calibrate
 from launch.calibrate import contents
 from launch.forecast.accelerators import Accelerator, Efficiencies, accelerator
 from launch.forecast.calibration import FinishedRun, calibrated
@@ -49,32 +55,52 @@ def answered(engine, running, rng, count):
     return spans, groups
 
 
-def played(running, seed, updates=40):
-    """A run of one engine that runs so many answers, and of one trainer rank."""
-    made = config(trainer={"microbatch_tokens": 256}, rollout={"group_size": N, "max_running": running})
-    rng, gpu = np.random.default_rng(seed), replace(PEAK, efficiencies=TRUTH)
-    trainer = TrainerTime(made, DENSE, gpu)
-    engine = SimulatedEngine(0, EngineTime(made, DENSE, gpu), math.inf, 0)
-    spans, groups = answered(engine, running, rng, updates * 8)
-    batches, lines = [], []
-    lengths = np.concatenate([*groups.values()])
-    for version in range(updates):
-        answers = lengths[version * 8 * N : (version + 1) * 8 * N]
-        batch = np.full(len(answers), PROMPT), answers
-        at, packed = float(version), trainer.packed(*batch, version)
-        for seconds in trainer.passes(packed)[1][:, 0]:
+def trainings(made, batches, truth=TRUTH):
+    """Spans of a trainer rank, and the lines of its updates."""
+    trainer, spans, lines = TrainerTime(made, DENSE, replace(PEAK, efficiencies=truth)), [], []
+    for version, batch in enumerate(batches):
+        at = float(version)
+        for seconds in trainer.passes(trainer.packed(*batch, version))[1][:, 0]:
             spans.append(Span("trainer-0", "", "train", at, at + seconds))
             at += seconds
         spans.append(Span("trainer-0", "", "publish", at, at + 0.2, {"bytes": int(0.2 * 1e10 * TRUTH.links)}))
-        batches.append(batch)
         lines.append({"update_s": trainer.update(*batch, version) + 0.3, "trainer_wait_s": 0.3})
-    return FinishedRun(made, DENSE, lines, sorted(spans, key=lambda span: span.start), batches, groups)
+    return spans, lines
+
+
+def settings(running, microbatch_tokens=256):
+    trainer = {"microbatch_tokens": microbatch_tokens}
+    return config(trainer=trainer, rollout={"group_size": N, "max_running": running})
+
+
+def played(running, seed, updates=40):
+    """A run of one engine that runs so many answers, and of one trainer rank."""
+    made, rng, gpu = settings(running), np.random.default_rng(seed), replace(PEAK, efficiencies=TRUTH)
+    engine = SimulatedEngine(0, EngineTime(made, DENSE, gpu), math.inf, 0)
+    spans, groups = answered(engine, running, rng, updates * 8)
+    lengths = np.concatenate([*groups.values()]).reshape(updates, 8 * N)
+    batches = [(np.full(8 * N, PROMPT), answers) for answers in lengths]
+    trained, lines = trainings(made, batches)
+    return FinishedRun(made, DENSE, lines, sorted(spans + trained, key=lambda span: span.start), batches, groups)
 
 
 def test_what_a_run_was_made_of_is_found_again():
     found = calibrated([played(32, 0), played(96, 1)], PEAK).efficiencies
+    assert found.attention == found.products, "the lengths were alike: nothing tells them apart"
     for name in ("products", "pass_s", "batch_s", "links", "reward_s", "step_s", "request_s", "pause_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.15), name
+
+
+def test_attention_is_told_from_products_by_runs_of_other_lengths():
+    run, rng = played(32, 0), np.random.default_rng(1)
+    batches = [(np.full(16, PROMPT), rng.integers(2000, 6000, 16)) for _ in range(30)]
+    made = settings(32, microbatch_tokens=8192)
+    truth = replace(TRUTH, attention=0.05)
+    trained, lines = trainings(made, batches, truth)
+    longer = replace(run, config=made, updates=lines, batches=batches, spans=trained + run.named("generate"))
+    found = calibrated([run, longer], PEAK).efficiencies
+    assert found.products == pytest.approx(truth.products, rel=0.1)
+    assert found.attention == pytest.approx(truth.attention, rel=0.1)
 
 
 def test_runs_that_tell_too_little_are_refused():
@@ -96,3 +122,77 @@ def test_a_calibration_is_read_back_and_refused_by_another_version(tmp_path):
     path.write_text(json.dumps(contents(measured) | {"version": "0.0.1"}))
     with pytest.raises(ConfigError, match=r"^--gpu: .*my_gpu.json was measured by version '0\.0\.1', and this is "):
         accelerator(str(path))
+
+
+def trajectory(uid, prompt, tokens):
+    zeros = np.zeros(tokens, np.int32)
+    return Trajectory(
+        uid=uid,
+        epoch=0,
+        prompt_id=prompt,
+        admission_version=0,
+        prompt=np.zeros(PROMPT, np.int32),
+        response=zeros,
+        logprobs=zeros.astype(np.float32),
+        versions=zeros,
+        loss_mask=zeros.astype(np.uint8),
+        reward=0.0,
+        truncated=False,
+    )
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of a made-up run, and what it was made of."""
+    played_ = played(32, 0)
+    run, made = Run(tmp_path / "run"), played_.config
+    run.create()
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    made.model.path, made.data.train, made.rollout.dump = str(tmp_path), "prompts.jsonl", True
+    config_file.save(made, run.config)
+    lines = [{"kind": "update", "version": number} | line for number, line in enumerate(played_.updates, 1)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for process in {span.process for span in played_.spans}:
+        timeline = Timeline(run.timeline(process), process)
+        for span in played_.spans:
+            if span.process == process:
+                timeline.event(span.name, round(span.start * 1e9), round(span.end * 1e9), **span.args)
+        timeline.close()
+    run.trajectories.mkdir(exist_ok=True)
+    for number, (_, answers) in enumerate(played_.batches):
+        own = [trajectory(i, 8 * number + i // N, tokens) for i, tokens in enumerate(answers.tolist())]
+        dumps.write(dumps.Dump(number=number, version=number, trajectories=own), run.trajectories)
+    return run, played_
+
+
+def test_a_finished_run_becomes_a_file_that_forecasts_take(finished, tmp_path, capsys):
+    run, played_ = finished
+    out = tmp_path / "my_gpu.json"
+    assert calibrate.main([str(run.folder), "--gpu", "h100", "--out", str(out)]) == 0
+    own, expected = accelerator(str(out)).efficiencies, calibrated([played_], accelerator("h100")).efficiencies
+    for name, value in vars(expected).items():
+        assert getattr(own, name) == pytest.approx(value, rel=0.02), name  # rounded, other ends tie with starts
+    rows = {name: float(value) for name, value, _ in map(str.split, capsys.readouterr().out.splitlines()[1:])}
+    assert rows == pytest.approx(vars(own), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "words"),
+    [
+        (lambda run: None, [], "--gpu: say which GPU these runs were on, e.g. h100"),
+        (lambda run: None, ["--gpu", "h1000"], "the nearest name is h100"),
+        (lambda run: (run.trajectories / "batch-000003.msgpack").unlink(), ["--gpu", "h100"], "some were not kept"),
+        (lambda run: run.config.unlink(), ["--gpu", "h100"], "config.yaml"),
+        (
+            lambda run: run.metrics.write_text(run.metrics.read_text() + '{"kind": "resume", "version": 40}\n'),
+            ["--gpu", "h100"],
+            "was resumed: calibration needs a run that was never interrupted",
+        ),
+    ],
+)
+def test_wrong_input_of_a_calibration_is_one_line(finished, tmp_path, capsys, spoil, arguments, words):
+    spoil(finished[0])
+    out = tmp_path / "my_gpu.json"
+    assert calibrate.main([str(finished[0].folder), *arguments, "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line and not out.exists()
