@@ -17,8 +17,8 @@ from areal_megatron.json_input import parse_json
 class Efficiencies:
     """The shares of what the hardware can do at most that are counted on, and what is there besides.
 
-    One set for all GPUs, models and layouts, unless it is measured (calibration.py): the first five are shares, the
-    others seconds.
+    One set for all GPUs, models and layouts, unless it is measured (calibration.py): names that end in _s are
+    seconds, the others shares.
     """
 
     products: float = 0.62
@@ -36,6 +36,8 @@ class Efficiencies:
     """What an engine's step takes besides: scheduling, inputs, starting kernels, sampling."""
     request_s: float = 6e-5
     """… and for each running request: its part of the inputs, its token's way to the client."""
+    answer_s: float = 0.0
+    """What an engine takes for an answer's begin and end: no time on GPUs, where other processes do that."""
     message_s: float = 1.5e-5
     """A small message between the ranks of an engine, or of a trainer's tensor-parallel group."""
     pause_s: float = 0.02
@@ -47,6 +49,9 @@ class Efficiencies:
     """What trainers take for a batch besides passes: packing, diagnostics, the fixed part of optimizer steps."""
     reward_s: float = 1.0
     """From the end of an answer until its score is known."""
+    alone: float = 1.0
+    """The share of its time that an engine or a trainer rank takes while no other process of the run computes: below 1
+    where they share the memory and the cores of one machine."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,11 +1,12 @@
 """The efficiencies of the machines that a finished run was on, from its timeline and its trajectories.
 
-Each is a least-squares fit of how long something took to what was done in that time:
+Each is a least-squares fit, of relative errors, of how long something took to what was done in that time:
 
-    a group's answers ≈ steps × (its own part of a step) + pauses for commits
+    a group's answers ≈ steps × (their own part of a step) + answers begun meanwhile + pauses for commits
     a mini-batch's passes ≈ products + attention + micro-batches × pass_s
 
-so that the same formulas foretell another run (engine_time.py, trainer_time.py). Pure; imports no torch.
+both times `alone` while nothing else of the run computed, so that the same formulas foretell another run
+(engine_time.py, trainer_time.py). Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import dumps
 from areal_megatron.model_check import trained_config
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.observe.spans import Span, read_spans
+from areal_megatron.observe.spans import Span, read_spans, union
 from areal_megatron.run import Run
 from launch.forecast.accelerators import Accelerator, Efficiencies
 from launch.forecast.engine_time import EngineTime
@@ -36,6 +37,12 @@ FEWEST = 20
 UNLIKE = 0.1
 """How much the attention of mini-batches, in relation to their products, has to spread over its mean for each to get an
 efficiency of its own."""
+ALONE = tuple(share / 100 for share in range(100, 48, -2))
+"""The values of `alone` that are tried."""
+_BETTER = 0.02
+"""By how much the squares of what a fit leaves have to fall for a lower value of `alone`."""
+_WORK = ("generate", "train", "proximal", "reference", "values", "train critic", "probe")
+"""Spans in which a process computes."""
 _LEAST = 1e-9
 """What stands for a share or a time of zero."""
 
@@ -91,10 +98,28 @@ def calibrated(runs: Sequence[FinishedRun], gpu: Accelerator) -> Accelerator:
     return replace(gpu, efficiencies=_engines(runs, replace(gpu, efficiencies=found)))
 
 
+class _Others:
+    """When others than a process of a run computed."""
+
+    def __init__(self, run: FinishedRun, process: str):
+        spans = [span for span in run.spans if span.name in _WORK and span.process != process]
+        covered = union([(span.start, span.end) for span in spans]) or [(0.0, 0.0)]
+        self._edges = np.array(covered).ravel()
+        seconds = np.zeros(len(self._edges))
+        seconds[1::2] = np.diff(covered, axis=1)[:, 0]
+        self._seconds = seconds.cumsum()
+
+    def pace(self, start: float, end: float, alone: float) -> float:
+        """Returns what a time was multiplied with, since nobody else computed in a part of it."""
+        both = np.interp([start, end], self._edges, self._seconds)
+        return 1 - (1 - alone) * (1 - (both[1] - both[0]) / max(end - start, _LEAST))
+
+
 def _passes(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float]:
-    """Returns the shares of products and attention, and the seconds of a pass besides."""
-    rows, seconds = [], []
+    """Returns the shares of products and attention, the seconds of a pass besides, and `alone`."""
+    rows, seconds, crowded = [], [], []
     for run in runs:
+        others = _Others(run, "trainer-0")
         bare, slow_attention, slow_passes = (_trainer(run, gpu, *each) for each in ((1.0, 0.0), (0.5, 0.0), (1.0, 1.0)))
         spans = iter(run.named("train", "trainer-0"))
         for version, batch in enumerate(run.batches):
@@ -105,18 +130,26 @@ def _passes(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float]:
                 if span is not None and version >= SETTLING * len(run.batches):
                     rows.append(row)
                     seconds.append(span.duration)
-    ratios = np.array([attention / products for products, attention, _ in rows])
-    if len(rows) and ratios.std() < UNLIKE * ratios.mean():
-        both, pass_s = _fit(
-            [(products + attention, fixed) for products, attention, fixed in rows], seconds, "mini-batches"
-        )
-        products = attention = both
-    else:
-        products, attention, pass_s = _fit(rows, seconds, "mini-batches")
+                    crowded.append(others.pace(span.start, span.end, 0.0))
+    if len(rows) < FEWEST:
+        raise ConfigError(f"the runs have {len(rows)} mini-batches: calibration needs {FEWEST} at least")
+    table, measured, busy = np.array(rows, dtype=float), np.array(seconds), np.array(crowded)
+    ratios = table[:, 1] / table[:, 0]
+    if ratios.std() < UNLIKE * ratios.mean():
+        table = np.stack([table[:, 0] + table[:, 1], table[:, 2]], axis=1)
+    alone, found = 1.0, []
+    least = np.inf
+    for share in ALONE:
+        pace = 1 - (1 - share) * (1 - busy)
+        own = _fit(table, measured / pace, measured / pace)
+        left = float(((pace * (table @ own) / measured - 1) ** 2).sum())
+        if left < (1 - _BETTER) * least:
+            alone, found, least = share, own.tolist(), left
+    products, attention, pass_s = found if len(found) == 3 else (found[0], *found)
     shares = {
         name: min(1.0, 1 / max(took, _LEAST)) for name, took in (("products", products), ("attention", attention))
     }
-    return shares | {"pass_s": min(1.0, pass_s)}
+    return shares | {"pass_s": min(1.0, pass_s), "alone": alone}
 
 
 def _trainer(run: FinishedRun, gpu: Accelerator, attention: float, pass_s: float) -> TrainerTime:
@@ -128,10 +161,13 @@ def _batches(runs: Sequence[FinishedRun], gpu: Accelerator) -> float:
     """Returns the seconds that trainers take for a batch besides passes."""
     rest = []
     for run in runs:
-        trainer = TrainerTime(run.config, run.hf_config, gpu)
+        trainer, others = TrainerTime(run.config, run.hf_config, gpu), _Others(run, "trainer-0")
+        spans = run.named("train", "trainer-0")
+        pace = np.mean([others.pace(span.start, span.end, gpu.efficiencies.alone) for span in spans])
         for version, (batch, update) in enumerate(zip(run.batches, run.updates, strict=True)):
             if version >= SETTLING * len(run.batches):
-                rest.append(update["update_s"] - update["trainer_wait_s"] - trainer.update(*batch, version))
+                worked = update["update_s"] - update["trainer_wait_s"]
+                rest.append(worked / pace - trainer.update(*batch, version))
     return float(np.clip(np.mean(rest), 0.0, 1.0))
 
 
@@ -147,25 +183,29 @@ def _transfers(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float
 
 
 def _engines(runs: Sequence[FinishedRun], gpu: Accelerator) -> Efficiencies:
-    """Returns the efficiencies with those of engines: a step, a request in it, and a pause."""
-    bare = replace(gpu.efficiencies, step_s=0.0, request_s=0.0)
-    rows, rest, again = [], [], []
+    """Returns the efficiencies with those of engines: a step, a request in it, an answer's begin, and a pause."""
+    bare = replace(gpu.efficiencies, step_s=0.0, request_s=0.0, answer_s=0.0)
+    rows, rest, took = [], [], []
     for run in runs:
-        time = EngineTime(run.config, run.hf_config, replace(gpu, efficiencies=bare))
+        time, alone = EngineTime(run.config, run.hf_config, replace(gpu, efficiencies=bare)), bare.alone
         for process in sorted({span.process for span in run.named("generate")}):
-            for row, seconds, prefilled in _answers(run, process, time):
+            for row, seconds, known in _answers(run, process, time, alone):
                 rows.append(row)
-                rest.append(seconds)
-                again.append(prefilled)
-    step_s, request_s, pause_s = _fit(rows, rest, "groups")
-    pause_s = max(0.0, pause_s - float(np.mean(again)))
-    return replace(bare, step_s=min(1.0, step_s), request_s=min(1.0, request_s), pause_s=min(1.0, pause_s))
+                rest.append(seconds - known)
+                took.append(seconds)
+    if len(rows) < FEWEST:
+        raise ConfigError(f"the runs have {len(rows)} groups: calibration needs {FEWEST} at least")
+    found = _fit(np.array(rows), np.array(rest), np.array(took)).tolist()
+    names = ("step_s", "request_s", "answer_s", "pause_s")
+    return replace(bare, **{name: min(1.0, seconds) for name, seconds in zip(names, found, strict=True)})
 
 
-def _answers(run: FinishedRun, process: str, time: EngineTime) -> list[tuple[tuple[float, float, float], float, float]]:
-    """Returns for each group that the engine has answered: its steps, the requests in all of these together, and the
-    commits meanwhile; the seconds that they do not explain; and the seconds in which a commit has keys and values of
-    all that runs computed again."""
+def _answers(
+    run: FinishedRun, process: str, time: EngineTime, alone: float
+) -> list[tuple[tuple[float, ...], float, float]]:
+    """Returns for each group that the engine has answered: its steps, the requests in all of these together, the
+    answers that were begun and the commits meanwhile; the seconds that it took; and those that are known of products,
+    weights, keys and values, which commits have computed again."""
     groups = [(span, run.groups[key]) for span in run.named("generate", process) if (key := _key(span)) in run.groups]
     commits = [span.start for span in run.named("commit", process)]
     if len(groups) < FEWEST:
@@ -175,7 +215,7 @@ def _answers(run: FinishedRun, process: str, time: EngineTime) -> list[tuple[tup
     starts_sorted, ends_sorted = np.sort(starts), np.sort(ends)
     mean_prompt = float(np.mean(np.concatenate([prompt for prompt, _ in run.batches])))
     begin, found = groups[0][0].start + SETTLING * (groups[-1][0].end - groups[0][0].start), []
-    arrivals = np.sort([span.start for span, _ in groups])
+    arrivals, others = np.sort([span.start for span, _ in groups]), _Others(run, process)
     for span, own in groups:
         if span.start < begin:
             continue
@@ -187,8 +227,9 @@ def _answers(run: FinishedRun, process: str, time: EngineTime) -> list[tuple[tup
         contexts = mean_prompt + own.mean() / 2
         known = steps * (time.step(running) + time.per_token * running * contexts)
         known += joined * time.prefill(mean_prompt, mean_prompt**2 / 2)
-        again = time.prefill(running * contexts, running * contexts**2 / 2)
-        found.append(((steps, steps * running, float(paused)), span.duration - known, again))
+        known += paused * time.prefill(running * contexts, running * contexts**2 / 2)
+        took = span.duration / others.pace(span.start, span.end, alone)
+        found.append(((steps, steps * running, joined * len(own), float(paused)), took, known))
     return found
 
 
@@ -196,16 +237,16 @@ def _key(span: Span) -> tuple[int, int]:
     return span.args["prompt"], span.args["tokens"]
 
 
-def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], of: str) -> list[float]:
-    """Returns the coefficients, none below 0, with which the columns come nearest to the seconds."""
-    if len(rows) < FEWEST:
-        raise ConfigError(f"the runs have {len(rows)} {of}: calibration needs {FEWEST} at least")
-    table, found = np.array(rows, dtype=float), np.zeros(len(rows[0]))
+def _fit(table: np.ndarray, seconds: np.ndarray, took: np.ndarray) -> np.ndarray:
+    """Returns the coefficients, none below 0, with which the columns come nearest to the seconds: by the least squares
+    of the differences over `took`."""
+    table, seconds = table / took[:, None], seconds / took
+    found = np.zeros(table.shape[1])
     kept = [column for column in range(table.shape[1]) if table[:, column].any()]
     while kept:
-        own = np.linalg.lstsq(table[:, kept], np.array(seconds), rcond=None)[0]
+        own = np.linalg.lstsq(table[:, kept], seconds, rcond=None)[0]
         if (own >= 0).all():
             found[kept] = own
             break
         kept.remove(kept[int(own.argmin())])
-    return found.tolist()
+    return found

@@ -40,6 +40,10 @@ class EngineTime:
         whole = self._flops.token * tokens / share.products + self._flops.pair * pairs / share.attention
         return whole / (self._tp * self._gpu.flops) + self._traffic(tokens)
 
+    def begin(self, answers: int) -> float:
+        """Returns the time that so many new answers take besides their prompts."""
+        return answers * self._gpu.efficiencies.answer_s
+
     def weight_elements(self, running: float) -> float:
         """Returns how many weights a step reads: of experts those that any of the answers chooses, by chance."""
         d = self._sizes

@@ -39,6 +39,8 @@ class SimulatedEngine:
         self.capacity = capacity
         """Tokens whose keys and values it can hold."""
         self.now = 0.0
+        self.pace = 1.0
+        """What its times are multiplied with."""
         self.load = 0
         """Answers that it has taken and not finished."""
         self.pending: int | None = None
@@ -57,6 +59,7 @@ class SimulatedEngine:
         self.load += len(answers)
         self._waiting.extend(answers)
         self._prefill(answers[0].prompt, 0)
+        self._work(self._time.begin(len(answers)))
         self._start_waiting()
 
     def advance(self, at: float) -> list[RunningAnswer]:
@@ -129,10 +132,12 @@ class SimulatedEngine:
         self.preempted += 1
 
     def _prefill(self, tokens: float, pairs: float) -> None:
-        seconds = self._time.prefill(tokens, pairs or tokens * tokens / 2)
-        self.now += seconds
-        self.busy += seconds
+        self._work(self._time.prefill(tokens, pairs or tokens * tokens / 2))
         self.prefilled += tokens
+
+    def _work(self, seconds: float) -> None:
+        self.now += self.pace * seconds
+        self.busy += self.pace * seconds
 
     def _decode(self, steps: float) -> None:
         self._step += steps
@@ -141,10 +146,11 @@ class SimulatedEngine:
 
     def _seconds(self, steps: float) -> float:
         running, per_token = len(self._running), self._time.per_token
-        return steps * self._time.step(running) + per_token * steps * (self._context + running * steps / 2)
+        own = steps * self._time.step(running) + per_token * steps * (self._context + running * steps / 2)
+        return self.pace * own
 
     def _steps(self, seconds: float) -> float:
         running, per_token = len(self._running), self._time.per_token
         linear = self._time.step(running) + per_token * self._context
-        square = per_token * running / 2
+        square, seconds = per_token * running / 2, seconds / self.pace
         return 2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds))

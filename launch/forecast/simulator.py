@@ -44,6 +44,8 @@ class Times:
     kv_tokens: float
     """Tokens that the KV cache of an engine holds."""
     reward_s: float
+    alone: float = 1.0
+    """What the times of an engine and a trainer rank are multiplied with while no other one works."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,17 @@ class SimulatedRun:
         return self.updates[-1].end - (self.updates[before - 1].end if before else 0.0)
 
 
+@dataclass
+class _Training:
+    """A batch that trainers have."""
+
+    batch: list[Group]
+    tokens: int
+    seconds: float
+    """What it takes in all."""
+    end: float
+
+
 @dataclass(frozen=True)
 class _Saved:
     """What a checkpoint holds of a run."""
@@ -194,6 +207,8 @@ class Simulator:
             self._now, _, incarnation, happen, *what = heapq.heappop(self._events)
             if incarnation in (self._incarnation, None):
                 happen(*what)
+                if self._times.alone < 1:
+                    self._set_pace()
             for update in self._updates[told:]:
                 on_update(update)
             told = len(self._updates)
@@ -226,6 +241,8 @@ class Simulator:
                 del self._data[group.number]
         self._engines: dict[int, SimulatedEngine] = {}
         self._wakes: dict[int, float] = {}
+        self._training: _Training | None = None
+        self._pace = self._times.alone
         self._straggling_since = math.nan
         self._straggled = 0.0
         self._awaited: set[int] = set()
@@ -247,7 +264,7 @@ class Simulator:
         rollout = self._config.rollout
         room = rollout.max_running - rollout.group_size
         engine = SimulatedEngine(number, self._times.engine, self._times.kv_tokens, self.schedule.version, room)
-        engine.now = self._now
+        engine.now, engine.pace = self._now, self._pace
         self._engines[number] = engine
         self.schedule.add_engine(number, engine.version)
 
@@ -351,15 +368,20 @@ class Simulator:
         prompts = np.repeat([tokens for tokens, _ in data], [len(each) for _, each in data])
         seconds = self._times.trainer.update(prompts, answers, schedule.version)
         # the first optimizer step waits until the weights of the version before have been read
+        seconds *= self._pace
         first = self._now + seconds / self._config.ppo.minibatches
         end = self._now + seconds + max(0.0, self._weights_read - first)
-        self._at(end, self._trained, batch, int(answers.sum()), seconds)
+        self._training = _Training(batch, int(answers.sum()), seconds, end)
+        self._at(end, self._trained, self._training, end)
 
-    def _trained(self, batch: list[Group], tokens: int, seconds: float) -> None:
+    def _trained(self, training: _Training, end: float) -> None:
+        if training is not self._training or end != training.end:  # it took another pace meanwhile
+            return
+        self._training, seconds, tokens = None, training.seconds, training.tokens
         schedule = self.schedule
         version = schedule.version
         staleness: Counter[int] = Counter()
-        for group in batch:
+        for group in training.batch:
             staleness[version - group.admission_version] += len(self._data[group.number][1])
             self._forget(group)
         schedule.applied()
@@ -405,6 +427,24 @@ class Simulator:
             self._dispatch(self._engines.values() if is_first else [engine])  # by the first, all have larger shares
             if self._config.rollout.exact_staleness:
                 self._train()
+
+    # Who works beside whom
+
+    def _set_pace(self) -> None:
+        """Has everybody who works take the pace of one that is alone, or of several."""
+        ranks = self._config.trainer_ranks if self._training else 0
+        pace = self._times.alone if ranks + sum(engine.load > 0 for engine in self._engines.values()) < 2 else 1.0
+        if pace == self._pace:
+            return
+        if (training := self._training) is not None:
+            added = (training.end - self._now) * (pace / self._pace - 1)
+            training.seconds, training.end = training.seconds + added, training.end + added
+            self._at(training.end, self._trained, training, training.end)
+        self._pace = pace
+        for engine in self._engines.values():
+            ended = engine.advance(self._now)
+            engine.pace = pace
+            self._after(engine, ended)
 
     # Failures
 

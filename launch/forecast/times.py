@@ -26,4 +26,5 @@ def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 
         WeightsTime.of(config, hf_config, gpu),
         kv_tokens(config, hf_config, memory.engine.of("KV cache"), on_cuda=True),
         gpu.efficiencies.reward_s,
+        gpu.efficiencies.alone,
     )

@@ -25,19 +25,27 @@ from tests.unit.launch.test_forecast import DENSE, config
 
 PEAK = Accelerator("a core", 1e11, 2e10, 1e10, 1e10, 1e10, 8, "")
 TRUTH = Efficiencies(
-    products=0.3, attention=0.3, links=0.05, step_s=4e-3, request_s=2e-4, pause_s=0.03, pass_s=5e-3, batch_s=0.05,
-    reward_s=0.01
-)  # fmt: skip
+    products=0.3,
+    attention=0.3,
+    links=0.05,
+    step_s=4e-3,
+    request_s=2e-4,
+    answer_s=1e-3,
+    pause_s=0.03,
+    pass_s=5e-3,
+    batch_s=0.05,
+    reward_s=0.01,
+)
 PROMPT, N = 16, 2
 
 
-def answered(engine, running, rng, count):
+def answered(engine, running, lengths, rng, count):
     """Spans of an engine that runs so many answers as long as there are groups, and commits once a second."""
     spans, groups, begun, left = [], {}, {}, {}
     commit = 0.5
     while len(groups) < count or begun:
         while len(groups) < count and engine.load <= running - N:
-            number, length = len(groups), int(rng.integers(20, 64))
+            number, length = len(groups), int(rng.integers(*lengths))
             groups[number, N * length], begun[number], left[number] = np.full(N, length), engine.now, N
             engine.take([RunningAnswer(number, PROMPT, length) for _ in range(N)], engine.now)
         time = engine.next_event()
@@ -73,34 +81,52 @@ def settings(running, microbatch_tokens=256):
     return config(trainer=trainer, rollout={"group_size": N, "max_running": running})
 
 
-def played(running, seed, updates=40):
+def played(running, seed, lengths=(20, 64), truth=TRUTH, updates=40):
     """A run of one engine that runs so many answers, and of one trainer rank."""
-    made, rng, gpu = settings(running), np.random.default_rng(seed), replace(PEAK, efficiencies=TRUTH)
+    made, rng, gpu = settings(running), np.random.default_rng(seed), replace(PEAK, efficiencies=truth)
     engine = SimulatedEngine(0, EngineTime(made, DENSE, gpu), math.inf, 0)
-    spans, groups = answered(engine, running, rng, updates * 8)
-    lengths = np.concatenate([*groups.values()]).reshape(updates, 8 * N)
-    batches = [(np.full(8 * N, PROMPT), answers) for answers in lengths]
-    trained, lines = trainings(made, batches)
+    spans, groups = answered(engine, running, lengths, rng, updates * 8)
+    of_batches = np.concatenate([*groups.values()]).reshape(updates, 8 * N)
+    batches = [(np.full(8 * N, PROMPT), answers) for answers in of_batches]
+    trained, lines = trainings(made, batches, truth)
     return FinishedRun(made, DENSE, lines, sorted(spans + trained, key=lambda span: span.start), batches, groups)
 
 
 def test_what_a_run_was_made_of_is_found_again():
-    found = calibrated([played(32, 0), played(96, 1)], PEAK).efficiencies
-    assert found.attention == found.products, "the lengths were alike: nothing tells them apart"
-    for name in ("products", "pass_s", "batch_s", "links", "reward_s", "step_s", "request_s", "pause_s"):
+    found = calibrated([played(32, 0), played(96, 1), played(32, 2, (4, 16))], PEAK).efficiencies
+    for name in ("products", "pass_s", "batch_s", "links", "reward_s", "step_s", "request_s", "answer_s", "pause_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.15), name
 
 
 def test_attention_is_told_from_products_by_runs_of_other_lengths():
-    run, rng = played(32, 0), np.random.default_rng(1)
+    truth, rng = replace(TRUTH, attention=0.05), np.random.default_rng(1)
+    run = played(32, 0, truth=truth)
     batches = [(np.full(16, PROMPT), rng.integers(2000, 6000, 16)) for _ in range(30)]
     made = settings(32, microbatch_tokens=8192)
-    truth = replace(TRUTH, attention=0.05)
     trained, lines = trainings(made, batches, truth)
     longer = replace(run, config=made, updates=lines, batches=batches, spans=trained + run.named("generate"))
     found = calibrated([run, longer], PEAK).efficiencies
     assert found.products == pytest.approx(truth.products, rel=0.1)
     assert found.attention == pytest.approx(truth.attention, rel=0.1)
+    alike = calibrated([played(32, 0), played(96, 1)], PEAK).efficiencies
+    assert alike.attention == alike.products, "nothing tells them apart"
+
+
+def test_what_is_faster_alone_is_found_in_runs_that_take_turns():
+    run, alone = played(32, 0), 0.8
+    everywhere = Span("trainer-1", "", "probe", -1.0, 1e4)
+    crowded = replace(run, spans=[everywhere, *run.spans])
+    turns = [
+        replace(span, start=alone * (span.start + after), end=alone * (span.end + after))
+        for span in run.spans
+        for after in [1e4 if span.process == "trainer-0" else 0.0]
+    ]
+    lines = [line | {"update_s": alone * (line["update_s"] - 0.3) + 0.3} for line in run.updates]
+    found = calibrated([crowded, replace(run, spans=turns, updates=lines)], PEAK).efficiencies
+    assert found.alone == alone
+    together = calibrated([run], PEAK).efficiencies
+    for name in ("products", "pass_s", "batch_s", "step_s", "request_s"):
+        assert getattr(found, name) == pytest.approx(getattr(together, name), rel=0.05), name
 
 
 def test_runs_that_tell_too_little_are_refused():
@@ -171,7 +197,7 @@ def test_a_finished_run_becomes_a_file_that_forecasts_take(finished, tmp_path, c
     assert calibrate.main([str(run.folder), "--gpu", "h100", "--out", str(out)]) == 0
     own, expected = accelerator(str(out)).efficiencies, calibrated([played_], accelerator("h100")).efficiencies
     for name, value in vars(expected).items():
-        assert getattr(own, name) == pytest.approx(value, rel=0.02), name  # rounded, other ends tie with starts
+        assert getattr(own, name) == pytest.approx(value, rel=0.05), name  # rounded, other ends tie with starts
     rows = {name: float(value) for name, value, _ in map(str.split, capsys.readouterr().out.splitlines()[1:])}
     assert rows == pytest.approx(vars(own), rel=1e-3)
 

@@ -57,17 +57,16 @@ def times(made, kv_tokens=math.inf, reward_s=0.5, gpu=H100):
     return Times(*parts, kv_tokens, reward_s)
 
 
-@pytest.mark.parametrize("staging", ["full", "streamed"])
-def test_a_synchronous_run_of_equal_answers_is_one_thing_after_another(staging):
+@pytest.mark.parametrize(("staging", "alone"), [("full", 1.0), ("streamed", 1.0), ("full", 0.6)])
+def test_a_synchronous_run_of_equal_answers_is_one_thing_after_another(staging, alone):
     made = config(groups=3, n=2, updates=5, max_running=6)
     made.reshard.staging = staging
-    all_times, tokens, prompt = times(made), 100, 20
+    all_times, tokens, prompt = replace(times(made), alone=alone), 100, 20
     run = Simulator(made, all_times, LognormalLengths(tokens, 0, 1000, prompt), Circumstances()).run()
     engine, weights = all_times.engine, all_times.weights
-    generation = 3 * engine.prefill(prompt, prompt**2 / 2) + sum(
-        engine.step(6) + engine.per_token * 6 * (prompt + step + 0.5) for step in range(tokens)
-    )
-    training = all_times.trainer.update([prompt] * 6, [tokens] * 6)
+    prefill = alone * 3 * engine.prefill(prompt, prompt**2 / 2)
+    decoding = alone * sum(engine.step(6) + engine.per_token * 6 * (prompt + step + 0.5) for step in range(tokens))
+    generation, training = prefill + decoding, alone * all_times.trainer.update([prompt] * 6, [tokens] * 6)
     assert [update.tokens for update in run.updates] == [600] * 5
     update = generation + 0.5 + training
     assert run.updates[0].end == pytest.approx(update)
@@ -80,8 +79,19 @@ def test_a_synchronous_run_of_equal_answers_is_one_thing_after_another(staging):
     assert run.sampled == pytest.approx(3000) and run.wasted == pytest.approx(0)
     assert run.trainer_busy == pytest.approx(5 * training / run.seconds)
     assert run.engine_busy == pytest.approx(5 * generation / run.seconds)
-    decoding = generation - 3 * engine.prefill(prompt, prompt**2 / 2)
     assert run.engine_full == pytest.approx(5 * decoding / run.seconds)
+
+
+@pytest.mark.parametrize(
+    ("flops", "busy", "other"), [(2e9, "engine_busy", "trainer_busy"), (2e8, "trainer_busy", "engine_busy")]
+)
+def test_who_is_always_busy_is_faster_while_the_other_waits(flops, busy, other):
+    made, alone = config(groups=3, n=2, updates=40, max_running=6, eta=2), 0.6
+    lengths, crowded = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=flops))
+    before, after = (Simulator(made, replace(crowded, alone=a), lengths, Circumstances()).run() for a in (1.0, alone))
+    assert getattr(before, busy) > 0.95 and getattr(after, busy) > 0.95
+    together = getattr(before, other)
+    assert after.update_s / before.update_s == pytest.approx(together + (1 - together) * alone, rel=0.05)
 
 
 @pytest.mark.parametrize("eta", [0, 2])
@@ -109,9 +119,10 @@ def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     mtbf_s=st.sampled_from([math.inf, 40.0, 400.0]),
     kv_tokens=st.sampled_from([math.inf, 900.0]),
     flops=st.sampled_from([H100.flops, 2e9]),
+    alone=st.sampled_from([1.0, 0.7]),
 )
 def test_of_every_run(
-    seed, groups, n, engines, eta, slots, exact, every, interruption, filtered, mtbf_s, kv_tokens, flops
+    seed, groups, n, engines, eta, slots, exact, every, interruption, filtered, mtbf_s, kv_tokens, flops, alone
 ):
     made = config(
         groups=groups, n=n, engines=engines, eta=eta, max_running=slots * n, every=every, exact_staleness=exact
@@ -119,6 +130,7 @@ def test_of_every_run(
     around = Circumstances(interruption, filtered, mtbf_s, return_s=3, node_gpus=2, seed=seed)
     lengths = LognormalLengths(150, 1.0, 600, prompt=30)
     made_up = times(made, kv_tokens, gpu=replace(H100, flops=flops))  # with few, trainers are what everything waits for
+    made_up = replace(made_up, alone=alone)
     first, again = (Simulator(made, made_up, lengths, around) for _ in range(2))
     run = first.run()
 
