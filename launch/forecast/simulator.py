@@ -61,6 +61,8 @@ class Circumstances:
     return_s: float = 300.0
     """Until the engines of a node that failed serve again, or a run whose trainers failed has been launched again."""
     node_gpus: int = 8
+    cores: float = math.inf
+    """Cores that all engines and trainer ranks share, each of which has work for one."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -207,7 +209,7 @@ class Simulator:
             self._now, _, incarnation, happen, *what = heapq.heappop(self._events)
             if incarnation in (self._incarnation, None):
                 happen(*what)
-                if self._times.alone < 1:
+                if self._times.alone < 1 or math.isfinite(self._around.cores):
                     self._set_pace()
             for update in self._updates[told:]:
                 on_update(update)
@@ -431,9 +433,10 @@ class Simulator:
     # Who works beside whom
 
     def _set_pace(self) -> None:
-        """Has everybody who works take the pace of one that is alone, or of several."""
+        """Has everybody who works take the pace of one that is alone, or of several, who may have to share cores."""
         ranks = self._config.trainer_ranks if self._training else 0
-        pace = self._times.alone if ranks + sum(engine.load > 0 for engine in self._engines.values()) < 2 else 1.0
+        working = ranks + sum(engine.load > 0 for engine in self._engines.values())
+        pace = self._times.alone if working < 2 else max(1.0, working / self._around.cores)
         if pace == self._pace:
             return
         if (training := self._training) is not None:

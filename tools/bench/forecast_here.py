@@ -1,23 +1,27 @@
 """Runs on this machine beside what the simulator foretells of them, calibrated on other runs.
 
-    python -m tools.bench.forecast_here [--repetitions 1] [--calibration FILE] [--json FILE] [--out FOLDER]
+    python -m tools.bench.forecast_here [--runs PATTERN …] [--repetitions 1] [--calibration FILE] [--json FILE]
+                                        [--out FOLDER]
 
 Calibrated are the efficiencies (launch/forecast/calibration.py) on three runs that differ in what is to be told apart:
 `roomy` and `narrow` at η = 3, with answers of 8 to 72 tokens, as many of each length, and room for 128 and for 16 at
 once; `brief` at η = 0, with answers of 4 to 16 tokens and room for 48. Foretold and measured are the runs of
 tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths at η = 4: `short`
-(12 to 24 tokens) and `two_kinds` (half 8, half 96). What is compared is trained tokens/s between the same updates; the
-last line says how fast the one is that is foretold to be the fastest with the first distribution, beside the fastest.
+(12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which share the cores, at
+η = 4: the last line says how fast the split is that is foretold to be the fastest, beside the fastest. What is compared
+is trained tokens/s between the same updates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -51,11 +55,24 @@ CALIBRATING = {
     "narrow": ("even", ["rollout.max_running=16", "rollout.max_staleness=3"]),
     "brief": ("brief", ["rollout.max_running=48", "rollout.max_staleness=0"]),
 }
+SPLITS = [(engines, ranks) for engines in (1, 2, 3) for ranks in (1, 2)]
 FORETOLD = {
     **{f"eta{eta}": ("long_tail", [f"rollout.max_staleness={eta}"]) for eta in (0, 1, 2, 4, 8)},
     "colocated": ("long_tail", VARIANTS["colocated"]),
     "short": ("short", ["rollout.max_staleness=4"]),
     "two_kinds": ("two_kinds", ["rollout.max_staleness=4"]),
+    **{
+        f"{engines}+{ranks}": (
+            "long_tail",
+            [
+                f"rollout.engines={engines}",
+                f"trainer.dp={ranks}",
+                f"machine.slots={engines + ranks}",
+                *VARIANTS["eta4"],
+            ],
+        )
+        for engines, ranks in SPLITS
+    },
 }
 """Run → its workload and settings."""
 
@@ -86,7 +103,8 @@ class InOrder(AnswerLengths):
 def foretold(config: Config, gpu: Accelerator, lengths: AnswerLengths) -> float:
     """Returns the trained tokens/s between the updates that asynchrony.measure looks at."""
     config, times = times_of(config, gpu)
-    updates = Simulator(config, times, lengths, Circumstances()).run().updates
+    around = Circumstances(cores=len(os.sched_getaffinity(0)))
+    updates = Simulator(config, times, lengths, around).run().updates
     measured = updates[WARM_UP:-COOL_DOWN]
     return sum(update.tokens for update in measured) / (measured[-1].end - updates[WARM_UP - 1].end)
 
@@ -109,6 +127,7 @@ def calibrate(out: Path) -> Accelerator:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repetitions", type=int, default=1)
+    parser.add_argument("--runs", nargs="+", default=["*"], metavar="PATTERN", help="some of the runs, as 'eta*' '?+?'")
     parser.add_argument("--calibration", type=Path, help="take the efficiencies from this file, of an earlier call")
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-forecast-N")
@@ -125,6 +144,8 @@ def main() -> None:
     print(gpu.efficiencies)
     report = {}
     for name, (workload, settings) in FORETOLD.items():
+        if not any(fnmatch(name, pattern) for pattern in options.runs):
+            continue
         measured = []
         for repetition in range(1, options.repetitions + 1):
             folder = out / f"{name}-{repetition}"
@@ -133,10 +154,11 @@ def main() -> None:
         said = foretold(config_file.load(Run(folder).config), gpu, InOrder(texts[workload]))
         report[name] = {"measured": measured, "foretold": said, "over_measured": said / median(measured)}
         print(f"{name:<12}{median(measured):>9,.0f} measured{said:>9,.0f} foretold{said / median(measured) - 1:>+7.0%}")
-    alike = {name: row for name, row in report.items() if FORETOLD[name][0] == "long_tail"}
-    chosen = max(alike, key=lambda name: alike[name]["foretold"])
-    reached = median(alike[chosen]["measured"]) / max(median(row["measured"]) for row in alike.values())
-    print(f"foretold to be the fastest: {chosen}, {reached:.0%} as fast as the fastest")
+    splits = {name: report[name] for name in (f"{engines}+{ranks}" for engines, ranks in SPLITS) if name in report}
+    if splits:
+        chosen = max(splits, key=lambda name: splits[name]["foretold"])
+        reached = median(splits[chosen]["measured"]) / max(median(row["measured"]) for row in splits.values())
+        print(f"foretold to be the fastest split: {chosen}, {reached:.0%} as fast as the fastest")
     if options.json:
         write_json(options.json, report)
 

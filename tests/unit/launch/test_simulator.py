@@ -94,6 +94,15 @@ def test_who_is_always_busy_is_faster_while_the_other_waits(flops, busy, other):
     assert after.update_s / before.update_s == pytest.approx(together + (1 - together) * alone, rel=0.05)
 
 
+def test_trainers_and_engines_that_share_a_core_take_turns():
+    made = config(groups=3, n=2, updates=40, max_running=6, eta=2, dp=2, engines=2)
+    lengths, own = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=2e9))
+    roomy, tight = (Simulator(made, own, lengths, Circumstances(cores=cores)).run() for cores in (4, 1))
+    work = roomy.update_s * (2 * roomy.trainer_busy + 2 * roomy.engine_busy)
+    assert tight.update_s == pytest.approx(work, rel=0.1), "the core is never idle"
+    assert roomy == Simulator(made, own, lengths, Circumstances()).run()
+
+
 @pytest.mark.parametrize("eta", [0, 2])
 def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     made = config(groups=3, n=2, updates=5, max_running=6, eta=eta, every=1)
