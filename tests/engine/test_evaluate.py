@@ -87,6 +87,7 @@ def figures(lines):
     return sum(correct) / (N * ITEMS), sum(1 - comb(N - c, 2) / pairs for c in correct) / ITEMS
 
 
+@pytest.mark.soak  # what one evaluation writes is in test_linear_attention.py
 def test_a_killed_evaluation_goes_on_and_gives_the_figures_of_its_answers(start):
     whole = start("whole")
     whole.finish()

@@ -61,17 +61,20 @@ def test_runs_go_on_with_and_without_transformer_engine(tmp_path, on_ranks, mode
     on_ranks("checkpoint_checks:check_layers", 2, model=model, layout=layout, critic=critic)
 
 
-def test_optimizer_states_on_the_host_are_the_same_states(tmp_path, on_ranks):
-    cases = {
-        "float32": ("qwen2", {"dp": 2}),
-        "bfloat16": ("qwen3", {"tp": 2}),
-        "float16": ("qwen3_moe", {"dp": 2, "ep": 2}),
-    }
-    for dtype, (model, _) in cases.items():
-        save_model(model, tmp_path / model)
-        for run in ("saved-False", "saved-True", "resumed-False-True", "resumed-True-False", "resumed-True-True"):
-            Run(tmp_path / f"{dtype}-{run}").create()
-    on_ranks("checkpoint_checks:check_on_host", 2, cases=cases)
+@pytest.mark.parametrize(
+    ("dtype", "model", "layout"),
+    [
+        pytest.param("float32", "qwen2", {"dp": 2}, marks=pytest.mark.soak),
+        ("bfloat16", "qwen3", {"tp": 2}),
+        pytest.param("float16", "qwen3_moe", {"dp": 2, "ep": 2}, marks=pytest.mark.soak),
+    ],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_optimizer_states_on_the_host_are_the_same_states(tmp_path, on_ranks, dtype, model, layout):
+    save_model(model, tmp_path / model)
+    for run in ("saved-False", "saved-True", "resumed-False-True", "resumed-True-False", "resumed-True-True"):
+        Run(tmp_path / f"{dtype}-{run}").create()
+    on_ranks("checkpoint_checks:check_on_host", 2, cases={dtype: [model, layout]})
 
 
 @pytest.mark.parametrize(

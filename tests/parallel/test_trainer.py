@@ -73,8 +73,8 @@ CASES = {
     ],
 }
 """Models and layouts that the same ranks try in turn, since starting ranks takes longer than trying one."""
-SOAKED = ("sigmoid-router-on-4-ranks", "latents-on-4-ranks")
-"""Layouts that `experts-on-4-ranks` has too, and whose parts the same family has on 2 ranks."""
+SOAKED = ("sigmoid-router-on-4-ranks", "latents-on-2-ranks", "latents-on-4-ranks")
+"""Layouts that experts have too; latents on one rank, and their shards in test_convert.py, are tested always."""
 
 VARIANTS = {
     "run-corrected-tokens": {

@@ -78,6 +78,11 @@ PLANS = [
 ]
 
 
+def is_soaked(name, sizes, engine) -> bool:
+    """Every other one, of each model, layout and engine."""
+    return bool((LOADS.index((name, sizes)) + (ENGINES + EXPERT_ENGINES).index(engine)) % 2)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Name → (folder, config, tensors) of a checkpoint that transformers wrote."""
@@ -145,7 +150,11 @@ def slice_elements(parameters, rank):
     return total
 
 
-@pytest.mark.parametrize(("name", "sizes", "engine"), PLANS, ids=ids)
+@pytest.mark.parametrize(
+    ("name", "sizes", "engine"),
+    [pytest.param(*case, marks=[pytest.mark.soak] * is_soaked(*case)) for case in PLANS],
+    ids=ids,
+)
 def test_plan_delivers_each_engine_rank_exactly_its_slice(models, name, sizes, engine, monkeypatch):
     monkeypatch.setattr(plan, "_SMALLEST_CUT", 512)
     _, config, tensors = models[name]
