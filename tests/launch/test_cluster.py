@@ -12,6 +12,8 @@ from tests.support import debian
 from tests.support.cluster import Cluster
 from tests.support.living import is_alive, name_of
 
+pytestmark = pytest.mark.soak  # the tests of launching fail, too, where the cluster does not do what they rely on
+
 ENDS_IN_ITS_SECOND_RUN = """
 echo run ${SLURM_RESTART_COUNT:-0}
 [ "$SLURM_RESTART_COUNT" ] && exit
