@@ -1,7 +1,6 @@
 """One run, one launcher: a second start beside a living one, and a start after one that was stopped in its tracks."""
 
 import signal
-import time
 
 import pytest
 
@@ -18,15 +17,11 @@ def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world):
     first = local_run("twice", *arguments)
     run = Run(first.folder)
     first.wait_for(lambda: list(run.leases.glob("*.json")))
-    seconds = []
     for ready in (lambda: True, lambda: updates(run) >= 4):
         first.wait_for(ready)
-        begun, second = time.monotonic(), local_run("twice", *arguments, output="second.out")
-        assert second.wait(60) == 2
-        seconds.append(time.monotonic() - begun)
+        second = local_run("twice", *arguments, output="second.out")
+        assert second.wait(60) == 2, "it does not wait for machine.lease_s; test_lease.py: it is refused at once"
         assert f"is being run by process {first.process.pid} on" in second.output and second.output.count("\n") == 1
-    print(f"refused after {', '.join(f'{took:.1f}' for took in seconds)} s")
-    assert max(seconds) < 5
     assert first.wait() == 0, first.output
     assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == list(range(1, 13))
     assert audit(run) == [] and len(run.starts()) == 1
