@@ -112,7 +112,12 @@ class _Others:
     def pace(self, start: float, end: float, alone: float) -> float:
         """Returns what a time was multiplied with, since nobody else computed in a part of it."""
         both = np.interp([start, end], self._edges, self._seconds)
-        return 1 - (1 - alone) * (1 - (both[1] - both[0]) / max(end - start, _LEAST))
+        return _pace(alone, (both[1] - both[0]) / max(end - start, _LEAST))
+
+
+def _pace(alone: float, crowded: Any) -> Any:
+    """Returns what times are multiplied with, of whose seconds others computed in these shares (a number or array)."""
+    return 1 - (1 - alone) * (1 - crowded)
 
 
 def _passes(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float]:
@@ -140,7 +145,7 @@ def _passes(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float]:
     alone, found = 1.0, []
     least = np.inf
     for share in ALONE:
-        pace = 1 - (1 - share) * (1 - busy)
+        pace = _pace(share, busy)
         own = _fit(table, measured / pace, measured / pace)
         left = float(((pace * (table @ own) / measured - 1) ** 2).sum())
         if left < (1 - _BETTER) * least:

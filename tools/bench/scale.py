@@ -5,7 +5,7 @@
 For each model and number of H100 the sizes are searched as `launch.plan --best` does it, with η up to 4. A batch has
 16 answers a GPU, and 512 at least; answers have the lengths of tools/bench/forecast.py. Beside the speed of the best
 sizes stand what the controller has to do (answers a second, and at a time), what trainers have to send, and what a file
-system has to write. Half an hour of a processor for all of it.
+system has to write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
 from areal_megatron import config_file
-from areal_megatron.config import ConfigError
+from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.files import write_atomically, write_json
 from areal_megatron.model_check import trained_config
 from launch.forecast.accelerators import accelerator
@@ -48,8 +48,6 @@ MODELS = {
 """Name → a config and a folder of configs/models."""
 COLORS = ("#2563eb", "#0d9488", "#d97706", "#db2777", "#7c3aed")
 ETA, ANSWERS_PER_GPU, FEWEST_ANSWERS, LONGEST = 4, 16, 512, 27648
-CHECKPOINT_EVERY = 20
-"""The default of checkpoint.every: within so many updates a checkpoint has to be written."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Best:
     """From an optimizer step until all engines have its weights."""
     checkpoint_gb: float
     gb_per_s: float
-    """What a file system has to write so that a checkpoint is written before the next one."""
+    """What a file system has to write so that a checkpoint is written before the next one, by default."""
 
 
 def best(model: str, gpus: int) -> Best | str:
@@ -82,7 +80,8 @@ def best(model: str, gpus: int) -> Best | str:
     batch = max(FEWEST_ANSWERS, ANSWERS_PER_GPU * gpus)
     own = [f"model.path=configs/models/{folder}", f"batch_size={batch}", f"rollout.max_new_tokens={LONGEST}"]
     config = config_file.load(f"configs/{name}.yaml", [*own, "updates=1000", f"rollout.max_staleness={ETA}"])
-    gpu, cluster = accelerator("h100"), Cluster(gpus // NODE, NODE, accelerator("h100").gib)
+    gpu = accelerator("h100")
+    cluster = Cluster(gpus // NODE, NODE, gpu.gib)
     nodes = Sizes(gpus // NODE, NODE, cluster.gib).place(config)
     lengths = LognormalLengths(MEDIAN, SIGMA, LONGEST)
     begun = time.monotonic()
@@ -108,7 +107,7 @@ def best(model: str, gpus: int) -> Best | str:
         in_flight=min(r.engines * r.max_running, (r.max_staleness + 1) * batch),
         transfer_s=found.candidate.times.weights.transfer,
         checkpoint_gb=saved / 1e9,
-        gb_per_s=saved / 1e9 / (CHECKPOINT_EVERY * found.update_s),
+        gb_per_s=saved / 1e9 / (CheckpointConfig().every * found.update_s),
     )
 
 

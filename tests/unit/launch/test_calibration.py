@@ -10,7 +10,6 @@ import pytest
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
 from areal_megatron.data import dumps
-from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.observe.spans import Span
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
@@ -21,7 +20,7 @@ from launch.forecast.calibration import FinishedRun, calibrated
 from launch.forecast.engine_time import EngineTime
 from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
 from launch.forecast.trainer_time import TrainerTime
-from tests.unit.launch.test_forecast import DENSE, config
+from tests.unit.launch.test_forecast import DENSE, config, trajectory
 
 PEAK = Accelerator("a core", 1e11, 2e10, 1e10, 1e10, 1e10, 8, "")
 TRUTH = Efficiencies(
@@ -150,23 +149,6 @@ def test_a_calibration_is_read_back_and_refused_by_another_version(tmp_path):
         accelerator(str(path))
 
 
-def trajectory(uid, prompt, tokens):
-    zeros = np.zeros(tokens, np.int32)
-    return Trajectory(
-        uid=uid,
-        epoch=0,
-        prompt_id=prompt,
-        admission_version=0,
-        prompt=np.zeros(PROMPT, np.int32),
-        response=zeros,
-        logprobs=zeros.astype(np.float32),
-        versions=zeros,
-        loss_mask=zeros.astype(np.uint8),
-        reward=0.0,
-        truncated=False,
-    )
-
-
 @pytest.fixture
 def finished(tmp_path):
     """The folder of a made-up run, and what it was made of."""
@@ -186,7 +168,7 @@ def finished(tmp_path):
         timeline.close()
     run.trajectories.mkdir(exist_ok=True)
     for number, (_, answers) in enumerate(played_.batches):
-        own = [trajectory(i, 8 * number + i // N, tokens) for i, tokens in enumerate(answers.tolist())]
+        own = [trajectory(i, 8 * number + i // N, PROMPT, tokens) for i, tokens in enumerate(answers.tolist())]
         dumps.write(dumps.Dump(number=number, version=number, trajectories=own), run.trajectories)
     return run, played_
 

@@ -65,6 +65,23 @@ def config(trainer=None, rollout=None, ppo=None, **rest):
     return made
 
 
+def trajectory(uid, prompt_id, prompt, response):
+    zeros = np.zeros(response, np.int32)
+    return Trajectory(
+        uid=uid,
+        epoch=0,
+        prompt_id=prompt_id,
+        admission_version=0,
+        prompt=np.zeros(prompt, np.int32),
+        response=zeros,
+        logprobs=zeros.astype(np.float32),
+        versions=zeros,
+        loss_mask=zeros.astype(np.uint8),
+        reward=0.0,
+        truncated=False,
+    )
+
+
 class TestAccelerators:
     @pytest.mark.parametrize("name", ACCELERATORS)
     def test_the_table_is_that_of_its_names_and_says_where_from(self, name):
@@ -311,22 +328,6 @@ class TestLengths:
             LognormalLengths(**{"median": 10.0, "sigma": 1.0, "cap": 100} | wrong)
 
     def test_recorded_ones_are_those_of_the_dumps(self, tmp_path):
-        def trajectory(uid, prompt_id, prompt, response):
-            zeros = np.zeros(response, np.int32)
-            return Trajectory(
-                uid=uid,
-                epoch=0,
-                prompt_id=prompt_id,
-                admission_version=0,
-                prompt=np.zeros(prompt, np.int32),
-                response=zeros,
-                logprobs=zeros.astype(np.float32),
-                versions=zeros,
-                loss_mask=zeros.astype(np.uint8),
-                reward=0.0,
-                truncated=False,
-            )
-
         made = [trajectory(0, 3, 5, 20), trajectory(1, 3, 5, 30), trajectory(2, 4, 6, 40), trajectory(3, 4, 6, 50)]
         dumps.write(dumps.Dump(number=0, version=0, trajectories=made), tmp_path)
         lengths, rng = RecordedLengths.of(tmp_path), np.random.default_rng(0)
