@@ -1,7 +1,6 @@
 """A run with two environments: each answers, is scored and is evaluated as it alone is told to."""
 
 import json
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -35,7 +34,7 @@ def environments(world, folder):
 
 def test_each_environment_has_its_own_workflow_reward_limit_and_figures(local_run, world, tmp_path):
     own = environments(world, tmp_path)
-    changes = {"updates": 4, "rollout.dump": True, "checkpoint.every": 2, "eval.share": 1, "checkpoint.keep": 3}
+    changes = {"updates": 4, "rollout.dump": True, "eval.share": 1}
     first = local_run("two", *small(world, **changes), *own)
     assert first.wait() == 0, first.output
     run, tokenizer = Run(first.folder), AutoTokenizer.from_pretrained(world / "model")
@@ -66,9 +65,17 @@ def test_each_environment_has_its_own_workflow_reward_limit_and_figures(local_ru
         {"plain": 6, "twice": 4}
     ] * len(evaluated)
     assert audit(run) == []
-    shutil.rmtree(run.checkpoints / "version-000004")
+
+
+@pytest.mark.soak  # test_resume.py goes on with two files, whose rows are drawn in the same way
+def test_a_run_of_environments_goes_on(local_run, world, tmp_path):
+    own = environments(world, tmp_path)
+    changes = {"updates": 2, "checkpoint.every": 2, "rollout.max_staleness": 2, "data.eval": ""}
+    first = local_run("two", *small(world, held_out=1, **changes), *own)
+    assert first.wait() == 0, first.output
     again = local_run("two", *small(world, **changes | {"updates": 6}), *own, "resume=auto", output="again")
     assert again.wait() == 0, again.output
+    run = Run(first.folder)
     assert audit(run) == []
     lines = [line for file in run.folder.glob("ledger/*") for line in file.read_text().splitlines()]
     assert {json.loads(line)["version"] for line in lines} == set(range(6))

@@ -55,8 +55,8 @@ def steps(run: Run, kind: str = "sft") -> list[dict]:
 
 
 def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fine_tuning, tmp_path):
-    """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer; a third goes on from the
-    middle of the first with two replicas. Exports hold what has changed since the first one, which is whole."""
+    """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer. Exports hold what has
+    changed since the first one, which is whole."""
     straight = local_run("straight", *fine_tuning)
     stopped = local_run("stopped", *fine_tuning)
     run = Run(stopped.folder)
@@ -97,14 +97,21 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
         line | {"time": own["time"]} for line, own in zip(steps(run, "eval"), evaluations, strict=True)
     ]
 
-    middle = whole.checkpoints / "version-000016"
-    replicas = ["trainer.dp=2", "machine.slots=2", f"resume={middle}", "checkpoint.every=0", "data.eval="]
-    other = local_run("other", *fine_tuning, *replicas, "checkpoint.hf_every=0", "checkpoint.hf_deltas=0")
+
+@pytest.mark.soak  # test_checkpoint.py resumes in other layouts
+def test_two_replicas_go_on_where_one_was(local_run, fine_tuning):
+    fine_tuning += ["data.eval=", "checkpoint.hf_every=0", "checkpoint.hf_deltas=0"]
+    straight = local_run("straight", *fine_tuning)
+    assert straight.wait() == 0, straight.output
+    middle = Run(straight.folder).checkpoints / "version-000016"
+    replicas = ["trainer.dp=2", "machine.slots=2", f"resume={middle}", "checkpoint.every=0"]
+    other = local_run("other", *fine_tuning, *replicas)
     assert other.wait() == 0, other.output
-    losses = {line["version"]: line["loss"] for line in steps(whole)}
-    for line in steps(Run(other.folder)):
+    losses = {line["version"]: line["loss"] for line in steps(Run(straight.folder))}
+    found = steps(Run(other.folder))
+    assert len(found) == UPDATES - 16
+    for line in found:
         assert line["loss"] == pytest.approx(losses[line["version"]], abs=1e-4)
-    assert len(steps(Run(other.folder))) == UPDATES - 16
 
 
 @pytest.mark.parametrize("mode", [pytest.param("dpo", marks=pytest.mark.soak), "reward_model"])
@@ -158,6 +165,7 @@ def reward_model(world, tmp_path):
     return tmp_path / "scorer"
 
 
+@pytest.mark.soak
 def test_answers_are_trained_on_the_scores_of_a_reward_model(local_run, world, reward_model):
     """Its engine is killed meanwhile: answers wait until it is there again, and no reward fails. The prompts have no
     right answers."""

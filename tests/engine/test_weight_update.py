@@ -49,7 +49,7 @@ SERVERS = {
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
 rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site, reshard.staging)."""
-SOAKED = ("experts-tp2", "sigmoid-experts-tp2", "latents-tp1", "far-tp2", "n-gram")
+SOAKED = ("experts-tp2", "sigmoid-experts-tp2", "latents-tp1", "latents-tp2", "far-tp2", "n-gram")
 """The servers that only `make soak` starts: each differs from another in what tests of its own cover (layouts of
 experts and latents, links between sites, speculation in runs)."""
 PROMPT = [5, 6, 7, 8, 9]

@@ -223,6 +223,7 @@ def test_a_script_passes_every_check_and_starts_its_processes(submit, cluster, s
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak  # test_slurm.py trains with another script
 def test_a_script_trains_with_the_reward_that_it_names(submit, cluster):
     changes = {"batch_size": 16, "updates": 2, "rollout.group_size": 4, "eval.n": 1, "checkpoint.hf_every": 0}
     job, run = submit(TRAINED, **changes)

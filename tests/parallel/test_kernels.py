@@ -30,11 +30,11 @@ CASES = {
     "all-on-4-ranks": ("layouts", EVERY, [("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})]),
     "all-in-small-buckets": ("overlap", EVERY, [("qwen3_moe", {"dp": 2})]),
 }
-SOAKED = "all-on-2-ranks"
+SOAKED = ("all-on-2-ranks", "all-in-small-buckets")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak) if case == SOAKED else case for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.soak) if case in SOAKED else case for case in CASES]
 )
 def test_kernels_change_nothing(tmp_path, on_ranks, case):
     check, names, layouts = CASES[case]

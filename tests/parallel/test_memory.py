@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,7 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 LATENTS = "deepseek_moe"
 """A model whose layers all have experts here: of two kinds of layers the larger one is counted."""
 TOKENS = 512
+TP = [1, pytest.param(2, marks=pytest.mark.soak)]
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,15 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(world, tmp_path_factory, start_ranks):
-    """What the first rank of one and of two tensor-parallel ones holds."""
-    found = {}
-    for tp in (1, 2):
+    """Returns what the first of `tp` tensor-parallel ranks holds."""
+
+    @cache
+    def of(tp):
         folder = tmp_path_factory.mktemp("ranks")
         start_ranks(folder, "memory_checks:write_measured", tp, models=str(world), tp=tp)
-        found[tp] = json.loads((folder / "measured.json").read_text())
-    return found
+        return json.loads((folder / "measured.json").read_text())
+
+    return of
 
 
 def config(world, name, tp, dtype, recompute, layers=0, megatron=None):
@@ -51,10 +55,10 @@ def config(world, name, tp, dtype, recompute, layers=0, megatron=None):
     )
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", TP)
 def test_buffers_and_optimizer_states(world, measured, tp):
-    assert {name for name, *_ in measured[tp]["models"]} == {*FAMILIES, LATENTS}
-    for name, *case, found in measured[tp]["models"]:
+    assert {name for name, *_ in measured(tp)["models"]} == {*FAMILIES, LATENTS}
+    for name, *case, found in measured(tp)["models"]:
         plan = stage_memory(config(world, name, *case), read_config(world / name), 0, on_cuda=False)
         elements = plan.of("parameters") // ITEMSIZE[case[1]]
         # DDP's buffers begin each tensor at a multiple of 64 elements
@@ -68,17 +72,17 @@ def test_buffers_and_optimizer_states(world, measured, tp):
         assert critic <= found["critic"] <= 1.03 * critic, (name, case)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", TP)
 def test_saved_activations(world, measured, tp):
     """One sequence, so that attention on CPU copies nothing."""
-    for name, *case, found in measured[tp]["models"]:
+    for name, *case, found in measured(tp)["models"]:
         hf, asked = read_config(world / name), config(world, name, *case)
         layer = activations.layer_of(asked, architecture(hf), hf.get("num_experts_per_tok") or 0, on_cuda=False)
         counted = TOKENS * activations.kept(asked, layer, 0)
         assert counted == pytest.approx(found["saved"], rel=2e-3), (name, case)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_context_parallel_ranks_divide_the_activations(world, tmp_path_factory, start_ranks, cp):
     found = []
     for ranks in (1, cp):
@@ -93,7 +97,7 @@ def test_context_parallel_ranks_divide_the_activations(world, tmp_path_factory, 
 
 
 def test_forward_passes_in_flight(world, measured):
-    for pp, vpp, stage, microbatches, warm_up in measured[1]["warm_up"]:
+    for pp, vpp, stage, microbatches, warm_up in measured(1)["warm_up"]:
         asked = config(world, "qwen3", 1, "bfloat16", "none")
         asked.trainer.pp, asked.trainer.vpp, asked.batch_size = pp, vpp, microbatches
         assert activations.in_flight(asked, stage) == min(warm_up + 1, vpp * microbatches)

@@ -73,8 +73,15 @@ CASES = {
     ],
 }
 """Models and layouts that the same ranks try in turn, since starting ranks takes longer than trying one."""
-SOAKED = ("sigmoid-router-on-4-ranks", "latents-on-2-ranks", "latents-on-4-ranks")
-"""Layouts that experts have too; latents on one rank, and their shards in test_convert.py, are tested always."""
+SOAKED = (
+    "sigmoid-router-on-2-ranks",
+    "sigmoid-router-on-4-ranks",
+    "latents-on-2-ranks",
+    "latents-on-4-ranks",
+    "experts-on-2-ranks",
+)
+"""Layouts that experts have on 4 ranks, too; each family on one rank, and its shards in test_convert.py, are tested
+always."""
 
 VARIANTS = {
     "run-corrected-tokens": {
@@ -166,7 +173,7 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("ranks", REPLAYED)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, ranks):
     cases = numbered(folder, REPLAYED[ranks])
     on_ranks("routing_checks:check_replay", ranks, cases=cases)
@@ -213,7 +220,7 @@ PROMPTS = {
 """Ranks → models, layouts and settings of PPO."""
 
 
-@pytest.mark.parametrize("ranks", PROMPTS)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_answers_that_share_a_prompt_train_as_if_each_were_alone(folder, on_ranks, ranks):
     cases = numbered(folder, PROMPTS[ranks])
     on_ranks("prompt_checks:check_prompts", ranks, cases=cases)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_megatron.controller.schedule import Schedule, ScheduleError
 
-RANDOM_SCHEDULES = 10_000
+RANDOM_SCHEDULES = 2_000
 
 
 class World:
@@ -283,7 +283,7 @@ def test_long_random_schedules_keep_the_rules():
 
 @pytest.mark.soak
 def test_many_more_random_schedules_keep_the_rules():
-    for seed in range(RANDOM_SCHEDULES, 6 * RANDOM_SCHEDULES):
+    for seed in range(RANDOM_SCHEDULES, 60_000):
         World(random.Random(seed)).play(steps=1000)
 
 

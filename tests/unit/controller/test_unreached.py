@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -89,6 +90,18 @@ class Events:
     def committed(self, version): ...
 
 
+@dataclass
+class Published:
+    """One update of trainers, in seconds."""
+
+    engines: list[int]
+    """Which it was published to."""
+    read: float
+    """From its publish until parameters might change."""
+    held: float
+    """For how much of that a trainer had nothing to do."""
+
+
 class Training:
     """A trainer rank that publishes every version, works for STEP_S, and waits until its parameters may change."""
 
@@ -113,9 +126,8 @@ class Training:
         message = Delivered(engine, generation, version, seconds, received.bytes, error, received.changed)
         self._loop.call_soon_threadsafe(self._fleet.delivered, message)
 
-    async def update(self):
-        """Trains another version. Returns how long its first step was held up by the publish before it, in seconds,
-        and the engines that it was published to."""
+    async def update(self) -> Published:
+        """Trains and publishes another version, and makes the step that follows."""
         self._schedule.version += 1
         return await self.publish()
 
@@ -128,13 +140,14 @@ class Training:
             pass
         links = links.links
         trials = {link.engine for link in links if link.trial}
+        begin = time.monotonic()
         self._publisher.publish(version, [(link.engine, link.generation) for link in links], trials)
         await asyncio.sleep(STEP_S)
-        begin = time.monotonic()
+        done = time.monotonic()
         await asyncio.to_thread(self._publisher.wait_until_read)
-        held = time.monotonic() - begin
+        read = time.monotonic()
         await asyncio.sleep(0.2)  # for the reports to arrive
-        return held, [link.engine for link in links]
+        return Published([link.engine for link in links], read - begin, read - done)
 
     def close(self):
         self._publisher.close()
@@ -182,14 +195,14 @@ def test_an_engine_that_weights_do_not_reach_holds_the_trainers_twice_and_no_mor
     async def play():
         whole, broken = StandInEngine(), StandInEngine(broken=True)
         async with scene(tmp_path, [whole, broken]) as (_, fleet, training, _):
-            held, published = zip(*[await training.update() for _ in range(2)], strict=True)
-            assert min(held) > TIMEOUT_S - STEP_S - 0.5, "the fault holds the step that follows"
+            updates = [await training.update() for _ in range(2)]
+            assert min(update.read for update in updates) > TIMEOUT_S - 0.5, "the fault holds the step that follows"
             assert fleet.engines[1].status.state == "unreached" and fleet.account(1)["engines_unreached"] == 1
 
-            held, published = zip(*[await training.update() for _ in range(8)], strict=True)
-            assert max(held) < 0.5, "neither the updates nor the trials hold anybody up"
-            tried = [number for number, engines in enumerate(published) if 1 in engines]
-            assert tried and tried[0] > 0 and all(0 in engines for engines in published)
+            updates = [await training.update() for _ in range(8)]
+            assert max(update.held for update in updates) < 0.5, "neither the updates nor the trials hold anybody up"
+            tried = [number for number, update in enumerate(updates) if 1 in update.engines]
+            assert tried and tried[0] > 0 and all(0 in update.engines for update in updates)
             assert len(tried) < 4 and broken.joined == 2 + len(tried), "now and then"
             assert whole.version == fleet.engines[0].version == 10
 
@@ -197,7 +210,7 @@ def test_an_engine_that_weights_do_not_reach_holds_the_trainers_twice_and_no_mor
             deadline = time.monotonic() + 30
             while fleet.engines[1].unreached:
                 assert time.monotonic() < deadline
-                assert (await training.update())[0] < 0.5
+                assert (await training.update()).held < 0.5
             await training.update()
             assert broken.version == whole.version == fleet.engines[1].version
             held = {value for tensor in broken.parameters.values() for value in tensor.unique().tolist()}
@@ -214,8 +227,8 @@ def test_an_engine_that_gives_up_holds_the_trainers_for_a_moment(tmp_path, monke
     async def play():
         whole, broken = StandInEngine(), StandInEngine(broken=True, complaint="connection refused")
         async with scene(tmp_path, [whole, broken]) as (_, fleet, training, _):
-            held, _ = zip(*[await training.update() for _ in range(4)], strict=True)
-            assert max(held) < 5 and broken.joined == 2
+            updates = [await training.update() for _ in range(4)]
+            assert max(update.held for update in updates) < 5 and broken.joined == 2
             assert fleet.engines[1].status.state == "unreached" and whole.version == 4
             broken.complaint = ""
 
@@ -247,8 +260,7 @@ def test_an_added_engine_that_trainers_cannot_reach_does_not_end_the_run(tmp_pat
             assert asked and fleet.engines[1].status.state == "unreached"
             for _ in range(6):  # many more than an engine without weights may fail while it is the only one
                 fleet.bring_weights(publish_again)
-                held, _ = await training.update()
-                assert held < 0.5
+                assert (await training.update()).held < 0.5
             assert [engine.name for engine in fleet.engines] == ["engine-0", "engine-1"]
             assert whole.version == fleet.engines[0].version and fleet.engines[1].version == -1
 
