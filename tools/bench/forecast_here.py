@@ -1,7 +1,6 @@
 """Runs on this machine beside what the simulator foretells of them, calibrated on other runs.
 
-    python -m tools.bench.forecast_here [--runs PATTERN …] [--repetitions 1] [--calibration FILE] [--json FILE]
-                                        [--out FOLDER]
+    python -m tools.bench.forecast_here [--runs PATTERN …] [--repetitions 1] [--json FILE] [--out FOLDER]
 
 Calibrated are the efficiencies (launch/forecast/calibration.py) on three runs that differ in what is to be told apart:
 `roomy` and `narrow` at η = 3, with answers of 8 to 72 tokens, as many of each length, and room for 128 and for 16 at
@@ -10,6 +9,9 @@ tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other d
 (12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which share the cores, at
 η = 4: the last line says how fast the split is that is foretold to be the fastest, beside the fastest. What is compared
 is trained tokens/s between the same updates.
+
+Each repetition calibrates anew before its runs, so that a machine that becomes slower for an hour does not count as an
+error of the simulator. Printed are the median over the repetitions and the range.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from itertools import cycle
 from pathlib import Path
@@ -33,7 +36,7 @@ from areal_megatron.config import Config
 from areal_megatron.files import new_folder, write_json
 from areal_megatron.run import Run
 from launch.calibrate import contents
-from launch.forecast.accelerators import CORE, Accelerator, accelerator
+from launch.forecast.accelerators import CORE, Accelerator
 from launch.forecast.calibration import FinishedRun, calibrated
 from launch.forecast.lengths import AnswerLengths
 from launch.forecast.simulator import Circumstances, Simulator
@@ -113,22 +116,42 @@ def settings_of(out: Path, workload: str, settings: Sequence[str]) -> list[str]:
     return [f"data.train={out / workload}.jsonl", f"updates={UPDATES}", *settings]
 
 
-def calibrate(out: Path) -> Accelerator:
-    """Makes the calibrating runs and returns what they tell."""
+def calibrate(out: Path, repetition: int) -> Accelerator:
+    """Makes the calibrating runs and returns what they tell, which is also written into a file."""
     runs = []
     for name, (workload, own) in CALIBRATING.items():
-        folder = out / f"calibrating-{name}"
+        folder = out / f"calibrating-{name}-{repetition}"
         run_to_its_end(folder, settings_of(out, workload, [*own, "rollout.dump=true"]))
         runs.append(FinishedRun.of(Run(folder)))
         print(f"calibrating run {name} is done", flush=True)
-    return calibrated(runs, CORE)
+    gpu = calibrated(runs, CORE)
+    write_json(out / f"calibration-{repetition}.json", contents(gpu))
+    print(gpu.efficiencies, flush=True)
+    return gpu
+
+
+@dataclass
+class Compared:
+    """A run that was measured and foretold, once a repetition, in trained tokens/s."""
+
+    measured: list[float] = field(default_factory=list)
+    foretold: list[float] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[float]:
+        """By how much more was foretold, in shares of what was measured, in ascending order."""
+        return sorted(said / found - 1 for said, found in zip(self.foretold, self.measured, strict=True))
+
+    def line(self, name: str) -> str:
+        found, said, errors = median(self.measured), median(self.foretold), self.errors
+        line = f"{name:<12}{found:>9,.0f} measured{said:>9,.0f} foretold{median(errors):>+7.0%}"
+        return line + (f" ({errors[0]:+.0%} to {errors[-1]:+.0%})" if len(errors) > 1 else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--runs", nargs="+", default=["*"], metavar="PATTERN", help="some of the runs, as 'eta*' '?+?'")
-    parser.add_argument("--calibration", type=Path, help="take the efficiencies from this file, of an earlier call")
     parser.add_argument("--json", type=Path, help="write the same figures here")
     parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-forecast-N")
     options = parser.parse_args()
@@ -139,28 +162,26 @@ def main() -> None:
     texts = workloads()
     for name, text in texts.items():
         (out / f"{name}.jsonl").write_text(text)
-    gpu = accelerator(str(options.calibration)) if options.calibration else calibrate(out)
-    write_json(out / "calibration.json", contents(gpu))
-    print(gpu.efficiencies)
-    report = {}
-    for name, (workload, settings) in FORETOLD.items():
-        if not any(fnmatch(name, pattern) for pattern in options.runs):
-            continue
-        measured = []
-        for repetition in range(1, options.repetitions + 1):
+    asked = [name for name in FORETOLD if any(fnmatch(name, pattern) for pattern in options.runs)]
+    report = {name: Compared() for name in asked}
+    for repetition in range(1, options.repetitions + 1):
+        gpu = calibrate(out, repetition)
+        for name in asked:
+            workload, settings = FORETOLD[name]
             folder = out / f"{name}-{repetition}"
             run_to_its_end(folder, settings_of(out, workload, settings))
-            measured.append(measure(folder)["tokens_per_s"])
-        said = foretold(config_file.load(Run(folder).config), gpu, InOrder(texts[workload]))
-        report[name] = {"measured": measured, "foretold": said, "over_measured": said / median(measured)}
-        print(f"{name:<12}{median(measured):>9,.0f} measured{said:>9,.0f} foretold{said / median(measured) - 1:>+7.0%}")
+            report[name].measured.append(measure(folder)["tokens_per_s"])
+            config = config_file.load(Run(folder).config)
+            report[name].foretold.append(foretold(config, gpu, InOrder(texts[workload])))
+            print(report[name].line(name), flush=True)
+        if options.json:
+            write_json(options.json, {name: asdict(row) for name, row in report.items()})
+    print("", *(row.line(name) for name, row in report.items()), sep="\n")
     splits = {name: report[name] for name in (f"{engines}+{ranks}" for engines, ranks in SPLITS) if name in report}
     if splits:
-        chosen = max(splits, key=lambda name: splits[name]["foretold"])
-        reached = median(splits[chosen]["measured"]) / max(median(row["measured"]) for row in splits.values())
+        chosen = max(splits, key=lambda name: median(splits[name].foretold))
+        reached = median(splits[chosen].measured) / max(median(row.measured) for row in splits.values())
         print(f"foretold to be the fastest split: {chosen}, {reached:.0%} as fast as the fastest")
-    if options.json:
-        write_json(options.json, report)
 
 
 if __name__ == "__main__":
