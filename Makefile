@@ -31,7 +31,7 @@ docs: .venv/.test-packages
 	@touch $@
 
 test: .venv/.test-packages lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
 soak: .venv/.test-packages
 	$(PY) -m pytest -m "soak"

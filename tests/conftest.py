@@ -38,6 +38,22 @@ def isolation():
         pytest.skip(str(e))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has files of whole processes take turns with those of unit tests, many of which wait.
+
+    Workers of pytest-xdist take files in this order: all at once should neither ask for every core nor for none. The
+    longest files are those of tests/parallel, so they come first, and no worker is left alone with one.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    units, wholes = [], []
+    for path in files:
+        (units if path.is_relative_to(ROOT / "tests" / "unit") else wholes).append(path)
+    places = [(number / len(paths), path) for paths in (wholes[::-1], units) for number, path in enumerate(paths)]
+    items[:] = [item for _, path in sorted(places, key=lambda place: place[0]) for item in files[path]]
+
+
 def take_interrupts() -> None:
     """A shell has its background jobs ignore them, and all that these start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
