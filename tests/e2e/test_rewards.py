@@ -141,6 +141,7 @@ def test_a_reward_that_always_fails_ends_the_run_before_anything_is_trained(loca
     assert not updates_of(Run(started.folder))
 
 
+@pytest.mark.soak
 def test_terms_of_a_group_are_trained_and_logged(local_run, world):
     changes = {
         "reward.group_function": "tests.support.rewards:beside_the_group",

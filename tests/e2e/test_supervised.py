@@ -54,6 +54,7 @@ def steps(run: Run, kind: str = "sft") -> list[dict]:
     return [line for line in read_metrics(run) if line["kind"] == kind]
 
 
+@pytest.mark.soak  # test_resume.py resumes RL, of the same trainers
 def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fine_tuning, tmp_path):
     """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer. Exports hold what has
     changed since the first one, which is whole."""

@@ -1,5 +1,7 @@
 """Trackers of runs that a launcher starts."""
 
+import pytest
+
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tests.unit.observe.test_trackers import need, read_back
@@ -17,6 +19,7 @@ def test_a_run_without_a_key_for_its_tracker_does_not_start(world, local_run, tm
     assert not run.folder.exists()
 
 
+@pytest.mark.soak  # what each tracker shows is in tests/unit/observe/test_trackers.py
 def test_a_run_is_mirrored_while_it_goes_on(world, local_run):
     need("wandb", "swanlab")
     data = [f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}", "mode=sft", "updates=4"]

@@ -49,9 +49,9 @@ SERVERS = {
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
 rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site, reshard.staging)."""
-SOAKED = ("experts-tp2", "sigmoid-experts-tp2", "latents-tp1", "latents-tp2", "far-tp2", "n-gram")
+SOAKED = ("experts-tp2", "sigmoid-experts-tp2", "latents-tp1", "latents-tp2", "far-tp2", "n-gram", "streamed")
 """The servers that only `make soak` starts: each differs from another in what tests of its own cover (layouts of
-experts and latents, links between sites, speculation in runs)."""
+experts and latents, links between sites, speculation in runs, streams of updates)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4

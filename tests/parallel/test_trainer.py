@@ -78,9 +78,11 @@ SOAKED = (
     "sigmoid-router-on-4-ranks",
     "latents-on-2-ranks",
     "latents-on-4-ranks",
+    "tp2-sp",
+    "pp2",
     "experts-on-2-ranks",
 )
-"""Layouts that experts have on 4 ranks, too; each family on one rank, and its shards in test_convert.py, are tested
+"""Layouts that other cases have on 4 ranks, too; each family on one rank, and its shards in test_convert.py, are tested
 always."""
 
 VARIANTS = {
@@ -149,7 +151,11 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
     on_ranks("check_layouts", world, cases=runs)
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2, "dp": 2}, {"cp": 2}], ids=["tp1", "tp2-pp2-dp2", "cp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, pytest.param({"tp": 2, "pp": 2, "dp": 2}, marks=pytest.mark.soak), {"cp": 2}],
+    ids=["tp1", "tp2-pp2-dp2", "cp2"],
+)
 def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
     cases = {f"run-{algorithm}": {"algorithm": algorithm} for algorithm in ALGORITHMS} | VARIANTS
     create_runs(folder, cases)
@@ -179,7 +185,7 @@ def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, r
     on_ranks("routing_checks:check_replay", ranks, cases=cases)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("glm4_moe", marks=pytest.mark.soak), "deepseek_v3"])
 def test_routes_of_layers_without_experts_are_passed_over(folder, on_ranks, family):
     cases = numbered(folder, [{"tp": 2}, {"pp": 2, "vpp": 2, "recompute": "full"}])
     on_ranks("routing_checks:check_replay", 2, cases=cases, family=family)

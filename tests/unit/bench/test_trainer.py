@@ -39,7 +39,8 @@ def test_a_batch_is_packed_and_its_useful_flops_counted(tmp_path):
     assert 1.2 < useful_flops(part, hf) / useful_flops(one, hf) < 1.25  # two of three mini-batches need a proximal pass
 
 
-@pytest.mark.parametrize("model", ["demo", pytest.param("experts", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["demo", "experts"])
 def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
     report = tmp_path / "report.json"
     options = (

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,21 +57,26 @@ def fewest_enough(trains, generates, straggles):
     return next(n for n, own in enumerate(times, LEAST) if own <= 1.05 * min(times))
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(1, 150)), min_size=1, max_size=5
-    ),
-    st.integers(LEAST, MOST),
-    st.randoms(use_true_random=False),
+PHASES = st.lists(
+    st.tuples(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(1, 150)), min_size=1, max_size=5
 )
-@settings(max_examples=1000, deadline=None)
-def test_any_load_has_a_move_a_window_at_most_and_no_engine_too_many_or_too_few(phases, engines, random):
-    loads = [load for *load, updates in phases for _ in range(updates)]
-    held, moves = played(Balancer(config(), LEAST, MOST), loads, engines, [random.uniform(0.95, 1.05) for _ in loads])
-    assert all(later - earlier >= WINDOW for (earlier, _), (later, _) in pairwise(moves))
-    assert all(LEAST <= n <= MOST for n in held)
-    back = sum(first * second < 0 for (_, first), (_, second) in pairwise(moves))
-    assert back < 2 * len(phases), "a move is taken back once under a load, and the next load may turn it once"
+"""Loads one after another: what `update` is told of each, and for how many updates."""
+
+
+@pytest.mark.parametrize("examples", [150, pytest.param(1000, marks=pytest.mark.soak)])
+def test_any_load_has_a_move_a_window_at_most_and_no_engine_too_many_or_too_few(examples):
+    @given(PHASES, st.integers(LEAST, MOST), st.randoms(use_true_random=False))
+    @settings(max_examples=examples, deadline=None)
+    def check(phases, engines, random):
+        loads = [load for *load, updates in phases for _ in range(updates)]
+        noise = [random.uniform(0.95, 1.05) for _ in loads]
+        held, moves = played(Balancer(config(), LEAST, MOST), loads, engines, noise)
+        assert all(later - earlier >= WINDOW for (earlier, _), (later, _) in pairwise(moves))
+        assert all(LEAST <= n <= MOST for n in held)
+        back = sum(first * second < 0 for (_, first), (_, second) in pairwise(moves))
+        assert back < 2 * len(phases), "a move is taken back once under a load, and the next load may turn it once"
+
+    check()
 
 
 @given(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(LEAST, MOST))
