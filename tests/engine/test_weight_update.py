@@ -33,6 +33,7 @@ from launch.processes import end_sessions
 from launch.shared_memory import SharedMemory
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
+from tests.support.soaking import with_soaked
 
 METRICS = {"kv_cache_metrics": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -251,7 +252,7 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in SERVERS],
+    params=with_soaked(SERVERS, SOAKED),
 )
 def server(request, tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("engine"), *SERVERS[request.param])

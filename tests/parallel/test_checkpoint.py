@@ -5,6 +5,7 @@ import math
 import pytest
 
 from areal_megatron.run import Run
+from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
 CASES = {
@@ -22,9 +23,7 @@ SOAKED = ("replicas", "sigmoid-router", "latents")
 names of their own (test_convert.py)."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak) if case in SOAKED else case for case in CASES]
-)
+@pytest.mark.parametrize("case", with_soaked(CASES, SOAKED))
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
     folder = tmp_path
     model, saved, others = CASES[case]

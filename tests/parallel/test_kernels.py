@@ -6,6 +6,7 @@ import math
 import pytest
 
 from areal_megatron.run import Run
+from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
 EVERY = ["swiglu", "gradients", "experts"]
@@ -33,9 +34,7 @@ CASES = {
 SOAKED = ("all-on-2-ranks", "all-in-small-buckets")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak) if case in SOAKED else case for case in CASES]
-)
+@pytest.mark.parametrize("case", with_soaked(CASES, SOAKED))
 def test_kernels_change_nothing(tmp_path, on_ranks, case):
     check, names, layouts = CASES[case]
     cases = {f"run-{number}": pair for number, pair in enumerate(layouts)}

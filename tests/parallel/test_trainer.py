@@ -10,6 +10,7 @@ from areal_megatron.config import CorrectionConfig, CriticConfig, OptimizerConfi
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.run import Run
 from areal_megatron.trainer.optimizer import schedule
+from tests.support.soaking import with_soaked
 from tests.support.tiny_models import MODELS, save_model
 
 DENSE = ("qwen2", "qwen3", "llama")
@@ -142,9 +143,7 @@ def numbered(folder, cases):
     return runs
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak) if case in SOAKED else case for case in CASES]
-)
+@pytest.mark.parametrize("case", with_soaked(CASES, SOAKED))
 def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
     runs = numbered(folder, CASES[case])
     [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout in CASES[case]}
