@@ -1,12 +1,14 @@
 """Simulated runs beside the AReaL paper's (arXiv 2505.24298), and how long simulations take.
 
     python -m tools.bench.forecast paper [--json FILE]
+    python -m tools.bench.forecast programs [--json FILE]
     python -m tools.bench.forecast speed
     python -m tools.bench.forecast failures [--json FILE]
 
 `paper`: Table 1 (hours of four models, synchronous and asynchronous), throughput over η (1.5B on 16 nodes, and Table 7
 on one), interruption on four nodes, and the trainers' TFLOP/s, all with one set of efficiencies and one distribution of
-lengths. `speed`: 512 GPUs, 60 updates of 8,192 answers. `failures`: what 1,024 GPUs get done although nodes fail, by
+lengths. `programs`: Table 1's hours of 14B and 32B, which learned to write programs, if their answers were longer.
+`speed`: 512 GPUs, 60 updates of 8,192 answers. `failures`: what 1,024 GPUs get done although nodes fail, by
 checkpoint.every, and what Young and Daly's formula says is best.
 
 The paper does not give lengths. Their mean is what its throughput at η = 8 makes of its hours (1.5B): 371,700 tokens/s
@@ -60,6 +62,9 @@ THROUGHPUT = {0: 128.7, 1: 269.3, 2: 356.6, 4: 356.6, 8: 371.7, 16: 382.4}
 """η → thousand tokens/s, 1.5B (Figure 5c)."""
 ONE_NODE = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
 """The same on one node with a context of 8k and 64 prompts a batch (Table 7)."""
+PROGRAMS = ("14B", "32B")
+PROGRAM_MEANS = (MEAN, 12_000, 14_000, 16_000, 18_000, 20_000)
+"""Mean lengths, in tokens, that are tried for them."""
 INTERRUPTION = {"1.5B": 1.12, "7B": 1.17}
 """Throughput over that of engines which let answers end, on four nodes."""
 MTBF_HOURS = (250, 1000, 6000)
@@ -90,7 +95,13 @@ def load(model: str, *overrides: str) -> Config:
     return config_file.load(f"configs/r1_{model.lower()}.yaml", [path, *overrides])
 
 
-def simulated(config: Config, updates: int = 0, synchronous: bool = False, interruption: bool = True) -> SimulatedRun:
+def simulated(
+    config: Config,
+    updates: int = 0,
+    synchronous: bool = False,
+    interruption: bool = True,
+    median: float = MEDIAN,
+) -> SimulatedRun:
     begun = time.monotonic()
     gpus = config.trainer_ranks + config.rollout.engines * config.rollout.tp
     if synchronous:
@@ -98,11 +109,18 @@ def simulated(config: Config, updates: int = 0, synchronous: bool = False, inter
         t.dp, r.engines, r.max_staleness = gpus // (t.tp * t.pp), gpus // r.tp, 0
     config, times = times_of(config, accelerator("h800"))
     config.machine.shared = synchronous
-    lengths = LognormalLengths(MEDIAN, SIGMA, config.rollout.max_new_tokens)
+    lengths = LognormalLengths(median, SIGMA, config.rollout.max_new_tokens)
     updates = min(updates or config.rollout.max_staleness + 8, config.updates)
     run = Simulator(config, times, lengths, Circumstances(interruption)).run(updates)
     print(f"{config.name}: {updates} updates in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     return run
+
+
+def hours(model: str, median: float = MEDIAN) -> tuple[float, float]:
+    """Returns the hours of a model's run in Table 1, synchronous and asynchronous."""
+    both = [simulated(load(model), 4, synchronous=True, median=median), simulated(load(model), median=median)]
+    updates = load(model).updates
+    return both[0].hours(updates), both[1].hours(updates)
 
 
 def tflops(config: Config) -> float:
@@ -131,12 +149,10 @@ def paper() -> dict[str, object]:
         print(f"{name:<34}{beside(here, published)}", flush=True)
 
     for model, published in TABLE_1.items():
-        config = load(model)
-        both = [simulated(load(model), 4, synchronous=True), simulated(load(model))]
-        hours = [run.hours(config.updates) for run in both]
-        row(f"{model}, hours, synchronous", hours[0], published.synchronous)
-        row(f"{model}, hours, asynchronous", hours[1], published.asynchronous)
-        row(f"{model}, ratio of the two", hours[0] / hours[1], published.synchronous / published.asynchronous)
+        synchronous, asynchronous = hours(model)
+        row(f"{model}, hours, synchronous", synchronous, published.synchronous)
+        row(f"{model}, hours, asynchronous", asynchronous, published.asynchronous)
+        row(f"{model}, ratio of the two", synchronous / asynchronous, published.synchronous / published.asynchronous)
         if published.tflops:
             row(f"{model}, TFLOP/s of a trainer", tflops(load(model)), published.tflops)
     for name, table, sizes in (("16 nodes", THROUGHPUT, ()), ("one node", ONE_NODE, NODE_7)):
@@ -150,6 +166,19 @@ def paper() -> dict[str, object]:
     for model, published in INTERRUPTION.items():
         runs = [simulated(load(model, *NODES_4[model]), interruption=interrupts) for interrupts in (True, False)]
         row(f"{model}, interruption", runs[0].tokens_per_s / runs[1].tokens_per_s, published)
+    return found
+
+
+def programs() -> dict[str, object]:
+    found: dict[str, object] = {}
+    print(f"{'mean':>6}{'':>5}{'synchronous, paper':>26}{'asynchronous, paper':>26}{'ratio, paper':>26}")
+    for mean in PROGRAM_MEANS:
+        for model in PROGRAMS:
+            here = hours(model, median_of(mean, SIGMA, 27648))
+            published = TABLE_1[model].synchronous, TABLE_1[model].asynchronous
+            found[f"{mean:.0f}, {model}"] = here
+            pairs = (here[0], published[0]), (here[1], published[1]), (here[0] / here[1], published[0] / published[1])
+            print(f"{mean:6,.0f}{model:>5}" + "".join(beside(*pair) for pair in pairs), flush=True)
     return found
 
 
@@ -195,13 +224,13 @@ def failures() -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("paper", "speed", "failures"))
+    parser.add_argument("what", choices=("paper", "programs", "speed", "failures"))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.what == "speed":
         speed()
     else:
-        found = paper() if options.what == "paper" else failures()
+        found = {"paper": paper, "programs": programs, "failures": failures}[options.what]()
         if options.json:
             write_json(options.json, found)
 
