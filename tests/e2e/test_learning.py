@@ -158,10 +158,8 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
     short = ["updates=100", "optimizer.warmup_steps=5", "optimizer.lr=1e-4", "dpo.beta=0.3"]
     preferring = launch("tiny_sft", "dpo", "mode=dpo", model, *pairs, *short)
     reward = ["reward.function=model", f"reward.model={scorer.hf}", "machine.slots=3", "data.eval="]
-    reward += [
-        "updates=50",
-        "ppo.penalty.kl=0.5",
-    ]  # without it the policy finds what satisfies the model alone
+    # Without a penalty the policy finds what satisfies the model alone.
+    reward += ["updates=50", "ppo.penalty.kl=0.5"]
     rl = launch("tiny_cpu", "rl", model, f"data.train={world / 'train.jsonl'}", *reward)
     before, by_dpo, by_rl = (accuracy(each) for each in (out / "sft" / "hf", preferring.hf, rl.hf))
     print(f"ranked right {ranked[-1]:.3f}; accuracy {before:.3f} → DPO {by_dpo:.3f}, RL on the scores {by_rl:.3f}")

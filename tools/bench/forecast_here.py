@@ -2,9 +2,11 @@
 
     python -m tools.bench.forecast_here [--runs PATTERN …] [--repetitions 1] [--json FILE] [--out FOLDER]
 
-Calibrated are the efficiencies (launch/forecast/calibration.py) on three runs that differ in what is to be told apart:
-`roomy` and `narrow` at η = 3, with answers of 8 to 72 tokens, as many of each length, and room for 128 and for 16 at
-once; `brief` at η = 0, with answers of 4 to 16 tokens and room for 48. Foretold and measured are the runs of
+Calibrated are the efficiencies (launch/forecast/calibration.py) on four runs that differ in what is to be told apart:
+`crowded` and `alone` have answers of 8 to 72 tokens, as many of each length, one at η = 3, the other at η = 0, where
+engine and trainer take turns; `spread` has answers of 4 to 229 tokens at η = 3, few of them long, and smaller
+micro-batches; `brief` has answers of 4 to 16 tokens at η = 0. They have room for 128, 48, 16 and 64 at once, by which a
+step of an engine is told from its answers' part in it. Foretold and measured are the runs of
 tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths at η = 4: `short`
 (12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which share the cores, at
 η = 4: the last line says how fast the split is that is foretold to be the fastest, beside the fastest. What is compared
@@ -54,9 +56,10 @@ from tools.bench.asynchrony import (
 
 UPDATES = 30
 CALIBRATING = {
-    "roomy": ("even", ["rollout.max_running=128", "rollout.max_staleness=3"]),
-    "narrow": ("even", ["rollout.max_running=16", "rollout.max_staleness=3"]),
-    "brief": ("brief", ["rollout.max_running=48", "rollout.max_staleness=0"]),
+    "crowded": ("even", ["rollout.max_running=128", "rollout.max_staleness=3"]),
+    "alone": ("even", ["rollout.max_running=48", "rollout.max_staleness=0"]),
+    "spread": ("spread", ["rollout.max_running=16", "rollout.max_staleness=3", "trainer.microbatch_tokens=1024"]),
+    "brief": ("brief", ["rollout.max_running=64", "rollout.max_staleness=0"]),
 }
 SPLITS = [(engines, ranks) for engines in (1, 2, 3) for ranks in (1, 2)]
 FORETOLD = {
@@ -87,6 +90,7 @@ def workloads() -> dict[str, str]:
         "short": short_workload(),
         "two_kinds": prompts_of_lengths([8, 96] * 256, random.Random(0)),
         "even": prompts_of_lengths([8 + i % 65 for i in range(520)], random.Random(1)),
+        "spread": prompts_of_lengths([4 + (i % 16) ** 2 for i in range(520)], random.Random(3)),
         "brief": prompts_of_lengths([4 + i % 13 for i in range(520)], random.Random(2)),
     }
 
