@@ -187,6 +187,7 @@ class Controller:
             generating = self._tasks.create_task(self.generation.run())
             await bye
             generating.cancel()
+            await asyncio.wait([generating])  # a group may just have been scored: the schedule must still know it
             self.schedule.close("the run ended")
             await self.fleet.settled()
             if not self.batches.stopping:
