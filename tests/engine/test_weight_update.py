@@ -250,10 +250,7 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-@pytest.fixture(
-    scope="module",
-    params=with_soaked(SERVERS, SOAKED),
-)
+@pytest.fixture(scope="module", params=with_soaked(SERVERS, SOAKED))
 def server(request, tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("engine"), *SERVERS[request.param])
     yield server

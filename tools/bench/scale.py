@@ -34,7 +34,7 @@ from launch.forecast.lengths import LognormalLengths
 from launch.forecast.search import Search, SearchBounds
 from launch.memory.trainer import checkpoint_bytes
 from launch.sizes import Sizes
-from tools.bench.forecast import MEDIAN, SIGMA
+from tools.bench.forecast import LONGEST, MEDIAN, SIGMA
 
 GPUS = (8, 32, 128, 512, 1024, 4096)
 NODE = 8
@@ -47,7 +47,7 @@ MODELS = {
 }
 """Name → a config and a folder of configs/models."""
 COLORS = ("#2563eb", "#0d9488", "#d97706", "#db2777", "#7c3aed")
-ETA, ANSWERS_PER_GPU, FEWEST_ANSWERS, LONGEST = 4, 16, 512, 27648
+ETA, ANSWERS_PER_GPU, FEWEST_ANSWERS = 4, 16, 512
 
 
 @dataclass(frozen=True)

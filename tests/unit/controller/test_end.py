@@ -34,7 +34,8 @@ def test_a_group_may_be_scored_in_the_moment_in_which_the_run_ends(world, tmp_pa
     config.reward.function = "tests.support.rewards:coarse"
     run.begin()
 
-    async def end(controller):
+    async def whole():
+        controller = Controller(config, run)
         score, waiting = asyncio.Event(), []
 
         async def with_terms(self, prompt, sampled):
@@ -57,9 +58,6 @@ def test_a_group_may_be_scored_in_the_moment_in_which_the_run_ends(world, tmp_pa
         finally:
             await controller.close()
         return controller.schedule
-
-    async def whole():
-        return await end(Controller(config, run))
 
     with one_engine(run, request.config.rootpath):
         schedule = asyncio.run(whole())
