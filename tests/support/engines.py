@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -43,6 +44,19 @@ def lengthened(world, folder):
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     return folder
+
+
+@contextmanager
+def standin_engine(run):
+    """engine-0 of `run`, where no vLLM is needed: a request has 4 answers of 24 tokens, after 0.05 s."""
+    program = Path(__file__).parents[2] / "tools" / "bench" / "standin_engines.py"
+    command = [sys.executable, program, "1", "0.05", "24", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        try:
+            run.announce("engine-0", f"http://127.0.0.1:{engine.stdout.readline().strip()}/0")
+            yield
+        finally:
+            engine.kill()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from tests.support.small_disk import run_on_small_disk
 
 RUN = """
 import atexit, json, subprocess, sys, time
+from contextlib import ExitStack
 from pathlib import Path
 from areal_megatron.config_file import save
 from areal_megatron.observe.metrics import read_metrics, read_status
@@ -13,18 +14,17 @@ from areal_megatron.protocol import (
     Bye, CheckpointBegin, CheckpointWritten, ControllerClient, Delivered, Hello, NextBatch, NotYet, Ok, Publish,
     Trained,
 )
-from tests.support.engines import make_run
+from tests.support.engines import make_run, standin_engine
 from tests.support.small_disk import fill
 
-disk, world, root = map(Path, sys.argv[1:])
+disk, world = map(Path, sys.argv[1:])
 run, config = make_run(disk / "run", world, updates=1000, rollout={"max_staleness": 2, "dump": True})
 config.reward.function = "tests.support.rewards:coarse"
 save(config, run.config)
-standin = [sys.executable, root / "tools" / "bench" / "standin_engines.py", "1", "0.05", "24", "4"]
-engines = subprocess.Popen(standin, stdout=subprocess.PIPE, text=True)
-atexit.register(engines.kill)
 run.begin()
-run.announce("engine-0", f"http://127.0.0.1:{engines.stdout.readline().strip()}/0")
+engine = ExitStack()
+engine.enter_context(standin_engine(run))
+atexit.register(engine.close)
 controller = subprocess.Popen(
     [sys.executable, "-m", "areal_megatron.controller.controller", "--run", run.folder], stderr=sys.stderr
 )
@@ -60,7 +60,7 @@ train(3)
 said["after"] = checkpoint()
 client.request(Bye())
 said["code"] = controller.wait(60)
-engines.kill()
+engine.close()
 said["updates"] = [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 said["complete"] = said["updates"] == list(range(1, version + 1))
 said["phase"] = read_status(run)["phase"]
@@ -68,8 +68,8 @@ print(json.dumps(said))
 """
 
 
-def test_a_run_survives_a_full_disk_and_loses_no_line_of_its_metrics(world, tmp_path, request):
-    arguments = (tmp_path / "disk", world, request.config.rootpath)
+def test_a_run_survives_a_full_disk_and_loses_no_line_of_its_metrics(world, tmp_path):
+    arguments = (tmp_path / "disk", world)
     code, out, told = run_on_small_disk(tmp_path / "disk", 8192, RUN, *arguments, timeout_s=120)
     assert code == 0, told
     said = json.loads(out)
