@@ -62,7 +62,8 @@ class Circumstances:
     """Until the engines of a node that failed serve again, or a run whose trainers failed has been launched again."""
     node_gpus: int = 8
     cores: float = math.inf
-    """Cores that all engines and trainer ranks share, each of which has work for one."""
+    """Cores of the machine that all engines and trainer ranks are on. Slot i is core i, modulo their number, as the
+    launcher has it (launch/orders.py), and who is on the same core takes turns."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,6 +72,8 @@ class Circumstances:
                 f"--filtered {self.filtered:g} --mtbf-hours {self.node_mtbf_s / 3600:g} --return-s {self.return_s:g}: "
                 "expected a share below 1, a time above 0 and one of at least 0"
             )
+        if self.cores < 1:
+            raise ConfigError(f"--cores {self.cores:g}: expected at least one")
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ class Simulator:
         self._engines: dict[int, SimulatedEngine] = {}
         self._wakes: dict[int, float] = {}
         self._training: _Training | None = None
-        self._pace = self._times.alone
+        self._trainer_pace = self._times.alone
         self._straggling_since = math.nan
         self._straggled = 0.0
         self._awaited: set[int] = set()
@@ -266,7 +269,7 @@ class Simulator:
         rollout = self._config.rollout
         room = rollout.max_running - rollout.group_size
         engine = SimulatedEngine(number, self._times.engine, self._times.kv_tokens, self.schedule.version, room)
-        engine.now, engine.pace = self._now, self._pace
+        engine.now, engine.pace = self._now, self._times.alone
         self._engines[number] = engine
         self.schedule.add_engine(number, engine.version)
 
@@ -370,7 +373,7 @@ class Simulator:
         prompts = np.repeat([tokens for tokens, _ in data], [len(each) for _, each in data])
         seconds = self._times.trainer.update(prompts, answers, schedule.version)
         # the first optimizer step waits until the weights of the version before have been read
-        seconds *= self._pace
+        seconds *= self._trainer_pace
         first = self._now + seconds / self._config.ppo.minibatches
         end = self._now + seconds + max(0.0, self._weights_read - first)
         self._training = _Training(batch, int(answers.sum()), seconds, end)
@@ -433,21 +436,37 @@ class Simulator:
     # Who works beside whom
 
     def _set_pace(self) -> None:
-        """Has everybody who works take the pace of one that is alone, or of several, who may have to share cores."""
-        ranks = self._config.trainer_ranks if self._training else 0
-        working = ranks + sum(engine.load > 0 for engine in self._engines.values())
-        pace = self._times.alone if working < 2 else max(1.0, working / self._around.cores)
-        if pace == self._pace:
-            return
-        if (training := self._training) is not None:
-            added = (training.end - self._now) * (pace / self._pace - 1)
+        """Has everybody take the pace at which they work beside those who do now: faster if no other core does, slower
+        by each one on the same core."""
+        at_work = Counter(self._trainer_cores if self._training else ())
+        for engine in self._engines.values():
+            at_work.update(self._engine_cores(engine.number) if engine.load else ())
+
+        def pace(own: list[float], works: bool) -> float:
+            there = at_work if works else at_work + Counter(own)
+            return max(there[core] for core in own) * (self._times.alone if len(there) == 1 else 1.0)
+
+        before, self._trainer_pace = self._trainer_pace, pace(self._trainer_cores, self._training is not None)
+        if (training := self._training) is not None and self._trainer_pace != before:
+            added = (training.end - self._now) * (self._trainer_pace / before - 1)
             training.seconds, training.end = training.seconds + added, training.end + added
             self._at(training.end, self._trained, training, training.end)
-        self._pace = pace
         for engine in self._engines.values():
-            ended = engine.advance(self._now)
-            engine.pace = pace
-            self._after(engine, ended)
+            own = pace(self._engine_cores(engine.number), engine.load > 0)
+            if own != engine.pace:
+                ended = engine.advance(self._now)
+                engine.pace = own
+                self._after(engine, ended)
+
+    @property
+    def _trainer_cores(self) -> list[float]:
+        """The core of each trainer rank."""
+        return [rank % self._around.cores for rank in range(self._config.trainer_ranks)]
+
+    def _engine_cores(self, number: int) -> list[float]:
+        """The cores of an engine: its slots come after those of the trainers, unless they share them."""
+        first = number * self._config.rollout.tp + (not self._config.machine.shared) * self._config.trainer_ranks
+        return [slot % self._around.cores for slot in range(first, first + self._config.rollout.tp)]
 
     # Failures
 

@@ -103,6 +103,15 @@ def test_trainers_and_engines_that_share_a_core_take_turns():
     assert roomy == Simulator(made, own, lengths, Circumstances()).run()
 
 
+@pytest.mark.parametrize(("engines", "cores", "slower"), [(2, 3, 1), (1, 2, 1), (2, 2, 2), (3, 2, 2), (4, 2, 3)])
+def test_a_trainer_is_slowed_down_by_the_engines_that_are_on_its_core(engines, cores, slower):
+    made = config(groups=3, n=2, updates=20, max_running=2, eta=2, engines=engines)
+    lengths, own = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=2e9))
+    run = Simulator(made, own, lengths, Circumstances(cores=cores)).run()
+    assert run.engine_busy > 0.9, "trainers always have somebody beside them"
+    assert run.steady[-1].training == pytest.approx(slower * own.trainer.update([20] * 6, [100] * 6), rel=0.05)
+
+
 @pytest.mark.parametrize("eta", [0, 2])
 def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     made = config(groups=3, n=2, updates=5, max_running=6, eta=eta, every=1)
@@ -227,6 +236,7 @@ class TestCommand:
             (["--gpu", "h800", "--lengths-of", "runs/none"], "no batch-*.msgpack in it"),
             (["--gpu", "h800", "--median", "nan"], "lengths: median=nan"),
             (["--gpu", "h800", "--median", "10", "--filtered", "1"], "--filtered 1"),
+            (["--gpu", "h800", "--median", "10", "--cores", "0"], "--cores 0: expected at least one"),
             (["--gpu", "h800", "--median", "10", "--gpu-gb", "8"], "a trainer rank"),
             (["--gpu", "h800", "--median", "10", "mode=sft", "data.eval="], "there is nothing to simulate"),
         ],
@@ -236,6 +246,16 @@ class TestCommand:
         assert self.simulate(*arguments) == 2
         said = capsys.readouterr().err
         assert says in said and said.startswith("error: ") and said.count("\n") == 1
+
+    def test_on_few_cores_processes_take_turns(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.chdir(ROOT)
+        speeds = []
+        for cores in ("16", "4"):
+            file = tmp_path / f"{cores}.json"
+            common = "--gpu", "h800", "--median", "1000", "--simulate", "4", "--json", str(file)
+            assert self.simulate(*common, "--cores", cores) == 0
+            speeds.append(json.loads(file.read_text())["tokens_per_s"])
+        assert speeds[0] / speeds[1] > 2, "sixteen processes on four cores"
 
     def test_a_long_one_says_how_far_it_is(self, capsys, monkeypatch):
         monkeypatch.chdir(ROOT)
