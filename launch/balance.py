@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_megatron.config import Config
-from areal_megatron.observe.advice import GAIN, Balance, Short, settled
+from areal_megatron.observe.advice import GAIN, WAITING, Balance, Short, settled
 
 LOSS = 0.01
 """Engines are taken away where updates become slower by this share at most."""
@@ -19,9 +19,11 @@ class Balancer:
     """The rule by which engines come and go, between `least` and `most` of them, also if they are more or fewer first.
 
     Engines come if the model of observe/advice.py says that updates would be faster by GAIN at least, and go if
-    trainers are short and updates would be slower by LOSS at most. Nothing moves before advice.FEWEST_UPDATES updates
-    with the same engines, after those that follow a move. A move that has gained less than half of what it had to gain,
-    or lost more than it might, is taken back if the rule says so, and not made again under the same load.
+    trainers are short and updates would be slower by LOSS at most. On CPU cores, where an engine that goes leaves the
+    others more of the machine than that model knows, one also goes if trainers never wait and engines do. Nothing moves
+    before advice.FEWEST_UPDATES updates with the same engines, after those that follow a move. A move that has gained
+    less than half of what it had to gain, or lost more than it might, is taken back if the rule says so, and not made
+    again under the same load.
     """
 
     def __init__(self, config: Config, least: int, most: int):
@@ -67,12 +69,17 @@ class Balancer:
         within = min(max(found.engines, self._least), self._most)
         if within != found.engines:
             return within - found.engines
+        fewer = max(found.engines - found.step, self._least)
         if found.short is Short.ENGINES:
             engines, most = min(found.engines + found.step, self._most), 1 / (1 + GAIN / 2)
-        elif found.short is Short.TRAINERS:
-            engines, most = max(found.engines - found.step, self._least), 1 + LOSS
-            if found.faster(engines) < -LOSS:
-                return 0
+        elif self._may_suffice(fewer, found):
+            engines, most = fewer, 1 + LOSS
         else:
             return 0
         return engines - found.engines if self._times.get((found.engines, engines), 0.0) <= most else 0
+
+    def _may_suffice(self, fewer: int, found: Balance) -> bool:
+        if found.short is Short.TRAINERS and found.faster(fewer) >= -LOSS:
+            return True
+        waits = found.trainer_idle < WAITING <= found.engine_idle
+        return waits and found.short is not Short.NEITHER and self._config.machine.is_cpu

@@ -32,13 +32,15 @@ def update(version, engines, trains, generates, straggles, noise):
     }
 
 
-def played(balancer, loads, engines, noises):
-    """Returns the number of engines at each update, and the moves (update, change)."""
+def played(balancer, loads, engines, noises, crowding=0.0):
+    """Returns the number of engines at each update, and the moves (update, change). Each engine but the first makes
+    trainers slower by the share `crowding` of their time with one."""
     updates, held, moves, coming = [], [], [], []
     for number, (load, noise) in enumerate(zip(loads, noises, strict=True)):
         while coming and coming[0][0] <= number:
             engines += coming.pop(0)[1]
-        updates.append(update(number + 1, engines, *load, noise))
+        trains, *rest = load
+        updates.append(update(number + 1, engines, trains * (1 + crowding * (engines - 1)), *rest, noise))
         held.append(engines)
         if change := balancer.decide(updates):
             moves.append((number, change))
@@ -46,9 +48,9 @@ def played(balancer, loads, engines, noises):
     return held, moves
 
 
-def config():
+def config(device="cuda"):
     made = Config(name="run", updates=10**6)
-    made.rollout.max_staleness = ETA
+    made.rollout.max_staleness, made.machine.device = ETA, device
     return made
 
 
@@ -61,32 +63,42 @@ PHASES = st.lists(
     st.tuples(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(1, 150)), min_size=1, max_size=5
 )
 """Loads one after another: what `update` is told of each, and for how many updates."""
+DEVICES = st.sampled_from(("cuda", "cpu"))
 
 
 @pytest.mark.parametrize("examples", [150, pytest.param(1000, marks=pytest.mark.soak)])
 def test_any_load_has_a_move_a_window_at_most_and_no_engine_too_many_or_too_few(examples):
-    @given(PHASES, st.integers(LEAST, MOST), st.randoms(use_true_random=False))
+    @given(PHASES, st.integers(LEAST, MOST), st.randoms(use_true_random=False), DEVICES)
     @settings(max_examples=examples, deadline=None)
-    def check(phases, engines, random):
+    def check(phases, engines, random, device):
         loads = [load for *load, updates in phases for _ in range(updates)]
         noise = [random.uniform(0.95, 1.05) for _ in loads]
-        held, moves = played(Balancer(config(), LEAST, MOST), loads, engines, noise)
+        held, moves = played(Balancer(config(device), LEAST, MOST), loads, engines, noise)
         assert all(later - earlier >= WINDOW for (earlier, _), (later, _) in pairwise(moves))
         assert all(LEAST <= n <= MOST for n in held)
         back = sum(first * second < 0 for (_, first), (_, second) in pairwise(moves))
-        assert back < 2 * len(phases), "a move is taken back once under a load, and the next load may turn it once"
+        most = 2 * len(phases) - (device == "cuda")  # on cores the first load may have one engine fewer tried, too
+        assert back <= most, "a move is taken back once under a load, and the next load may turn it once"
 
     check()
 
 
-@given(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(LEAST, MOST))
+@given(st.floats(1, 20), st.floats(1, 80), st.floats(0, 3), st.integers(LEAST, MOST), DEVICES)
 @settings(max_examples=300, deadline=None)
-def test_a_steady_load_gets_about_the_fewest_engines_that_are_enough(trains, generates, straggles, engines):
+def test_a_steady_load_gets_about_the_fewest_engines_that_are_enough(trains, generates, straggles, engines, device):
     loads = [(trains, generates, straggles)] * 400
-    held, moves = played(Balancer(config(), LEAST, MOST), loads, engines, [1.0] * len(loads))
+    held, moves = played(Balancer(config(device), LEAST, MOST), loads, engines, [1.0] * len(loads))
     speed = [max(trains + straggles, generates / n) for n in (held[-1], fewest_enough(trains, generates, straggles))]
     assert speed[0] <= 1.05 * speed[1]
     assert all(number < 300 for number, _ in moves), "it has come to rest"
+
+
+@given(st.floats(1, 20), st.floats(1, 80), st.floats(0.05, 0.5), st.integers(LEAST, MOST))
+@settings(max_examples=300, deadline=None)
+def test_engines_that_slow_trainers_down_by_more_than_they_generate_go(trains, generates, crowding, engines):
+    held, _ = played(Balancer(config("cpu"), LEAST, MOST), [(trains, generates, 0)] * 400, engines, [1.0] * 400, crowding)
+    times = [max(trains * (1 + crowding * (n - 1)), generates / n) for n in range(LEAST, MOST + 1)]
+    assert times[held[-1] - LEAST] <= 1.06 * min(times)
 
 
 def test_engines_that_do_not_come_are_not_asked_for_again():
