@@ -79,8 +79,8 @@ def main() -> None:
         again = tokens_per_s(run(out / f"{load}-{best}-again", [*settings, f"rollout.engines={best}"]))
         over_best = sorted(speed / each for each in (fixed[best], again))
         print(
-            f"{load}: begun with {worst}, {speed:,.0f} trained tokens/s, {over_best[0]:.2f} to {over_best[1]:.2f} of the "
-            f"best ({best} engines, {again:,.0f} once more); engines from update: "
+            f"{load}: begun with {worst}, {speed:,.0f} trained tokens/s, {over_best[0]:.2f} to {over_best[1]:.2f} of "
+            f"the best ({best} engines, {again:,.0f} once more); engines from update: "
             f"{', '.join(f'{count} from {version}' for version, count in held)}",
             flush=True,
         )

@@ -96,7 +96,9 @@ def test_a_steady_load_gets_about_the_fewest_engines_that_are_enough(trains, gen
 @given(st.floats(1, 20), st.floats(1, 80), st.floats(0.05, 0.5), st.integers(LEAST, MOST))
 @settings(max_examples=300, deadline=None)
 def test_engines_that_slow_trainers_down_by_more_than_they_generate_go(trains, generates, crowding, engines):
-    held, _ = played(Balancer(config("cpu"), LEAST, MOST), [(trains, generates, 0)] * 400, engines, [1.0] * 400, crowding)
+    held, _ = played(
+        Balancer(config("cpu"), LEAST, MOST), [(trains, generates, 0)] * 400, engines, [1.0] * 400, crowding
+    )
     times = [max(trains * (1 + crowding * (n - 1)), generates / n) for n in range(LEAST, MOST + 1)]
     assert times[held[-1] - LEAST] <= 1.06 * min(times)
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from hypothesis import given, settings
@@ -109,7 +109,8 @@ def test_a_trainer_is_slowed_down_by_the_engines_that_are_on_its_core(engines, c
     lengths, own = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=2e9))
     run = Simulator(made, own, lengths, Circumstances(cores=cores)).run()
     assert run.engine_busy > 0.9, "trainers always have somebody beside them"
-    assert run.steady[-1].training == pytest.approx(slower * own.trainer.update([20] * 6, [100] * 6), rel=0.05)
+    usual = median(update.training for update in run.updates)  # during the last one engines have nothing to do
+    assert usual == pytest.approx(slower * own.trainer.update([20] * 6, [100] * 6), rel=0.01)
 
 
 @pytest.mark.parametrize("eta", [0, 2])
