@@ -32,9 +32,9 @@ class Efficiencies:
     """What NCCL reaches of NVLink and of the network."""
     host: float = 0.8
     """Copies between a GPU and its host."""
-    step_s: float = 0.01
+    step_s: float = 0.008
     """What an engine's step takes besides: scheduling, inputs, starting kernels, sampling."""
-    request_s: float = 6e-5
+    request_s: float = 8e-5
     """… and for each running request: its part of the inputs, its token's way to the client."""
     answer_s: float = 0.0
     """What an engine takes for an answer's begin and end: no time on GPUs, where other processes do that."""

@@ -185,14 +185,23 @@ class Simulator:
         print(run.tokens_per_s, run.hours(config.updates))
     """
 
-    def __init__(self, config: Config, times: Times, lengths: AnswerLengths, circumstances: Circumstances):
-        """Raises ConfigError for what no simulation knows: trainers and engines that share GPUs and work at once."""
+    def __init__(
+        self,
+        config: Config,
+        times: Times,
+        lengths: AnswerLengths,
+        circumstances: Circumstances,
+        rules: type[Schedule] = Schedule,
+    ):
+        """`rules`: those of the run, if they are not those of this project. Raises ConfigError for what no simulation
+        knows: trainers and engines that share GPUs and work at once."""
         if config.machine.shared and config.rollout.max_staleness > 0:
             raise ConfigError(
                 "machine.shared: the simulator knows shared GPUs only with rollout.max_staleness=0, where trainers and "
                 "engines take turns"
             )
         self._config, self._times, self._lengths, self._around = config, times, lengths, circumstances
+        self._rules = rules
         self._rng = np.random.default_rng(circumstances.seed)
         self._now, self._events, self._order = 0.0, [], count()
         self._updates: list[TrainedUpdate] = []
@@ -223,7 +232,7 @@ class Simulator:
 
     def _begin(self) -> None:
         config, rollout = self._config, self._config.rollout
-        self.schedule = Schedule(
+        self.schedule = self._rules(
             batch_size=config.batch_size,
             group_size=rollout.group_size,
             max_staleness=rollout.max_staleness,

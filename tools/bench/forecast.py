@@ -7,9 +7,10 @@
 
 `paper`: Table 1 (hours of four models, synchronous and asynchronous), throughput over η (1.5B on 16 nodes, and Table 7
 on one), interruption on four nodes, and the trainers' TFLOP/s, all with one set of efficiencies and one distribution of
-lengths. `programs`: Table 1's hours of 14B and 32B, which learned to write programs, if their answers were longer.
-`speed`: 512 GPUs, 60 updates of 8,192 answers. `failures`: what 1,024 GPUs get done although nodes fail, by
-checkpoint.every, and what Young and Daly's formula says is best.
+lengths. As in the paper, η says when an answer may begin, and not also when it is trained at the latest; throughput on
+16 nodes is also that of this project's rule. `programs`: Table 1's hours of 14B and 32B, which learned to write
+programs, if their answers were longer. `speed`: 512 GPUs, 60 updates of 8,192 answers. `failures`: what 1,024 GPUs get
+done although nodes fail, by checkpoint.every, and what Young and Daly's formula says is best.
 
 The paper does not give lengths. Their mean is what its throughput at η = 8 makes of its hours (1.5B): 371,700 tokens/s
 × 14.8 h over 250 updates of 8,192 answers. Their spread is assumed. The synchronous runs have all GPUs generate, then
@@ -23,19 +24,23 @@ import math
 import resource
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from areal_megatron import config_file
 from areal_megatron.config import Config
+from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.files import write_json
 from launch.forecast.accelerators import accelerator
 from launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
 from launch.forecast.lengths import LognormalLengths
-from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator
+from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
 from launch.forecast.times import times_of
 
 MEAN, SIGMA = 371_700 * 14.8 * 3600 / (250 * 8192), 0.9
@@ -73,8 +78,18 @@ MTBF_HOURS = (250, 1000, 6000)
 interruptions in 54 days on 2,048 nodes (arXiv 2407.21783, Table 5)."""
 EVERY = (1, 2, 5, 10, 20, 50, 100)
 """checkpoint.every."""
+SEEDS = (0, 1, 2, 3)
+TRAINER_NODES = 64
+"""Of configs/deepseek_v3.yaml."""
 NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
 NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4", "rollout.engines=12"]}
+
+
+class PaperSchedule(Schedule):
+    """The paper's rules: an answer that has begun is trained, however late."""
+
+    def _infeasible_without(self, batch: list[Group]) -> list[int]:
+        return []
 
 
 def median_of(mean: float, sigma: float, cap: int) -> float:
@@ -102,6 +117,7 @@ def simulated(
     synchronous: bool = False,
     interruption: bool = True,
     median: float = MEDIAN,
+    rules: type[Schedule] = PaperSchedule,
 ) -> SimulatedRun:
     begun = time.monotonic()
     gpus = config.trainer_ranks + config.rollout.engines * config.rollout.tp
@@ -112,7 +128,7 @@ def simulated(
     config.machine.shared = synchronous
     lengths = LognormalLengths(median, SIGMA, config.rollout.max_new_tokens)
     updates = min(updates or config.rollout.max_staleness + 8, config.updates)
-    run = Simulator(config, times, lengths, Circumstances(interruption)).run(updates)
+    run = Simulator(config, times, lengths, Circumstances(interruption), rules).run(updates)
     print(f"{config.name}: {updates} updates in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     return run
 
@@ -164,6 +180,9 @@ def paper() -> dict[str, object]:
             row(f"1.5B, {name}, η = {eta}, k tokens/s", here, published)
             if eta:
                 row(f"1.5B, {name}, η = {eta}, over η = 0", here / first, published / table[0])
+            if not sizes:
+                own = simulated(load("1.5B", f"rollout.max_staleness={eta}"), rules=Schedule).tokens_per_s / 1e3
+                row(f"1.5B, {name}, η = {eta}, this project's rule", own, published)
     for model, published in INTERRUPTION.items():
         runs = [simulated(load(model, *NODES_4[model]), interruption=interrupts) for interrupts in (True, False)]
         row(f"{model}, interruption", runs[0].tokens_per_s / runs[1].tokens_per_s, published)
@@ -185,7 +204,7 @@ def programs() -> dict[str, object]:
 
 def speed() -> None:
     begun, used = time.monotonic(), time.process_time()
-    run = simulated(load("1.5B", "updates=60", "trainer.dp=64", "rollout.engines=384"), 60)
+    run = simulated(load("1.5B", "updates=60", "trainer.dp=64", "rollout.engines=384"), 60, rules=Schedule)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{run.gpus} GPUs, {len(run.updates)} updates of 8,192 answers: {time.monotonic() - begun:.1f} s, of which "
@@ -194,33 +213,38 @@ def speed() -> None:
 
 
 def failures() -> dict[str, object]:
-    """The run of configs/deepseek_v3.yaml in batches of 256, of which 1,000 are simulated for each setting."""
+    """1,000 updates of configs/deepseek_v3.yaml in batches of 256, simulated with each of SEEDS."""
     found: dict[str, object] = {}
-    path = "model.path=configs/models/DeepSeek-V3"
-    for mtbf in (math.inf, *MTBF_HOURS):
-        for every in EVERY if math.isfinite(mtbf) else (1, 0):
-            own = [path, "batch_size=256", "updates=1000", f"checkpoint.every={every}", "checkpoint.hf_every=0"]
-            config, times = times_of(config_file.load("configs/deepseek_v3.yaml", own), accelerator("h100"))
-            lengths = LognormalLengths(MEDIAN, SIGMA, config.rollout.max_new_tokens)
-            run = Simulator(config, times, lengths, Circumstances(node_mtbf_s=3600 * mtbf)).run()
-            if not every:
-                update = run.seconds / 1000
-            found[f"{mtbf} h, every {every}"] = run.seconds
-            if math.isinf(mtbf):
-                print(f"nothing fails, every {every}: {run.seconds / 3600:.2f} h", flush=True)
-                continue
-            done, nodes = found["inf h, every 0"] / run.seconds, config.trainer_ranks // 8
-            whole = 3600 * mtbf / nodes
-            pause, lost = times.weights.checkpoint / (every * update), (every * update / 2 + 300) / whole
-            print(
-                f"{mtbf:,} h, every {every}: {done:.1%} of what is done where nothing fails; formula "
-                f"{1 / (1 + pause + lost):.1%}; {dict(run.failures)}",
-                flush=True,
-            )
-        if math.isfinite(mtbf):
-            best = updates_between(checkpoint_interval(times.weights.checkpoint, whole), update)
-            print(f"{mtbf:,} h: best by the formula: every {best} updates of {update:.0f} s", flush=True)
+    with ProcessPoolExecutor() as pool:
+        calm = list(pool.map(long_run, repeat(0), repeat(math.inf), SEEDS))
+        whole_s, update_s = [run.seconds for run, _ in calm], fmean(run.update_s for run, _ in calm)
+        print(f"nothing fails, no checkpoints: {fmean(whole_s) / 3600:.2f} h", flush=True)
+        for mtbf in MTBF_HOURS:
+            for every in EVERY:
+                runs, times = zip(*pool.map(long_run, repeat(every), repeat(3600 * mtbf), SEEDS), strict=True)
+                done = [calm_s / run.seconds for calm_s, run in zip(whole_s, runs, strict=True)]
+                pause_s, between_s = times[0].weights.checkpoint, 3600 * mtbf / TRAINER_NODES
+                formula = 1 / (1 + pause_s / (every * update_s) + (every * update_s / 2 + 300) / between_s)
+                failed = sum((run.failures for run in runs), Counter())
+                found[f"{mtbf} h, every {every}"] = {"done": done, "formula": formula, "failed": failed}
+                print(
+                    f"{mtbf:,} h, every {every}: {fmean(done):.1%} of what is done where nothing fails "
+                    f"({min(done):.1%} to {max(done):.1%}); formula {formula:.1%}; "
+                    f"{', '.join(f'{kind} {count / len(runs):.1f}' for kind, count in sorted(failed.items()))} a run",
+                    flush=True,
+                )
+            best = updates_between(checkpoint_interval(pause_s, between_s), update_s)
+            print(f"{mtbf:,} h: best by the formula: every {best} updates of {update_s:.0f} s", flush=True)
     return found
+
+
+def long_run(every: int, mtbf_s: float, seed: int) -> tuple[SimulatedRun, Times]:
+    own = ["batch_size=256", "updates=1000", f"checkpoint.every={every}", "checkpoint.hf_every=0"]
+    config = config_file.load("configs/deepseek_v3.yaml", ["model.path=configs/models/DeepSeek-V3", *own])
+    config, times = times_of(config, accelerator("h100"))
+    assert config.trainer_ranks == 8 * TRAINER_NODES
+    lengths = LognormalLengths(MEDIAN, SIGMA, config.rollout.max_new_tokens)
+    return Simulator(config, times, lengths, Circumstances(node_mtbf_s=mtbf_s, seed=seed)).run(), times
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_megatron.controller.schedule import Schedule
 from launch.forecast.lengths import LognormalLengths
 from tools.bench import forecast
 
@@ -34,3 +35,10 @@ def test_a_batch_of_synchronous_answers_is_simulated(monkeypatch):
     monkeypatch.chdir(ROOT)
     run = forecast.simulated(forecast.load("1.5B", *forecast.NODE_7), 2, synchronous=True)
     assert run.gpus == 8 and [update.staleness for update in run.updates] == [{0: 1024}] * 2
+
+
+@pytest.mark.parametrize(("rules", "latest"), [(forecast.PaperSchedule, 3), (Schedule, 2)])
+def test_by_the_papers_rule_an_answer_may_be_trained_late(monkeypatch, rules, latest):
+    monkeypatch.chdir(ROOT)
+    run = forecast.simulated(forecast.load("1.5B", *forecast.NODE_7, "rollout.max_staleness=2"), rules=rules)
+    assert max(run.staleness) == latest
