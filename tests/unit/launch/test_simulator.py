@@ -296,7 +296,7 @@ def measured(engines, eta, tokens_per_s, gpu=H100):
 @pytest.mark.parametrize(("step_s", "request_s", "less"), [(0.01, 6e-5, 0.025), (0.008, 8e-5, 0.035)])
 def test_advice_foretells_what_an_engine_more_or_less_does(step_s, request_s, less):
     """What runs of 1 to 6 engines say of one more and of one less, beside runs with those: the time of an update. The
-    more of a step each answer takes, the more it errs about one less: those that are left have more answers at a time."""
+    more of a step each answer takes, the more it errs about one less, which leaves more answers to each engine."""
     gpu = replace(H100, efficiencies=replace(H100.efficiencies, step_s=step_s, request_s=request_s))
     wrong = {1: [], -1: []}
     for eta, tokens_per_s in product((0, 1, 2, 4, 8), (12_500, 1e9)):
