@@ -168,15 +168,18 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="draw them here")
     options = parser.parse_args()
     asked = [(model, int(gpus)) for model in options.models.split(",") for gpus in options.gpus.split(",")]
+    found: list[Best | str] = []
+    rows: list[Best] = []
     with ProcessPoolExecutor(options.processes) as pool:
-        found = list(pool.map(best, *zip(*asked, strict=True)))
-    rows = [each for each in found if isinstance(each, Best)]
+        for each in pool.map(best, *zip(*asked, strict=True)):
+            found.append(each)
+            rows += [each] if isinstance(each, Best) else []
+            if options.json:  # each time: a search on thousands of GPUs takes minutes
+                write_json(options.json, [asdict(row) for row in rows])
     print(table(rows))
     for (model, gpus), each in zip(asked, found, strict=True):
         if isinstance(each, str):
             print(f"{model} on {gpus:,} GPUs: {each}")
-    if options.json:
-        write_json(options.json, [asdict(row) for row in rows])
     if options.svg:
         write_atomically(options.svg, plot(rows))
 
