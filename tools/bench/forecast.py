@@ -80,7 +80,7 @@ EVERY = (1, 2, 5, 10, 20, 50, 100)
 """checkpoint.every."""
 SEEDS = (0, 1, 2, 3)
 TRAINER_NODES = 64
-"""Of configs/deepseek_v3.yaml."""
+"""Nodes of the trainers of configs/deepseek_v3.yaml."""
 NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
 NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4", "rollout.engines=12"]}
 
