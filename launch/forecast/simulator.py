@@ -527,6 +527,7 @@ class Simulator:
         """Everything begins again from the last checkpoint, or from the model."""
         for engine in self._engines.values():
             self._count(engine)
+        self._engines, self._training = {}, None
         kept = self._saved.updates if self._saved else 0
         del self._updates[kept:]
         self._incarnation += 1
