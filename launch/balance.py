@@ -35,7 +35,9 @@ class Balancer:
         self._before: Balance | None = None
         """What was measured before the last move, until it is measured after it."""
         self._moves = False
-        """Whether engines are still as many as before the last move."""
+        """Whether engines have been as many as before the last move ever since."""
+        self._moved_at = 0
+        """The version at the last move."""
 
     def failed(self) -> None:
         """An engine that was to come never will: there can be one fewer, and others may move again."""
@@ -43,7 +45,9 @@ class Balancer:
 
     def decide(self, updates: Sequence[dict[str, Any]]) -> int:
         """Returns how many engines are to come, or below 0, to go; 0 for none. `updates` as in advice.settled."""
-        if self._moves and updates and updates[-1].get("engines_serving") not in (None, self._before.engines):
+        # none: the run was resumed from before the move
+        since = [update for update in updates if update["version"] > self._moved_at] or updates[-1:]
+        if self._moves and any(each.get("engines_serving") not in (None, self._before.engines) for each in since):
             self._moves = False
         found = None if self._moves else settled(self._config, updates)
         if found is None:
@@ -51,7 +55,7 @@ class Balancer:
         self._learn(found)
         change = self._change(found)
         if change:
-            self._before, self._moves = found, True
+            self._before, self._moves, self._moved_at = found, True, updates[-1]["version"]
         return change
 
     def _learn(self, found: Balance) -> None:

@@ -109,6 +109,13 @@ def test_engines_that_do_not_come_are_not_asked_for_again():
     assert [balancer.decide(updates[: number + 1]) for number in range(200)].count(1) == 1
 
 
+def test_an_engine_that_left_again_between_two_looks_is_asked_for_again():
+    balancer, short = Balancer(config(), LEAST, MOST), [update(version + 1, 1, 2, 20, 0, 1.0) for version in range(60)]
+    assert balancer.decide(short[: WINDOW + 1]) == 1
+    updates = [*short[:20], update(21, 2, 2, 20, 0, 1.0), *short[21:]]
+    assert balancer.decide(updates[:23]) == 0 and balancer.decide(updates) == 1
+
+
 def test_bounds_are_met_first():
     for engines, change in ((1, 2), (5, -1), (3, 0)):
         updates = [update(version + 1, engines, 5, 0.1, 0, 1.0) for version in range(WINDOW + 1)]
