@@ -239,6 +239,7 @@ def failures() -> dict[str, object]:
 
 
 def long_run(every: int, mtbf_s: float, seed: int) -> tuple[SimulatedRun, Times]:
+    """Returns one of these runs, whose nodes fail `mtbf_s` apart on average each, and what everything in it takes."""
     own = ["batch_size=256", "updates=1000", f"checkpoint.every={every}", "checkpoint.hf_every=0"]
     config = config_file.load("configs/deepseek_v3.yaml", ["model.path=configs/models/DeepSeek-V3", *own])
     config, times = times_of(config, accelerator("h100"))
