@@ -83,6 +83,8 @@ class Schedule:
         self.version = 0
         self.engines: dict[int, int] = {}
         """Committed version of each engine that may take groups."""
+        self.newest: int | None = None
+        """The newest of these; None without engines."""
         self.dispositions: dict[tuple[int, int], str] = {}
         """(epoch, prompt_id) → "trained", "filtered" or "skipped: REASON"."""
         self.counts: Counter[str] = Counter()
@@ -99,11 +101,12 @@ class Schedule:
     def add_engine(self, engine: int, version: int) -> None:
         if engine in self.engines:
             raise ScheduleError(f"engine {engine} is already there")
-        self.engines[engine] = version
+        self._commit(engine, version)
 
     def remove_engine(self, engine: int) -> list[Group]:
         """Forgets the engine. Returns its running groups, which leave N_r and are to be admitted again or skipped."""
         del self.engines[engine]
+        self.newest = max(self.engines.values(), default=None)
         lost = [group for group in self.running.values() if group.engine == engine]
         for group in lost:
             self._leave_running(group)
@@ -116,7 +119,7 @@ class Schedule:
                 f"engine {engine} cannot go from version {self.engines[engine]} to {version}, "
                 f"the policy is at {self.version}"
             )
-        self.engines[engine] = version
+        self._commit(engine, version)
 
     def may_admit(self, engine: int) -> bool:
         """Returns whether the engine may take another group, by Equation 3 of the paper (arXiv 2505.24298) with the
@@ -135,7 +138,7 @@ class Schedule:
         Without that, the first engine to commit a version takes all that the version admits, as far as it has room, and
         everybody waits for its answers. The parts are enough for all: while a group may begin, an engine has fewer.
         """
-        newest = max(self.engines.values(), default=self.version)
+        newest = self.version if self.newest is None else self.newest
         admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
         waiting = self.version * self.groups_per_batch + len(self.finished) + len(self.training)
         return max(-(-(admitted - waiting) // max(engines, 1)), 1)
@@ -188,7 +191,7 @@ class Schedule:
         if self.training:
             raise ScheduleError(f"the batch of version {self.version} is still in training")
         batch = self._oldest_finished()
-        if len(batch) < self.groups_per_batch or self._infeasible_without(batch):
+        if len(batch) < self.groups_per_batch or self.late_without(batch):
             return None
         if self.exact_staleness and not self._nothing_may_come_before():
             return None
@@ -199,16 +202,29 @@ class Schedule:
 
     def stragglers(self) -> int:
         """Returns for how many unfinished groups a batch has to wait although enough groups have finished."""
-        return len(self.awaited())
+        return self.awaited()[0]
 
-    def awaited(self) -> set[int]:
-        """Returns the numbers of those groups: as long as all of them are unfinished, no batch forms."""
+    def awaited(self) -> tuple[int, set[int]]:
+        """Returns that number, and of which groups so many must finish, or leave N_r, before a batch forms."""
         if self.training or len(self.finished) < self.groups_per_batch:
-            return set()
-        batch = self._oldest_finished()
-        tight = self._infeasible_without(batch)
+            return 0, set()
+        late = self.late_without(self._oldest_finished())
+        if not late:
+            return 0, set()
+        deadline = max(late, key=late.__getitem__)
         unfinished = [*self.running.values(), *self.interrupted.values()]
-        return {group.number for group in unfinished if group.deadline <= max(tight)} if tight else set()
+        return late[deadline], {group.number for group in unfinished if group.deadline <= deadline}
+
+    def late_without(self, batch: list[Group]) -> dict[int, int]:
+        """Returns the deadlines that cannot all be met if `batch` trains now → how many groups are too many for it."""
+        left_by_deadline = Counter(map(_deadline, self._in_flight()))
+        left_by_deadline.subtract(map(_deadline, batch))  # which is a part of them
+        late, left = {}, 0
+        for deadline in sorted(deadline for deadline, count in left_by_deadline.items() if count):
+            left += left_by_deadline[deadline]
+            if left > (most := (deadline - self.version) * self.groups_per_batch):
+                late[deadline] = left - most
+        return late
 
     def applied(self) -> None:
         """Records that the update of the batch in training is done: the policy is one version further."""
@@ -274,23 +290,15 @@ class Schedule:
     def _oldest_finished(self) -> list[Group]:
         return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]
 
-    def _infeasible_without(self, batch: list[Group]) -> list[int]:
-        """Deadlines that cannot all be met if `batch` trains now."""
-        left_by_deadline = Counter(map(_deadline, self._in_flight()))
-        left_by_deadline.subtract(map(_deadline, batch))  # which is a part of them
-        infeasible, left = [], 0
-        for deadline in sorted(deadline for deadline, count in left_by_deadline.items() if count):
-            left += left_by_deadline[deadline]
-            if left > (deadline - self.version) * self.groups_per_batch:
-                infeasible.append(deadline)
-        return infeasible
-
     def _nothing_may_come_before(self) -> bool:
         """Whether an engine samples from the version that trains next, and all that Eq. 3 lets begin has finished."""
-        newest = max(self.engines.values(), default=-1)
-        return newest == self.version and not (
+        return self.newest == self.version and not (
             self.running or self.interrupted or any(map(self.may_admit, self.engines))
         )
+
+    def _commit(self, engine: int, version: int) -> None:
+        self.engines[engine] = version
+        self.newest = version if self.newest is None else max(self.newest, version)
 
     def _in_flight(self) -> Iterator[Group]:
         return chain(self.running.values(), self.interrupted.values(), self.finished.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 TOLERANCE = 1e-4
@@ -56,8 +58,11 @@ class Shares:
         members: list[list[int]] = [[] for _ in self.owners]
         for index, number in enumerate(self.bins.tolist()):
             members[number].append(index)
-        order = np.argsort(-self.bin_costs, kind="stable")
-        return [[members[i] for i in order[self.owners[order] == replica]] for replica in range(len(self.totals))]
+        shares: list[list[list[int]]] = [[] for _ in self.totals]
+        owners = self.owners.tolist()
+        for number in np.argsort(-self.bin_costs, kind="stable").tolist():
+            shares[owners[number]].append(members[number])
+        return shares
 
     def _swap_bins(self, giver: int, taker: int) -> bool:
         given, taken = np.flatnonzero(self.owners == giver), np.flatnonzero(self.owners == taker)
@@ -112,11 +117,12 @@ def deal(costs: np.ndarray, replicas: int) -> np.ndarray:
 
     The costliest bin comes first, and each goes to the cheapest of the replicas that still lack bins.
     """
-    owners, totals = np.empty(len(costs), dtype=np.int64), np.zeros(replicas)
-    missing = np.full(replicas, len(costs) // replicas)
+    owners, missing = [0] * len(costs), [len(costs) // replicas] * replicas
+    lacking, cost_of = [(0.0, replica) for replica in range(replicas)], costs.tolist()
     for number in np.argsort(-costs, kind="stable").tolist():
-        owner = int(np.where(missing > 0, totals, np.inf).argmin())
+        total, owner = heapq.heappop(lacking)
         owners[number] = owner
-        totals[owner] += costs[number]
         missing[owner] -= 1
-    return owners
+        if missing[owner]:
+            heapq.heappush(lacking, (total + cost_of[number], owner))
+    return np.array(owners, dtype=np.int64)

@@ -59,12 +59,13 @@ def excess(sizes: np.ndarray, bins: np.ndarray, cap: int, count: int) -> int:
 
 def spread(weights: np.ndarray, count: int) -> np.ndarray:
     """Returns the bin of each weight, int64 [n]: largest first, into the lightest of `count` bins."""
-    bins = np.empty(len(weights), dtype=np.int64)
+    bins = [0] * len(weights)
     loads = [(0, number) for number in range(count)]
     for index, weight in _descending(weights):
-        load, bins[index] = loads[0]
-        heapq.heapreplace(loads, (load + weight, int(bins[index])))
-    return bins
+        load, number = loads[0]
+        bins[index] = number
+        heapq.heapreplace(loads, (load + weight, number))
+    return np.array(bins, dtype=np.int64)
 
 
 def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
@@ -72,7 +73,7 @@ def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
 
     Sizes that fit into no bin go, in the end, where the most room is left, so bins may exceed the cap.
     """
-    bins = np.empty(len(sizes), dtype=np.int64)
+    bins = [0] * len(sizes)
     rooms = [(cap, number) for number in range(count)]
     unplaced = []
     for index, size in _descending(sizes):
@@ -80,12 +81,14 @@ def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
         if place == count:
             unplaced.append((index, size))
             continue
-        room, bins[index] = rooms.pop(place)
-        insort(rooms, (room - size, int(bins[index])))
+        room, number = rooms.pop(place)
+        bins[index] = number
+        insort(rooms, (room - size, number))
     for index, size in unplaced:
-        room, bins[index] = rooms.pop()
-        insort(rooms, (room - size, int(bins[index])))
-    return bins
+        room, number = rooms.pop()
+        bins[index] = number
+        insort(rooms, (room - size, number))
+    return np.array(bins, dtype=np.int64)
 
 
 def fill(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:

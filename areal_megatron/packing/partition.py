@@ -107,8 +107,9 @@ def partition(
         if len(chosen) < replicas:
             raise ValueError(f"a mini-batch of {len(chosen)} sequences cannot be split over {replicas} replicas")
         shares = microbatches(sizes[chosen], weights[chosen], replicas, cap, multiple, prefixes[chosen])
+        numbers = chosen.tolist()
         for replica, share in enumerate(shares):
-            plan[replica].append([chosen[members].tolist() for members in share])
+            plan[replica].append([[numbers[member] for member in members] for members in share])
     return plan
 
 
@@ -136,6 +137,8 @@ def microbatches(
             shares = _balanced(bundled.sizes, bundled.costs, replicas, cap, multiple)
             if shares.totals.max() < least:
                 best, best_bundles, least = shares, bundled.bundles, shares.totals.max()
+    if len(best.sizes) == len(sizes):  # each is a bundle of its own
+        return best.microbatches()
     members = by_number(best_bundles)
     return [[[*chain(*(members[b] for b in microbatch))] for microbatch in share] for share in best.microbatches()]
 

@@ -102,6 +102,9 @@ def bundlings(sizes: np.ndarray, costs: np.ndarray, prefixes: Prefixes, cap: int
     first one of them, then twice as many each time, until there are only single sequences: the finer the bundles, the
     better they can be balanced, and the more they cost in total.
     """
+    if np.bincount(prefixes.families).max(initial=0) <= 1:  # there is nobody to share with
+        yield Bundled(np.arange(len(sizes)), sizes, costs)
+        return
     sizes, costs = sizes - prefixes.tokens, costs - prefixes.costs  # of each answer without the prefix
     families = [np.array(members) for members in by_number(prefixes.families) if len(members) > 1]
     most = np.array([len(members) for members in families])
@@ -123,8 +126,6 @@ def bundlings(sizes: np.ndarray, costs: np.ndarray, prefixes: Prefixes, cap: int
                 break
             wanted[dearest.argmax()] += 1
         cuts *= 2
-    if not families:
-        yield _bundled(sizes, costs, prefixes, part_of)
 
 
 def _divided(sizes: np.ndarray, room: int, parts: int) -> np.ndarray:

@@ -260,6 +260,8 @@ class Simulator:
         self._straggling_since = math.nan
         self._straggled = 0.0
         self._awaited: set[int] = set()
+        self._wanting = 0
+        """How many of these must finish, or be lost, before a batch may form."""
         self._weights_read = self._saved_until = 0.0
         for number in range(rollout.engines):
             self._serve(number)
@@ -348,6 +350,7 @@ class Simulator:
         group = self._groups.get(number)
         if group is None or number not in self.schedule.running:  # lost with its engine while it was scored
             return
+        self._left(number)
         if self._rng.random() < self._around.filtered:
             self.schedule.filter(group)
             self._forget(group)
@@ -356,6 +359,12 @@ class Simulator:
             self.schedule.finish(group)
             self._dispatch([self._engines[group.engine]])  # a group less that runs there
         self._train()
+
+    def _left(self, number: int) -> None:
+        """Notes that a group does not run any more."""
+        if number in self._awaited:
+            self._awaited.discard(number)
+            self._wanting -= 1
 
     def _forget(self, group: Group) -> None:
         for table in (self._data, self._ended, self._groups):
@@ -367,10 +376,10 @@ class Simulator:
         schedule = self.schedule
         if self._now < self._saved_until or schedule.training or len(schedule.finished) < schedule.groups_per_batch:
             return
-        if self._awaited and self._awaited <= schedule.running.keys():
+        if self._wanting > 0:
             return
         batch = schedule.form_batch()
-        self._awaited = set() if batch else schedule.awaited()
+        self._wanting, self._awaited = schedule.awaited()
         if batch is None:
             if math.isnan(self._straggling_since):
                 self._straggling_since = self._now
@@ -436,7 +445,7 @@ class Simulator:
 
     def _committed(self, engine: SimulatedEngine, version: int) -> None:
         if self._engines.get(engine.number) is engine:
-            is_first = version > max(self.schedule.engines.values())
+            is_first = version > self.schedule.newest
             self.schedule.committed(engine.number, version)
             self._dispatch(self._engines.values() if is_first else [engine])  # by the first, all have larger shares
             if self._config.rollout.exact_staleness:
@@ -502,6 +511,7 @@ class Simulator:
         self._count(engine)
         for group in self.schedule.remove_engine(engine.number):
             self.again.append((group.epoch, group.prompt_id))
+            self._left(group.number)
             self._forget(group)
 
     def _count(self, engine: SimulatedEngine) -> None:

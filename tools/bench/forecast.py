@@ -88,8 +88,8 @@ NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4"
 class PaperSchedule(Schedule):
     """The paper's rules: an answer that has begun is trained, however late."""
 
-    def _infeasible_without(self, batch: list[Group]) -> list[int]:
-        return []
+    def late_without(self, batch: list[Group]) -> dict[int, int]:
+        return {}
 
 
 def median_of(mean: float, sigma: float, cap: int) -> float:

@@ -37,6 +37,7 @@ class World:
         self.ended = {}
         self.next_prompt = 0
         self.returned = []
+        self.awaited = 0, set()
         for _ in range(rng.randint(1, 4)):
             self.add_engine()
 
@@ -105,9 +106,14 @@ class World:
             self.finished.append(group)
 
     def try_batch(self):
+        wanted, awaited = self.awaited
         batch = self.schedule.form_batch()
+        self.awaited = self.schedule.awaited()
         if batch is None:
+            assert self.exact or len(self.finished) < self.groups_per_batch or self.schedule.stragglers() > 0
             return False
+        left = awaited - {group.number for group in (*self.running, *self.interrupted)}
+        assert len(left) >= wanted, "a batch formed before as many as it waited for had ended"
         assert len(batch) == self.groups_per_batch
         if self.exact:
             assert not self.running and not self.interrupted and self.version in self.schedule.engines.values()
@@ -168,7 +174,7 @@ class World:
             before, self.staleness = self.staleness, self.rng.choice([0, 1, 2, 4, 8])
             self.raised += self.staleness > before
             self.lowered += self.staleness < before
-        self.schedule = self.new_schedule()
+        self.schedule, self.awaited = self.new_schedule(), (0, set())
         lost = self.schedule.restore(saved)
         numbers = {group.number for group in lost}
         admitted = {
@@ -198,6 +204,7 @@ class World:
         self.running.append(group)
 
     def step(self):
+        assert self.schedule.newest == max(self.schedule.engines.values(), default=None)
         act = self.rng.random()
         if self.rng.random() < self.restarts:
             self.restart()
@@ -340,6 +347,24 @@ def test_a_batch_waits_for_a_straggler_only_when_its_slack_is_used_up():
     assert it.stragglers() == 1
     it.finish(slow)
     assert it.form_batch() == [slow, quick[2]]
+
+
+def test_a_batch_waits_for_as_many_stragglers_as_would_be_too_late():
+    it = schedule(staleness=1, batch_size=3, group_size=1)
+    old = [it.admit(0, 0, prompt) for prompt in range(6)]
+    for group in old[:4]:
+        it.finish(group)
+    assert it.form_batch() == old[:3]
+    it.applied()
+    it.committed(0, 1)
+    for group in [it.admit(0, 0, prompt) for prompt in range(6, 9)]:
+        it.finish(group)
+    assert it.form_batch() is None
+    assert it.awaited() == (2, {4, 5}) and it.stragglers() == 2
+    it.finish(old[4])
+    assert it.form_batch() is None and it.stragglers() == 1
+    it.finish(old[5])
+    assert it.stragglers() == 0 and it.form_batch() == old[3:]
 
 
 def test_a_filtered_group_makes_room_for_another():
