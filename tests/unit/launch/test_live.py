@@ -147,7 +147,7 @@ def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser,
     with looked_at(browser, run.folder, width=width, dark=width == 400) as page:
         page.wait("document.querySelectorAll('.figure').length > 15")
         page.wait(
-            "document.getElementById('browser').scrollIntoView() || document.querySelectorAll('#rows tr').length > 5"
+            "document.getElementById('browser').scrollIntoView(), document.querySelectorAll('#rows tr').length > 5"
         )
         assert fits(page)
         heights = "[...document.querySelectorAll('.plot text')].map(t => t.getBoundingClientRect().height)"
