@@ -445,6 +445,9 @@ class RewardConfig:
     group_function: str = ""
     """Adds named terms to the rewards of a group's answers: the import path `package.module:function` of
     `f(prompt, answer, answers) -> {name: [a number for each]}` (docs/rewards.md). Empty: nothing is added."""
+    workers: int = key(0, at_least=0, at_most=1024)
+    """Processes that score answers, one answer at a time each. 0: a quarter of the cores that the controller may use, 1
+    to 32."""
     timeout_s: float = key(10.0, above=0)
     """How long a reward may take, in seconds; after that it has failed."""
     retry_s: float = key(60.0, at_least=0)

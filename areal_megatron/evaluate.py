@@ -86,7 +86,7 @@ class OfflineEvaluation:
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
             _say(f"warning: {line}")
-        self.n, self.workers = options.n, options.workers
+        self.n = options.n
         self.decoding = Decoding(options.temperature, options.top_p, options.top_k)
         self.rewards = {
             prompt.id: options.reward or prompt.reward or RewardConfig().function for prompt in self.prompts
@@ -132,7 +132,7 @@ class OfflineEvaluation:
     async def run(self, child: Child, run: Run, folder: Folder) -> None:
         """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
         workers = {
-            name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path, self.workers)
+            name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path)
             for name in set(self.rewards.values())
         }
         try:
@@ -213,7 +213,9 @@ def config_of(options: argparse.Namespace) -> Config:
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens, first_weights="model"),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
-        reward=RewardConfig(timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"),
+        reward=RewardConfig(
+            workers=options.workers, timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"
+        ),
     )
     config.rollout.vllm = config_file.options(options.vllm)
     return config

@@ -245,7 +245,7 @@ class Controller:
             "status_failures": self.status.failures,
             "evaluations_left_out": self.evaluations.left_out,
         }
-        account |= self.environments.account()
+        account |= self.environments.account(elapsed)
         late, self._late_s = self._late_s, lateness.attended_time().late_s
         account["controller_late_s"] = self._late_s - late
         self._last_update = account

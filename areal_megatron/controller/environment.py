@@ -70,11 +70,13 @@ class Environments:
         """Goes on counting from what a checkpoint has counted."""
         self._workers[0].failures, self._workers[0].refused = failures, refused
 
-    def account(self) -> dict[str, int]:
-        """Returns what was counted since the controller started, by the names of the metrics."""
+    def account(self, elapsed: float) -> dict[str, float]:
+        """Returns what was counted since the controller started, and in the last `elapsed` seconds how busy reward
+        workers were, those of the busiest function, by the names of the metrics."""
         counted = Counter(reward_failures=self.failures, answers_refused=self.refused)
         counted["reward_retries"] = sum(workers.retries for workers in self._workers)
         for environment in self.all:
             for name, count in (environment.episodes.account() if environment.episodes else {}).items():
                 counted[name] += count
-        return dict(counted)
+        worked_s = max(workers.take_worked() for workers in self._workers)
+        return dict(counted) | {"reward_busy_share": min(1.0, worked_s / elapsed)}

@@ -26,6 +26,8 @@ WAITING = 0.1
 """A pool that waits for less than this share of the time counts as being at work."""
 BOTH_WAIT = 0.2
 """Where both pools wait for this share of the time, neither is short."""
+BUSY = 0.9
+"""Reward workers that are at work for this share of the time have answers wait for their scores."""
 SLACK = 0.3
 """Engines that have room for more prompts for this share of the time could do more."""
 _NEEDED = (
@@ -39,12 +41,14 @@ _NEEDED = (
 
 
 class Short(StrEnum):
-    """The pool that the other one waits for."""
+    """What a run would have to have more of."""
 
     ENGINES = "engines"
     TRAINERS = "trainers"
     NEITHER = "neither"
-    """Both wait: for the longest answers, or for each other in turns."""
+    """Both pools wait: for the longest answers, or for each other in turns."""
+    REWARDS = "rewards"
+    """Trainers wait for scores, which more engines would not give."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Balance:
     """An engine has requests."""
     full_s: float
     """An engine has no room for more of them: only this part do more engines divide."""
+    rewards_busy: float
+    """Share of the time in which a reward worker has answers to score."""
 
     @classmethod
     def of(cls, updates: Sequence[dict[str, Any]]) -> Balance:
@@ -80,6 +86,7 @@ class Balance:
             straggler_s=min(mean_of(itemgetter("straggler_wait_s")), wait_s),
             generating_s=update_s - idle_s,
             full_s=min(full_s, update_s - idle_s),
+            rewards_busy=mean_of(lambda update: update.get("reward_busy_share") or 0.0),
         )
 
     @property
@@ -133,7 +140,9 @@ class Balance:
 
     @property
     def short(self) -> Short | None:
-        """Returns which pool is short; None if there is nothing to gain."""
+        """What is short; None if there is nothing to gain."""
+        if self.rewards_busy >= BUSY and self.trainer_idle >= WAITING:
+            return Short.REWARDS
         if self.gain >= GAIN:
             return Short.ENGINES
         if self.straggler_s >= WAITING * self.update_s or min(self.trainer_idle, self.engine_idle) >= BOTH_WAIT:
@@ -205,6 +214,11 @@ def _steady(config: Config, updates: Sequence[dict[str, Any]]) -> list[dict[str,
 
 def _line(config: Config, found: Balance) -> str:
     engines, trainers_wait = found.engines, f"wait for {found.trainer_idle:.0%} of the time"
+    if found.short is Short.REWARDS:
+        return (
+            f"reward workers are short: they have answers to score for {found.rewards_busy:.0%} of the time, trainers "
+            f"{trainers_wait}; more of them (reward.workers) or a faster reward would help"
+        )
     full = f"engines are full for {found.engine_full:.0%} of it"
     step = found.step
     others = [engines + step] + [engines - step] * (engines > 1)

@@ -23,6 +23,8 @@ WORTH_A_MICROBATCH = 0.01
 
 Full micro-batches leave nothing to exchange, and one more costs a few kernel launches.
 """
+MORE = 0.001
+"""The share of micro-batches that are added where sequences do not fit: thousands, one by one, would take minutes."""
 
 
 def split(
@@ -153,9 +155,9 @@ def _balanced(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, mul
 
 
 def _shares(sizes: np.ndarray, costs: np.ndarray, replicas: int, cap: int, count: int, unit: int) -> Shares:
-    """Returns balanced shares of `count` bins, or of as many units more as it takes to pack the sizes."""
+    """Returns balanced shares of `count` bins, or of about as many units more as it takes to pack the sizes."""
     while (bins := pack(sizes, cap, count)) is None:
-        count += unit
+        count += aligned(max(int(MORE * count), 1), unit)
     shares = Shares(sizes, costs, bins, cap, count, replicas)
     shares.level()
     return shares

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ _decode_scored = msgspec.msgpack.Decoder(Scored).decode
 
 
 def default_count() -> int:
-    """Returns the number of workers of a run: a quarter of the cores that this process may use, from 1 to 32."""
+    """Returns the number of workers where reward.workers is 0: a quarter of this process's cores, from 1 to 32."""
     return min(32, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
@@ -41,16 +42,16 @@ class RewardWorkers:
     """A pool of reward workers. Callers wait for a free one, so no more is queued than there are callers.
 
     Example:
-        workers = RewardWorkers(RewardConfig(function="math"))
+        workers = RewardWorkers(RewardConfig(function="math", workers=4))
         await workers.start()
         await workers.judge([Answer(prompt="2+3=", response="\\\\boxed{5}", answer="5")])  # [Scored(score=1.0)]
         await workers.close()
     """
 
-    def __init__(self, config: RewardConfig, model: str | Path = "", count: int = 0, run: str | Path = ""):
-        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `count` is the number of
-        processes, 0 for `default_count`; `run` the run's folder, which reward.function=model needs."""
-        self._config, self._model, self._count = config, str(model), count or default_count()
+    def __init__(self, config: RewardConfig, model: str | Path = "", run: str | Path = ""):
+        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `run` the run's folder,
+        which reward.function=model needs."""
+        self._config, self._model, self._count = config, str(model), config.workers or default_count()
         self._run = str(run)
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
@@ -62,6 +63,7 @@ class RewardWorkers:
         self._reminded = 0.0
         self.refused = 0
         """The number of answers whose form the reward function did not accept."""
+        self._at_work, self._worked_s, self._counted_at = 0, 0.0, time.monotonic()
 
     async def start(self) -> None:
         """Starts the processes. Raises ConfigError if the reward function cannot be loaded."""
@@ -110,6 +112,7 @@ class RewardWorkers:
     async def _asked(self, requests: Sequence[Answer | AnswerGroup]) -> list[Scored]:
         """Returns the result of each request, by one worker after the other."""
         worker = await self._free.get()
+        self._count_work(1)
         scores: list[Scored] = []
         try:
             while len(scores) < len(requests):
@@ -122,8 +125,21 @@ class RewardWorkers:
             await worker.kill()  # it would still write scores that nobody reads
             raise
         finally:
+            self._count_work(-1)
             self._free.put_nowait(worker)
         return scores
+
+    def take_worked(self) -> float:
+        """Returns for how many seconds a worker had answers to score, the mean over all, and begins another sum."""
+        self._count_work(0)
+        worked_s, self._worked_s = self._worked_s, 0.0
+        return worked_s / self._count
+
+    def _count_work(self, more: int) -> None:
+        """Adds up the work since it was called last; from now on so many more workers have some."""
+        now_s = time.monotonic()
+        self._worked_s += self._at_work * (now_s - self._counted_at)
+        self._at_work, self._counted_at = self._at_work + more, now_s
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.kill() for worker in self._workers))

@@ -117,6 +117,8 @@ def test_no_answer_is_trained_as_wrong_because_its_reward_failed(local_run, worl
     run, tokenizer = Run(started.folder), AutoTokenizer.from_pretrained(world / "model")
     last = updates_of(run)[-1]
     assert last["reward_failures"] > 0 and last["reward_retries"] > last["reward_failures"]
+    busy = [update["reward_busy_share"] for update in updates_of(run)]
+    assert 0 <= min(busy) <= max(busy) <= 1 and max(busy) > 0.01
     trained = failed = 0
     for path in dumps.dumped(run.trajectories).values():
         for t in dumps.read(path).trajectories:

@@ -1,12 +1,12 @@
 """The capacity of the controller on one core: requests in flight, trajectories a second, delay of its event loop.
 
-    python tools/bench/controller.py [--in-flight 30000] [--rate 2000] [--seconds 60] [--json FILE] [--out FOLDER]
+    python tools/bench/controller.py [--in-flight 30000] [--rate 2000] [--tokens 500] [--engines 32] [--batch 4096]
+        [--seconds 60] [--json FILE] [--out FOLDER]
 
 The real controller runs alone on core 0. On core 1 are the reward worker, stand-in engines that compute nothing
-(standin_engines.py: real HTTP, and the JSON that vLLM writes, with log-probabilities) and a trainer that only takes
-batches. Answers have 500 tokens and are requested in groups of 16, one HTTP request a group, as in a run. The engines'
-response time makes the offered load a quarter more than the rate aimed at; what is printed is what the controller
-processed.
+(standin_engines.py: real HTTP, and the arrays that engines answer with) and a trainer that only takes batches. Answers
+are requested in groups of 16, one HTTP request a group, as in a run. The engines' response time makes the offered load
+a quarter more than the rate aimed at; what is printed is what the controller processed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -42,23 +43,40 @@ from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatc
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TOKENS, GROUP, BATCH, ENGINES = 500, 16, 4096, 32
+GROUP = 16
 SLEEP_S = 0.01
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the controller has to do."""
+
+    in_flight: int
+    """Trajectories that engines hold at once."""
+    rate: float
+    """Trajectories a second that are aimed at."""
+    tokens: int
+    """Tokens of an answer."""
+    engines: int
+    batch: int
+    """Trajectories of a batch."""
 
 
 def reward(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2)
 
 
-def make_run(folder: Path, in_flight: int) -> Run:
+def make_run(folder: Path, asked: Load) -> Run:
     subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder / "world"], check=True, timeout=300)
     world = folder / "world"
-    each = -(-in_flight // (ENGINES * GROUP)) * GROUP
+    model = msgspec.json.decode((world / "model" / "config.json").read_bytes())
+    write_json(world / "model" / "config.json", model | {"max_position_embeddings": 64 + asked.tokens})
+    each = -(-asked.in_flight // (asked.engines * GROUP)) * GROUP
     config = Config(
         name="run",
         runs_dir=str(folder),
         updates=10**6,
-        batch_size=BATCH,
+        batch_size=asked.batch,
         model=ModelConfig(str(world / "model"), "float32"),
         data=DataConfig(str(world / "train.jsonl")),
         machine=MachineConfig(device="cpu", peer_timeout_s=120),
@@ -66,11 +84,11 @@ def make_run(folder: Path, in_flight: int) -> Run:
         reward=RewardConfig("tools.bench.controller:reward"),
     )
     config.rollout = RolloutConfig(
-        engines=ENGINES,
+        engines=asked.engines,
         group_size=GROUP,
-        max_staleness=-(-2 * in_flight // BATCH),
+        max_staleness=-(-2 * asked.in_flight // asked.batch),
         max_running=each,
-        max_new_tokens=TOKENS,
+        max_new_tokens=asked.tokens,
     )
     run = Run(folder / "run")
     run.create()
@@ -112,7 +130,8 @@ def control(folder: Path) -> None:
     run = Run(folder / "run")
 
     async def live() -> None:
-        controller, late, process = Controller(load(run.config), run), Lateness(), psutil.Process()
+        config = load(run.config)
+        controller, late, process = Controller(config, run), Lateness(), psutil.Process()
         life, watch = asyncio.create_task(controller.live()), asyncio.create_task(late.watch())
         samples = []
         while not life.done() and not (folder / "over").exists():
@@ -122,7 +141,7 @@ def control(folder: Path) -> None:
                 {
                     "time": time.monotonic(),
                     "in_flight": sum(e.running for e in engines),
-                    "groups": controller.schedule.version * (BATCH // GROUP) + len(controller.schedule.finished),
+                    "groups": controller.schedule.version * config.groups_per_batch + len(controller.schedule.finished),
                     "rss_gb": process.memory_info().rss / 2**30,
                     "cpu_s": sum(process.cpu_times()[:2]),
                     "late": len(late.seconds),
@@ -140,9 +159,9 @@ def control(folder: Path) -> None:
     asyncio.run(live())
 
 
-def measure(folder: Path, in_flight: int, rate: float, seconds: float) -> dict[str, float]:
-    run = make_run(folder, in_flight)
-    answer_s = in_flight / (1.25 * rate)
+def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
+    run = make_run(folder, asked)
+    answer_s = asked.in_flight / (1.25 * asked.rate)
     first, *_, last = sorted(os.sched_getaffinity(0))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     engines = Path(__file__).with_name("standin_engines.py")
@@ -158,17 +177,17 @@ def measure(folder: Path, in_flight: int, rate: float, seconds: float) -> dict[s
         )
 
     os.sched_setaffinity(0, {last})
-    processes = [start(last, engines, ENGINES, answer_s, TOKENS, GROUP)]
+    processes = [start(last, engines, asked.engines, answer_s, asked.tokens, GROUP)]
     try:
         port = processes[0].stdout.readline().strip()
         run.begin()
-        for engine in range(ENGINES):
+        for engine in range(asked.engines):
             run.announce(f"engine-{engine}", f"http://127.0.0.1:{port}/{engine}")
         processes.append(start(first, __file__, "--controller", folder))
         trainer = threading.Thread(target=train, args=(run, (folder / "over").exists), daemon=True)
         trainer.start()
-        deadline = time.monotonic() + 120 + 10 * answer_s
-        while not (status := read_status(run)) or status["version"] < 2 + in_flight // BATCH:  # not steady yet
+        deadline, steady = time.monotonic() + 120 + 10 * answer_s, 2 + asked.in_flight // asked.batch
+        while not (status := read_status(run)) or status["version"] < steady:
             if time.monotonic() > deadline or processes[-1].poll() is not None:
                 raise SystemExit(f"error: the controller did not reach a steady state; its folder: {folder}")
             time.sleep(0.2)
@@ -205,6 +224,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--in-flight", type=int, default=30000, help="trajectories that the engines hold at once")
     parser.add_argument("--rate", type=float, default=2000, help="trajectories a second that are aimed at")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of an answer")
+    parser.add_argument("--engines", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4096, help="trajectories of a batch")
     parser.add_argument("--seconds", type=float, default=60, help="how long to measure, once in a steady state")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--out", type=Path, help="new folder of the run; default: runs/bench-controller-N")
@@ -213,7 +235,8 @@ def main() -> None:
     if options.controller:
         control(options.controller)
         return
-    measured = measure(new_folder("bench-controller", options.out), options.in_flight, options.rate, options.seconds)
+    asked = Load(options.in_flight, options.rate, options.tokens, options.engines, options.batch)
+    measured = measure(new_folder("bench-controller", options.out), asked, options.seconds)
     aims = {
         "trajectories_per_s": f"at least {options.rate:,.0f}",
         "in_flight": f"at least {options.in_flight:,}",

@@ -57,6 +57,16 @@ def test_work_of_engines_that_are_not_full_is_not_divided():
     assert balance(wait=4.0, full=0.0).short is None
 
 
+def test_reward_workers_that_never_rest_are_what_is_short():
+    """Engines are full too, since answers that wait for a score keep their place in the batch."""
+    busy = {"reward_busy_share": 0.97}
+    found = advise(config(), lines(20, **ENGINES_SHORT, **busy))
+    assert found.short is Short.REWARDS
+    assert found.line.startswith("reward workers are short: they have answers to score for 97% of the time")
+    assert advise(config(), lines(20, **ENGINES_SHORT, reward_busy_share=0.5)).short is Short.ENGINES
+    assert advise(config(), lines(20, **TRAINERS_SHORT, **busy)).short is Short.TRAINERS, "nobody waits for scores"
+
+
 def test_stragglers_stay_however_many_engines_there_are():
     found = balance(wait=4.0, straggler=3.5, full=1.0)
     assert found.update_s_with(4) == pytest.approx(9.5)

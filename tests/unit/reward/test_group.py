@@ -63,11 +63,11 @@ def completion(text, *versions, cut=False):
 def scored(tmp_path, function, completions, answer="right", score="grouped:score"):
     """The scores of a group, without and with the terms; the number of failures."""
     tokenizer = make_tokenizer(tmp_path / "model")
-    config = RewardConfig(function=score, group_function=function, truncated="masked", wrong=-1, right=1, retry_s=0)
+    config = RewardConfig(score, group_function=function, workers=1, truncated="masked", wrong=-1, right=1, retry_s=0)
     prompt = Prompt(id=0, text="hi?", answer=answer, tokens=tokenizer.prompts(["hi?"])[0], response_tokens=None)
 
     async def run():
-        workers = RewardWorkers(config, tmp_path / "model", count=1)
+        workers = RewardWorkers(config, tmp_path / "model")
         await workers.start()
         try:
             scorer = Scorer(config, workers, max_new_tokens=100)

@@ -158,7 +158,7 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
         monkeypatch.setattr(Service, "away", kind)
 
     async def scores():
-        pool = RewardWorkers(RewardConfig(function=f"http://127.0.0.1:{port}/", timeout_s=20.0), count=2)
+        pool = RewardWorkers(RewardConfig(function=f"http://127.0.0.1:{port}/", timeout_s=20.0, workers=2))
         await pool.start()
         try:
             asked = [asyncio.ensure_future(scores_of(pool, [Answer("ab", "", "score")] * 2)) for _ in range(3)]
@@ -176,7 +176,7 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
 
 def test_a_service_that_stays_away_ends_the_run(caplog):
     async def scores():
-        pool = RewardWorkers(RewardConfig(function="http://127.0.0.1:1/", timeout_s=2.0, away_s=1.0), count=1)
+        pool = RewardWorkers(RewardConfig(function="http://127.0.0.1:1/", timeout_s=2.0, away_s=1.0, workers=1))
         await pool.start()
         try:
             await pool.judge([Answer("", "", "score")])

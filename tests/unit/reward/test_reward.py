@@ -56,7 +56,7 @@ def user_function(tmp_path, monkeypatch):
 
 def run(function, answers, workers=1, timeout_s=30.0, retry_s=0.0, ask=scores_of):
     async def scores():
-        pool = RewardWorkers(RewardConfig(function=function, timeout_s=timeout_s, retry_s=retry_s), count=workers)
+        pool = RewardWorkers(RewardConfig(function=function, timeout_s=timeout_s, retry_s=retry_s, workers=workers))
         await pool.start()
         try:
             return await asyncio.gather(*(ask(pool, group) for group in answers)), pool.failures
@@ -68,6 +68,30 @@ def run(function, answers, workers=1, timeout_s=30.0, retry_s=0.0, ask=scores_of
 
 def answer(kind, response="abc"):
     return Answer("", response, kind)
+
+
+def test_the_work_of_workers_is_counted_while_it_lasts(user_function):
+    """Two answers of a second each, by one of two workers: half a second of work so far after the first."""
+
+    async def shares():
+        pool = RewardWorkers(RewardConfig(function=user_function, workers=2))
+        await pool.start()
+        try:
+            idle_s = pool.take_worked()
+            asked = asyncio.create_task(pool.judge([answer("slow"), answer("slow")]))
+            await asyncio.sleep(1.0)
+            first_s = pool.take_worked()
+            await asked
+            second_s = pool.take_worked()
+            await asyncio.sleep(0.2)
+            return idle_s, first_s, second_s, pool.take_worked()
+        finally:
+            await pool.close()
+
+    began = time.monotonic()
+    idle_s, first_s, second_s, rested_s = asyncio.run(asyncio.wait_for(shares(), 60))
+    assert idle_s == rested_s == 0
+    assert 0.45 < first_s and 1.0 <= first_s + second_s < (time.monotonic() - began) / 2
 
 
 def test_what_a_user_function_does_wrong_is_no_score_and_is_counted(user_function):
@@ -133,7 +157,7 @@ def test_a_failure_names_the_row_in_one_line(user_function, caplog):
 
 def test_answers_that_are_refused_are_wrong_and_counted_but_no_failure(user_function):
     async def judged():
-        pool = RewardWorkers(RewardConfig(function="math"), count=1)
+        pool = RewardWorkers(RewardConfig(function="math", workers=1))
         await pool.start()
         try:
             restated = Answer("", r"\boxed{6 \times 7}", "42")
@@ -233,7 +257,7 @@ from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 
 async def main():
-    pool = RewardWorkers(RewardConfig(function="my_rewards:by_answer", timeout_s=3), count=2)
+    pool = RewardWorkers(RewardConfig(function="my_rewards:by_answer", timeout_s=3, workers=2))
     await pool.start()
     pids = [worker._process.pid for worker in pool._workers]
     scoring = asyncio.gather(*(pool.judge([Answer("", "x", "slow")] * 4) for _ in range(2)))

@@ -262,7 +262,7 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
     good = Answer("", "```python\nprint(int(input()) ** 2)\n```", tests)
 
     async def scores():
-        pool = RewardWorkers(RewardConfig(function="code", timeout_s=1.5), count=2)
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=1.5, workers=2))
         await pool.start()
         try:
             before = {worker._process.pid for worker in pool._workers}

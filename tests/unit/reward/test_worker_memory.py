@@ -43,7 +43,7 @@ def test_powers_that_no_memory_holds_stay_below_the_limit():
     """The peak is that of the worker's resident memory, as the kernel keeps it."""
     bombs = [Answer("", f"\\boxed{{{power}}}", "x^2") for power in ("2^{2^{36}}", "9^{9^{9^{9}}}")]
     right = Answer("", r"\boxed{x^2+2x+1}", "(x+1)^2")
-    config = RewardConfig(function="math", timeout_s=3)
+    config = RewardConfig(function="math", workers=1, timeout_s=3)
     peaks_mb = [0.0]
 
     async def watch():
@@ -59,7 +59,7 @@ def test_powers_that_no_memory_holds_stay_below_the_limit():
             await asyncio.sleep(0.02)
 
     async def scores():
-        pool = RewardWorkers(config, count=1)
+        pool = RewardWorkers(config)
         await pool.start()
         watching = asyncio.create_task(watch())
         try:
@@ -122,7 +122,7 @@ WORKER = "areal_megatron.reward.worker"
 
 def test_workers_are_the_first_to_go_when_a_machine_is_out_of_memory():
     async def priorities():
-        pool = RewardWorkers(RewardConfig(function="choice"), count=1)
+        pool = RewardWorkers(RewardConfig(function="choice", workers=1))
         await pool.start()
         try:
             workers = [child for child in psutil.Process().children() if WORKER in command_of(child)]
