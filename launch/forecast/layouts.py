@@ -49,8 +49,8 @@ class Cluster:
         return self.nodes * self.gpus
 
     def splits(self) -> range:
-        """Returns the numbers of GPUs that trainers may have: whole nodes where there are four or more, several at a time
-        where there are hundreds."""
+        """Returns the numbers of GPUs that trainers may have: whole nodes where there are four or more, and several at
+        a time where there are hundreds."""
         step = self.gpus * max(1, self.nodes // _MOST_SPLITS) if self.nodes >= 4 else 1
         return range(step, self.size, step)
 
