@@ -321,6 +321,13 @@ class Run:
         that it has, and does not come back."""
         return self.folder / "drain" / engine
 
+    def to_drain(self) -> set[str]:
+        """Returns the names of the engines that are to be drained."""
+        try:
+            return {path.name for path in (self.folder / "drain").iterdir()}
+        except FileNotFoundError:
+            return set()
+
     def endpoint(self, process: str, timeout_s: float = 0) -> str:
         """Returns where `process` listens, once it has announced that. Raises RunError after timeout_s."""
         path, deadline = self.folder / "endpoints" / process, time.monotonic() + timeout_s

@@ -18,6 +18,8 @@ from areal_megatron.run import Run, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
+_POLLS_PER_S = 400
+"""The most that all engines together are asked for their counters: of thousands, each is asked less often."""
 _ARRIVES_S = 0.2
 """How long a request may take to show up in the engine's counters: until then it would look ended."""
 _ONCE_MORE_S = 10.0
@@ -156,9 +158,11 @@ class Engine:
         await self.client.wait_until_healthy(timeout_s)
         self.state = EngineState.READY
 
-    async def watch(self, timeout_s: float, silence_s: float) -> None:
-        """Polls the engine's own counters until it is gone. Raises EngineError if it dies, says nothing for silence_s
-        or samples nothing for timeout_s."""
+    async def watch(self, timeout_s: float, silence_s: float, engines: int = 1) -> None:
+        """Polls the engine's own counters until it is gone; it is one of so many. Raises EngineError if it dies, says
+        nothing for silence_s or samples nothing for timeout_s."""
+        poll_s = max(_POLL_S, engines / _POLLS_PER_S)
+        await asyncio.sleep(poll_s * (self.index % engines) / engines)  # all at once would hold everything else up
         tokens, seen, progress = None, attended.now(), attended.now()
         while not self.gone:
             started = self._started
@@ -177,7 +181,7 @@ class Engine:
             elif now - progress > timeout_s:
                 raise EngineError(f"{self.name} holds {held} requests but has sampled nothing for {timeout_s:.0f} s")
             tokens, seen = load.generated_tokens, now
-            await asyncio.sleep(_POLL_S - _ARRIVES_S)
+            await asyncio.sleep(poll_s - _ARRIVES_S)
 
     async def _load(self, silence_s: float) -> Load:
         try:

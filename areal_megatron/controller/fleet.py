@@ -93,7 +93,8 @@ class Fleet:
                     if (engine := await self._added(name)) is not None:
                         look_after(engine)
                 for engine in self.engines:
-                    self._drain(engine)
+                    if engine.name in self._to_drain:
+                        self._drain(engine)
                 await asyncio.sleep(_POLL_S)
 
     def _look(self) -> None:
@@ -103,7 +104,7 @@ class Fleet:
             for name in set(self._run.announced_engines()) - serving:
                 with contextlib.suppress(RunError):  # it has just been removed
                     announced[name] = self._run.endpoint(name)
-            to_drain = {engine.name for engine in self.engines if self._run.drain(engine.name).exists()}
+            to_drain = self._run.to_drain()
         except OSError as e:
             log.warning("engines that join or leave are seen later: %s", e)
         else:
@@ -241,10 +242,9 @@ class Fleet:
         )
 
     def _drain(self, engine: Engine) -> None:
-        """Takes the engine out once somebody has asked for that and it has answered everything."""
-        others = [other for other in self.engines if other is not engine and not other.gone and not other.draining]
-        if engine.gone or not others or engine.name not in self._to_drain:
-            return
+        """Takes the engine out, as somebody has asked for, once it has answered everything."""
+        if engine.gone or all(other is engine or other.gone or other.draining for other in self.engines):
+            return  # the last one has to generate
         engine.draining = True
         if not engine.busy:
             log.warning("%s is drained", engine.name)
@@ -254,7 +254,7 @@ class Fleet:
         rollout = self._config.rollout
         while True:
             try:
-                await engine.watch(self._config.machine.peer_timeout_s, rollout.silence_s)
+                await engine.watch(self._config.machine.peer_timeout_s, rollout.silence_s, len(self.engines))
             except EngineError as e:
                 self._lose(engine, e)
             lost = attended.now()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +34,9 @@ from areal_megatron.workflows.scoring import Score
 
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
+_REST_S = 1e-5
+"""How long others have the event loop, for each engine, before all of them are looked at again: of thousands that takes
+milliseconds, and something changes all the time."""
 _TOO_LONG = "longer than data.max_prompt_tokens"
 _FEWEST_SCORED = 2
 """Answers of a group whose rewards are known; with fewer there is nothing to compare."""
@@ -110,13 +115,14 @@ class Generation:
         time, and RunError when too many rewards do."""
         async with asyncio.TaskGroup() as groups:
             while True:
-                while (engine := self._free_engine()) is not None:
+                for engine in self._free_engines():
                     group = self._next_group(engine)
                     engine.occupy(self._config.rollout.group_size)  # now: the task starts after further admissions
                     tasks = self._tasks[engine.index]
                     tasks.add(task := groups.create_task(self._run_group(engine, group)))
                     task.add_done_callback(tasks.discard)
                 await self._changed.wait()
+                await asyncio.sleep(_REST_S * len(self._sampler.engines))
 
     async def interrupt(self) -> None:
         """Ends what is running, for `save` to keep what has been sampled. Nothing is admitted any more."""
@@ -152,10 +158,11 @@ class Generation:
         """Hands out the trajectories of a group that trains now."""
         return self._trajectories.pop(group.number)
 
-    def _free_engine(self) -> Engine | None:
-        """The least loaded engine that may take a group, by Eq. 3, by rollout.max_running and by its share of all."""
+    def _free_engines(self) -> Iterator[Engine]:
+        """Yields the least loaded engine that may take a group, by Eq. 3, by rollout.max_running and by its share of
+        all, until none may; it is to take the group before the next engine is asked for."""
         if self._interrupting:
-            return None
+            return
         room = self._config.rollout.max_running - self._config.rollout.group_size
         whole = [e for e in self._sampler.engines if e.state != EngineState.TORN]
         if not whole and all(e.version >= 0 for e in self._sampler.engines):  # one without any gets it again
@@ -163,12 +170,23 @@ class Generation:
                 "every engine holds a mixture of versions after a streamed update that failed (the "
                 "reason is logged above); nothing can generate the batch that would bring the next"
             )
-        with_weights = [e for e in whole if e.index in self._schedule.engines]
-        with_room = [e for e in with_weights if not e.draining and e.running <= room]
         share = self._schedule.share(self._sharing())
-        below_share = [e for e in with_room if self._schedule.running_on(e.index) < share]
-        free = [e for e in below_share if self._schedule.interrupted or self._schedule.may_admit(e.index)]
-        return min(free, key=lambda e: e.running, default=None)
+
+        def has_room(engine: Engine) -> bool:
+            return engine.running <= room and self._schedule.running_on(engine.index) < share
+
+        free = [
+            (engine.running, place, engine)
+            for place, engine in enumerate(whole)
+            if engine.index in self._schedule.engines and not engine.draining and has_room(engine)
+        ]
+        heapq.heapify(free)
+        while free:
+            _, place, engine = heapq.heappop(free)
+            if self._schedule.interrupted or self._schedule.may_admit(engine.index):
+                yield engine
+                if has_room(engine):
+                    heapq.heappush(free, (engine.running, place, engine))
 
     def _sharing(self) -> int:
         """Returns how many engines share what is admitted: those that will take prompts soon. One that starts does at

@@ -211,7 +211,7 @@ def test_what_it_holds_takes_nothing_of_an_engines_share_of_training(setting, en
         engine.state = EngineState.READY
         schedule.add_engine(engine.index, 0)
         engine.occupy(held)
-    while (engine := generation._free_engine()) is not None:
+    for engine in generation._free_engines():
         schedule.admit(engine.index, 0, len(schedule.running))
         engine.occupy(2)
     assert len(schedule.running) == 8, "the batch"

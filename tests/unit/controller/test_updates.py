@@ -85,7 +85,7 @@ class Scene:
         schedule.add_engine(0, 0)
         sampler = SimpleNamespace(engines=[self.engine])
         generation = Generation(self.config, schedule, sampler, [], Changed())
-        return generation._free_engine() is self.engine
+        return next(generation._free_engines(), None) is self.engine
 
 
 def test_a_streamed_update_that_fails_tears_its_engine_until_a_whole_version_has_come(tmp_path):
