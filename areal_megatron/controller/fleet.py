@@ -62,6 +62,7 @@ class Fleet:
         self._announced: dict[str, str] = {}
         """Endpoints of engines that are new or gone, as the run folder said last."""
         self._to_drain: set[str] = set()
+        self._all_gone = False
 
     async def connect(self) -> None:
         """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within
@@ -95,6 +96,7 @@ class Fleet:
                 for engine in self.engines:
                     if engine.name in self._to_drain:
                         self._drain(engine)
+                self._all_gone = all(engine.gone for engine in self.engines)
                 await asyncio.sleep(_POLL_S)
 
     def _look(self) -> None:
@@ -259,7 +261,7 @@ class Fleet:
                 self._lose(engine, e)
             lost = attended.now()
             while self._stays_away(engine) or not await self._is_back(engine):
-                if not all(other.gone for other in self.engines):
+                if not self._all_gone:
                     lost = attended.now()  # the others continue without it
                 elif attended.now() > lost + rollout.start_timeout_s:
                     timeout_s = rollout.start_timeout_s

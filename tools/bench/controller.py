@@ -61,6 +61,11 @@ class Load:
     batch: int
     """Trajectories of a batch."""
 
+    @property
+    def answer_s(self) -> float:
+        """The mean time of a request, in seconds."""
+        return self.in_flight / (1.25 * self.rate)
+
 
 def reward(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2)
@@ -79,7 +84,7 @@ def make_run(folder: Path, asked: Load) -> Run:
         batch_size=asked.batch,
         model=ModelConfig(str(world / "model"), "float32"),
         data=DataConfig(str(world / "train.jsonl")),
-        machine=MachineConfig(device="cpu", peer_timeout_s=120),
+        machine=MachineConfig(device="cpu", peer_timeout_s=max(120, 4 * asked.answer_s)),
         checkpoint=CheckpointConfig(),
         reward=RewardConfig("tools.bench.controller:reward"),
     )
@@ -161,7 +166,6 @@ def control(folder: Path) -> None:
 
 def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
     run = make_run(folder, asked)
-    answer_s = asked.in_flight / (1.25 * asked.rate)
     first, *_, last = sorted(os.sched_getaffinity(0))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     engines = Path(__file__).with_name("standin_engines.py")
@@ -177,7 +181,7 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
         )
 
     os.sched_setaffinity(0, {last})
-    processes = [start(last, engines, asked.engines, answer_s, asked.tokens, GROUP)]
+    processes = [start(last, engines, asked.engines, asked.answer_s, asked.tokens, GROUP)]
     try:
         port = processes[0].stdout.readline().strip()
         run.begin()
@@ -186,7 +190,7 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
         processes.append(start(first, __file__, "--controller", folder))
         trainer = threading.Thread(target=train, args=(run, (folder / "over").exists), daemon=True)
         trainer.start()
-        deadline, steady = time.monotonic() + 120 + 10 * answer_s, 2 + asked.in_flight // asked.batch
+        deadline, steady = time.monotonic() + 120 + 10 * asked.answer_s, 2 + asked.in_flight // asked.batch
         while not (status := read_status(run)) or status["version"] < steady:
             if time.monotonic() > deadline or processes[-1].poll() is not None:
                 raise SystemExit(f"error: the controller did not reach a steady state; its folder: {folder}")
