@@ -63,6 +63,7 @@ class Fleet:
         """Endpoints of engines that are new or gone, as the run folder said last."""
         self._to_drain: set[str] = set()
         self._all_gone = False
+        """Whether no engine served when `run` looked last."""
 
     async def connect(self) -> None:
         """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within

@@ -28,8 +28,6 @@ from launch.memory.trainer import MAIN, MOMENTS, checkpoint_bytes, held, trainer
 _STAGES = (1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32)
 """Pipeline stages that are tried."""
 _VIRTUAL = (1, 2)
-_MOST_SPLITS = 128
-"""Numbers of nodes that trainers may have, about: of more, a search would try neighbours alone, which hardly differ."""
 KEPT = 2
 """Layouts of the trainers that are kept for a number of GPUs, the fastest ones."""
 
@@ -49,9 +47,8 @@ class Cluster:
         return self.nodes * self.gpus
 
     def splits(self) -> range:
-        """Returns the numbers of GPUs that trainers may have: whole nodes where there are four or more, and several at
-        a time where there are hundreds."""
-        step = self.gpus * max(1, self.nodes // _MOST_SPLITS) if self.nodes >= 4 else 1
+        """Returns the numbers of GPUs that trainers may have: whole nodes where there are four or more."""
+        step = self.gpus if self.nodes >= 4 else 1
         return range(step, self.size, step)
 
     def engines(self, trainers: int, tp: int) -> int:
