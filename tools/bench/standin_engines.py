@@ -95,7 +95,7 @@ async def serve(engines: int, seconds: float, tokens: int, group: int) -> None:
     application.router.add_route("*", "/{rest:.*}", nothing)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=2**15).start()
     print(runner.addresses[0][1], flush=True)
     await asyncio.Event().wait()
 
