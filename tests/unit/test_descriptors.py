@@ -25,6 +25,12 @@ def test_what_the_controller_needs_follows_from_the_requests_in_flight():
     assert groups < 1024 < turns, "the usual soft limit suffices for the one and not for the other"
 
 
+def test_reward_workers_have_pipes_to_the_controller():
+    few, many = config(), config()
+    few.reward.workers, many.reward.workers = 2, 302
+    assert descriptors.needed(many) - descriptors.needed(few) >= 2 * 300
+
+
 def test_too_low_a_hard_limit_is_wrong_input():
     descriptors.check(config(), 1024)
     with pytest.raises(ConfigError, match=r"rollout\.max_running: 5 engines .* allows 1,024; raise the hard limit"):
