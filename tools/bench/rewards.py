@@ -70,7 +70,7 @@ def questions(tokenizer: ByteLevelBPETokenizer, tokens: int, answers: int) -> di
             answer(f"\\boxed{{{box.format(n=n)}}}", (other if n % 2 else same).format(n=n))
             for n in range(2, 2 + answers)
         ]
-    found["code: ten tests"] = [answer(PROGRAM, json.dumps(TESTS))] * answers
+    found["code: ten tests"] = [answer(PROGRAM, json.dumps(TESTS))] * max(GROUP, answers // 10)
     return found
 
 
@@ -108,7 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=9670, help="tokens of an answer")
-    parser.add_argument("--answers", type=int, default=400, help="answers of each kind; an even number")
+    parser.add_argument(
+        "--answers", type=int, default=400, help="answers of each kind, an even number; a tenth with programs"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
