@@ -36,7 +36,7 @@ def needed(config: Config) -> int:
     only_groups = workflows == {"single_turn"}
     each = -(-rollout.max_running // rollout.group_size) if only_groups else rollout.max_running
     agents = rollout.max_running if any(":" in workflow for workflow in workflows) else 0
-    per_engine = each + agents + 2  # its timeline, and the connection that polls it
+    per_engine = each + agents + 3  # its timeline, and the connections that poll it and that tell it of weights
     workers = sum(own.reward.workers or min(32, os.cpu_count() or 1) for own in configs)
     return rollout.engines_at_most * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
 

@@ -141,12 +141,14 @@ def control(folder: Path) -> None:
         samples = []
         while not life.done() and not (folder / "over").exists():
             await asyncio.sleep(1.0)
-            engines = controller.fleet.engines
+            engines, schedule = controller.fleet.engines, controller.schedule
             samples.append(
                 {
                     "time": time.monotonic(),
                     "in_flight": sum(e.running for e in engines),
-                    "groups": controller.schedule.version * config.groups_per_batch + len(controller.schedule.finished),
+                    "groups": schedule.version * config.groups_per_batch
+                    + len(schedule.training)
+                    + len(schedule.finished),
                     "rss_gb": process.memory_info().rss / 2**30,
                     "cpu_s": sum(process.cpu_times()[:2]),
                     "late": len(late.seconds),
