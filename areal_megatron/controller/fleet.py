@@ -62,8 +62,8 @@ class Fleet:
         self._announced: dict[str, str] = {}
         """Endpoints of engines that are new or gone, as the run folder said last."""
         self._to_drain: set[str] = set()
-        self._all_gone = False
-        """Whether no engine served when `run` looked last."""
+        self._gone: set[int] = set()
+        """Engines that are lost or drained."""
 
     async def connect(self) -> None:
         """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within
@@ -97,7 +97,6 @@ class Fleet:
                 for engine in self.engines:
                     if engine.name in self._to_drain:
                         self._drain(engine)
-                self._all_gone = all(engine.gone for engine in self.engines)
                 await asyncio.sleep(_POLL_S)
 
     def _look(self) -> None:
@@ -262,7 +261,7 @@ class Fleet:
                 self._lose(engine, e)
             lost = attended.now()
             while self._stays_away(engine) or not await self._is_back(engine):
-                if not self._all_gone:
+                if len(self._gone) < len(self.engines):
                     lost = attended.now()  # the others continue without it
                 elif attended.now() > lost + rollout.start_timeout_s:
                     timeout_s = rollout.start_timeout_s
@@ -282,6 +281,7 @@ class Fleet:
         if (found := await self._serving(engine.name, besides=engine.client.endpoint)) is None:
             return False
         await engine.return_as(found)
+        self._gone.discard(engine.index)
         return True
 
     async def _serving(self, name: str, besides: str = "") -> EngineClient | None:
@@ -304,6 +304,7 @@ class Fleet:
 
     def _take_out(self, engine: Engine, state: EngineState, reason: str) -> None:
         engine.leave(state)
+        self._gone.add(engine.index)
         self._links[engine.index].cut(reason)
         self._events.lost(engine)
 

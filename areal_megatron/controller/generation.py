@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import logging
 import time
 from collections import defaultdict, deque
@@ -170,23 +169,9 @@ class Generation:
                 "every engine holds a mixture of versions after a streamed update that failed (the "
                 "reason is logged above); nothing can generate the batch that would bring the next"
             )
-        share = self._schedule.share(self._sharing())
-
-        def has_room(engine: Engine) -> bool:
-            return engine.running <= room and self._schedule.running_on(engine.index) < share
-
-        free = [
-            (engine.running, place, engine)
-            for place, engine in enumerate(whole)
-            if engine.index in self._schedule.engines and not engine.draining and has_room(engine)
-        ]
-        heapq.heapify(free)
-        while free:
-            _, place, engine = heapq.heappop(free)
-            if self._schedule.interrupted or self._schedule.may_admit(engine.index):
-                yield engine
-                if has_room(engine):
-                    heapq.heappush(free, (engine.running, place, engine))
+        free = {e.index: e for e in whole if e.index in self._schedule.engines and not e.draining}
+        for index in self._schedule.takers(free, lambda index: free[index].running, room, self._sharing()):
+            yield free[index]
 
     def _sharing(self) -> int:
         """Returns how many engines share what is admitted: those that will take prompts soon. One that starts does at

@@ -12,8 +12,9 @@ hold for every sequence of events (tests/unit/controller/test_schedule.py draws 
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -142,6 +143,27 @@ class Schedule:
         admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
         waiting = self.version * self.groups_per_batch + len(self.finished) + len(self.training)
         return max(-(-(admitted - waiting) // max(engines, 1)), 1)
+
+    def takers(self, engines: Iterable[int], load: Callable[[int], int], most_load: int, sharing: int) -> Iterator[int]:
+        """Yields the engine that is to take the next group, until none of `engines` may: the least loaded with at most
+        `most_load`, within its share of what `sharing` engines share. It must take the group before the next is asked
+        for.
+
+        Engines are looked at once for all groups: thousands of them, for each group, would take seconds.
+        """
+        share = self.share(sharing)
+
+        def has_room(engine: int) -> bool:
+            return load(engine) <= most_load and self.running_on(engine) < share
+
+        free = [(load(engine), engine) for engine in engines if has_room(engine)]
+        heapq.heapify(free)
+        while free:
+            _, engine = heapq.heappop(free)
+            if self.interrupted or self.may_admit(engine):
+                yield engine
+                if has_room(engine):
+                    heapq.heappush(free, (load(engine), engine))
 
     def running_on(self, engine: int) -> int:
         """Returns how many groups run on the engine."""

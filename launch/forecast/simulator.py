@@ -290,25 +290,13 @@ class Simulator:
     # Engines
 
     def _dispatch(self, engines: Any) -> None:
-        """Gives groups to these engines, the least loaded first, as Generation does."""
+        """Gives groups to these engines, the least loaded first."""
         room = self._config.rollout.max_running - self._config.rollout.group_size
-        share = self.schedule.share(len(self._engines))
-
-        def has_room(engine: SimulatedEngine) -> bool:
-            return engine.load <= room and self.schedule.running_on(engine.number) < share
-
-        free = [(e.load, e.number) for e in engines if e.pending is None and has_room(e)]
-        heapq.heapify(free)
+        free = {engine.number: engine for engine in engines if engine.pending is None}
         taken = set()
-        while free:
-            _, number = heapq.heappop(free)
-            engine = self._engines[number]
-            if not self.schedule.may_admit(number):
-                continue
-            self._admit(engine)
+        for number in self.schedule.takers(free, lambda number: free[number].load, room, len(self._engines)):
+            self._admit(free[number])
             taken.add(number)
-            if has_room(engine):
-                heapq.heappush(free, (engine.load, number))
         for number in taken:
             self._wake(self._engines[number])
 

@@ -46,6 +46,24 @@ def test_answers_that_ended_inside_unfinished_groups_leave_room():
     assert engine.running == 12
 
 
+def test_engines_are_polled_one_after_the_other():
+    """The fourth of four comes when three quarters of the time between two polls are over: 1.5 s."""
+
+    async def first_polls():
+        begun, seen = time.monotonic(), {}
+        engines = {index: Engine(index, Counters(0), timeline=None) for index in (0, 3)}
+        watching = [asyncio.create_task(engine.watch(60, 60, engines=4)) for engine in engines.values()]
+        for index, engine in engines.items():
+            await asyncio.wait_for(engine.changed.wait(), 10)
+            seen[index] = time.monotonic() - begun
+        for task in watching:
+            task.cancel()
+        return seen
+
+    seen = asyncio.run(first_polls())
+    assert seen[0] + 1.2 < seen[3]
+
+
 def test_what_starts_during_a_poll_is_counted():
     engine = Engine(0, Counters(0), timeline=None)
     engine.occupy(8)

@@ -349,6 +349,31 @@ def test_a_batch_waits_for_a_straggler_only_when_its_slack_is_used_up():
     assert it.form_batch() == [slow, quick[2]]
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 9), st.integers(0, 3), st.integers(1, 4))
+def test_the_least_loaded_engine_takes_the_next_group(loads, most_load, staleness, groups_per_batch):
+    """Beside one that looks at all engines for each group."""
+
+    def admitted(next_engine):
+        it = Schedule(batch_size=2 * groups_per_batch, group_size=2, max_staleness=staleness, updates=100)
+        own = list(loads)
+        for engine in range(len(own)):
+            it.add_engine(engine, 0)
+        for engine in next_engine(it, own):
+            it.admit(engine, 0, len(it.running))
+            own[engine] += 2
+        return [group.engine for group in it.running.values()]
+
+    def naive(it, own):
+        share = it.share(len(own))
+        while free := [
+            e for e in range(len(own)) if own[e] <= most_load and it.running_on(e) < share and it.may_admit(e)
+        ]:
+            yield min(free, key=own.__getitem__)
+
+    expected = admitted(naive)
+    assert admitted(lambda it, own: it.takers(range(len(own)), own.__getitem__, most_load, len(own))) == expected
+
+
 def test_a_batch_waits_for_as_many_stragglers_as_would_be_too_late():
     it = schedule(staleness=1, batch_size=3, group_size=1)
     old = [it.admit(0, 0, prompt) for prompt in range(6)]
