@@ -176,6 +176,7 @@ class Controller:
             background = [self._tasks.create_task(self.service.run()), self._tasks.create_task(self._keep_status())]
             bye = self._tasks.create_task(self._bye.wait())
             await self.fleet.connect()
+            gc.freeze()  # the prompts and the engines' clients stay: no collection need look at them
             self.startup.mark("engines")
             background += [self._tasks.create_task(self.fleet.run()), self._tasks.create_task(self.evaluations.run())]
             if not self.start.version:

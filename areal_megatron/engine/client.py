@@ -70,6 +70,17 @@ class Load:
     """Since the engine started."""
 
 
+@dataclass(frozen=True)
+class _Turns:
+    """What all clients of an event loop do only so much of in a turn of it: with thousands of engines, work that comes
+    for all of them at once would hold the loop for seconds. Each holder stays for one turn."""
+
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One answer: a group takes milliseconds."""
+    beginning: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(16))
+    """16 requests, 0.1 ms each: a weight update sends two to every engine."""
+
+
 class _Committed(msgspec.Struct):
     seconds: float
 
@@ -109,9 +120,7 @@ class EngineClient:
         await client.close()
     """
 
-    _locks: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]] = WeakKeyDictionary()
-    """One for all clients of an event loop. Whoever holds it decodes one answer in a turn of the loop: a group takes
-    milliseconds, and answers of several engines that arrive together would hold the loop for all of them."""
+    _turns: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns]] = WeakKeyDictionary()
 
     def __init__(self, name: str, endpoint: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None):
         self.name, self.endpoint, self.timeout_s = name, endpoint, timeout_s
@@ -124,7 +133,7 @@ class EngineClient:
         cannot simply be sent again."""
         self._generating: set[str] = set()
         """Requests of `generate` without an answer yet."""
-        self._decoding = self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        self._turn = self._turns.setdefault(asyncio.get_running_loop(), _Turns())
 
     def _session_over(self, connector: aiohttp.TCPConnector, token: str) -> aiohttp.ClientSession:
         headers = {"Authorization": f"Bearer {token}"}
@@ -176,7 +185,7 @@ class EngineClient:
             raw = await self._call("POST", answers.PATH, body, limit_s=math.inf, keep_alive=True)
         finally:
             self._generating.discard(request_id)
-        async with self._decoding:
+        async with self._turn.decoding:
             await asyncio.sleep(0)
             return self._completions(raw, request_id, None if routes_from is None else len(prompt) - routes_from)
 
@@ -296,6 +305,8 @@ class EngineClient:
         limit_s = self.timeout_s if limit_s is None else limit_s
         sent = None if body is None else _encode(body)
         while True:
+            async with self._turn.beginning:
+                await asyncio.sleep(0)
             try:
                 status, content = await within(limit_s, self._answer(method, path, sent, keep_alive))
                 break

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from aiohttp import web
@@ -57,12 +58,11 @@ def test_a_request_says_what_it_was_asked_for(seed):
     assert body == {"request_id": "x", "token_ids": [5, 9], "cache_salt": "v2", "sampling_params": sampling}
 
 
-def test_answers_of_all_engines_are_decoded_one_in_each_turn_of_the_event_loop(monkeypatch):
-    async def answer(*_, **__):
-        return b""
+def in_turns(burst):
+    """Returns in which turn of an event loop each call was done that `burst(clients, done)` makes of two clients."""
 
-    async def burst():
-        turn, decoded = 0, []
+    async def run():
+        turn, turns = 0, []
 
         async def count():
             nonlocal turn
@@ -72,17 +72,40 @@ def test_answers_of_all_engines_are_decoded_one_in_each_turn_of_the_event_loop(m
 
         counting = asyncio.create_task(count())
         clients = [EngineClient(f"engine-{number}", "http://127.0.0.1:9", "secret", timeout_s=5) for number in range(2)]
-        monkeypatch.setattr(EngineClient, "_completions", lambda *_: decoded.append(turn))
-        monkeypatch.setattr(EngineClient, "_call", answer)
-        asked = {"n": 1, "max_tokens": 1, "temperature": 1.0, "stop_tokens": []}
-        await asyncio.gather(*(c.generate([1], request_id=str(k), **asked) for c in clients for k in range(3)))
+        await burst(clients, lambda: turns.append(turn))
         counting.cancel()
         for client in clients:
             await client.close()
-        return decoded
+        return turns
 
-    decoded = asyncio.run(burst())
+    return asyncio.run(run())
+
+
+def test_answers_of_all_engines_are_decoded_one_in_each_turn_of_the_event_loop(monkeypatch):
+    async def answer(*_, **__):
+        return b""
+
+    async def burst(clients, done):
+        monkeypatch.setattr(EngineClient, "_completions", lambda *_: done())
+        monkeypatch.setattr(EngineClient, "_call", answer)
+        asked = {"n": 1, "max_tokens": 1, "temperature": 1.0, "stop_tokens": []}
+        await asyncio.gather(*(c.generate([1], request_id=str(k), **asked) for c in clients for k in range(3)))
+
+    decoded = in_turns(burst)
     assert len(decoded) == 6 and decoded == sorted(set(decoded))
+
+
+def test_requests_to_all_engines_are_begun_a_few_in_each_turn_of_the_event_loop(monkeypatch):
+    async def burst(clients, done):
+        async def answer(*_):
+            done()
+            return 200, b""
+
+        monkeypatch.setattr(EngineClient, "_answer", answer)
+        await asyncio.gather(*(client.start_update() for client in clients for _ in range(50)))
+
+    begun = Counter(in_turns(burst))
+    assert begun.total() == 100 and max(begun.values()) <= 16
 
 
 def test_an_engine_that_is_not_there_is_named():
