@@ -10,6 +10,9 @@ from areal_megatron.observe.advice import GAIN, WAITING, Balance, Short, settled
 
 LOSS = 0.01
 """Engines are taken away where updates become slower by this share at most."""
+FREED = 1 / 3
+"""How much faster the others become at most, as is expected, when an engine leaves them CPU cores: one of two that had
+two cores together with a trainer rank becomes so."""
 OTHER_LOAD = 0.2
 """Where an update takes longer or shorter by this share than it did with as many engines, what moves have gained counts
 no longer."""
@@ -20,10 +23,10 @@ class Balancer:
 
     Engines come if the model of observe/advice.py says that updates would be faster by GAIN at least, and go if
     trainers are short and updates would be slower by LOSS at most. On CPU cores, where an engine that goes leaves the
-    others more of the machine than that model knows, one also goes if trainers never wait and engines do. Nothing moves
-    before advice.FEWEST_UPDATES updates with the same engines, after those that follow a move. A move that has gained
-    less than half of what it had to gain, or lost more than it might, is taken back if the rule says so, and not made
-    again under the same load.
+    others more of the machine than that model knows, one also goes if trainers never wait, engines do, and the others
+    would suffice if they became faster by FREED. Nothing moves before advice.FEWEST_UPDATES updates with the same
+    engines, after those that follow a move. A move that has gained less than half of what it had to gain, or lost more
+    than it might, is taken back if the rule says so, and not made again under the same load.
     """
 
     def __init__(self, config: Config, least: int, most: int):
@@ -85,5 +88,7 @@ class Balancer:
     def _may_suffice(self, fewer: int, found: Balance) -> bool:
         if found.short is Short.TRAINERS and found.faster(fewer) >= -LOSS:
             return True
+        if not self._config.machine.is_cpu or found.short is Short.NEITHER:
+            return False
         waits = found.trainer_idle < WAITING <= found.engine_idle
-        return waits and found.short is not Short.NEITHER and self._config.machine.is_cpu
+        return waits and (1 - found.engine_idle) * found.engines <= (1 + FREED) * fewer

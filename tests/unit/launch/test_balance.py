@@ -103,6 +103,12 @@ def test_engines_that_slow_trainers_down_by_more_than_they_generate_go(trains, g
     assert times[held[-1] - LEAST] <= 1.06 * min(times)
 
 
+@pytest.mark.parametrize(("generates", "change"), [(15, 0), (12, -1)])
+def test_one_of_two_engines_on_cores_is_tried_only_where_it_could_suffice(generates, change):
+    updates = [update(version + 1, 2, 10, generates, 0, 1.0) for version in range(WINDOW + 1)]
+    assert Balancer(config("cpu"), LEAST, MOST).decide(updates) == change
+
+
 def test_engines_that_do_not_come_are_not_asked_for_again():
     balancer = Balancer(config(), LEAST, MOST)
     updates = [update(version + 1, 2, 2, 20, 0, 1.0) for version in range(200)]
