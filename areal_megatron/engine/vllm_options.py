@@ -14,35 +14,54 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
-from areal_megatron import config_file
+from areal_megatron import config_file, passed_through
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.engine import server
 from areal_megatron.errors import printable
 from areal_megatron.passed_through import SPECULATIVE, VLLM
 from areal_megatron.run import Run
 
+_GROUPS = (*passed_through.VLLM_OWNED, *passed_through.VLLM_ON_CPU, *passed_through.VLLM_SHARED)
+
 
 def parse(parser: argparse.ArgumentParser, command: Sequence[str]) -> argparse.Namespace:
     """Returns what vLLM's parser reads from a command line of ours, which may end with `server.passed_through`.
 
     `parser` is the one that knows vLLM's options. Raises ConfigError, which names the key, for an option that it
-    refuses.
+    refuses, and for one with which another that is not the config's to set would change.
     """
     command, given = list(command), {}
     if server.PASSED_THROUGH in command:
         given = json.loads(command.pop())
         command.pop()
+    options = _parsed(parser, command, VLLM)
     for name, value in given.items():
-        own = list(_words(parser, name, value))
-        _parsed(parser, own, f"{VLLM}.{name}")
-        command += own
-    return _parsed(parser, command, VLLM)
+        command += _words(parser, name, value)
+        before, options = _owned(options), _parsed(parser, command, f"{VLLM}.{name}")
+        for changed, now in _owned(options).items():
+            if changed not in given and now != before.get(changed, now):
+                why = passed_through.why_owned(changed.rpartition(".")[2], _GROUPS)
+                raise ConfigError(f"{VLLM}.{name}: would set {changed}, which cannot be passed through: {why}")
+    return options
+
+
+def _owned(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what is set under the names that are the project's own, as options and as fields of nested configs."""
+    nested = {f"{name}.": value for name, value in vars(options).items() if is_dataclass(value)}
+    return {
+        f"{prefix}{name}": getattr(values, name)
+        for prefix, values in {"": options, **nested}.items()
+        for group in _GROUPS
+        for name in group.names
+        if hasattr(values, name)
+    }
 
 
 def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator[str]:
-    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
     if name not in actions:
         raise ConfigError(f"{VLLM}.{name}: vLLM has no such option{_nearest(name, actions)}")
     action, key = actions[name], f"{VLLM}.{name}"
@@ -58,6 +77,8 @@ def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator[s
     if action.nargs == 0:
         yield from [flag] * bool(flag)
     elif isinstance(value, list) and action.nargs in ("+", "*"):
+        if options := [word for word in map(str, value) if word.startswith("-")]:
+            raise ConfigError(f"{key}: an element may not begin with -, is {_shown(options[0])}")
         yield from [flag, *map(str, value)]
     else:
         yield f"{flag}={json.dumps(value) if isinstance(value, list | dict) else value}"

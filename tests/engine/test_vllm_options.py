@@ -84,6 +84,69 @@ def test_a_mistake_is_refused_in_a_line_that_names_the_key(parser, made, vllm, p
 
 
 @pytest.mark.parametrize(
+    "smuggled",
+    [
+        "--host=0.0.0.0",
+        "--trust-remote-code",
+        "--worker-extension-cls=a.B",
+        "-tp=8",
+        "-O3",
+        "--config=x.yaml",
+        "--",
+        -1,
+    ],
+)
+def test_an_element_of_a_list_is_never_an_option(parser, made, smuggled):
+    lists = [action.dest for action in parser._actions if action.nargs in ("+", "*") and action.dest not in OWNED]
+    assert {"ignore_patterns", "allowed_media_domains", "sleep_preserve_parameter_names"} <= {*lists}
+    config = made()
+    for name in lists:
+        config.rollout.vllm = {name: [*["0"] * (name != "collect_detailed_traces"), smuggled]}
+        with pytest.raises(ConfigError, match=rf"^rollout\.vllm\.{name}: .* may not begin with -, is .*{smuggled}"):
+            read(parser, config)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "problem"),
+    [
+        (
+            {"kernel_config": {"moe_backend": "cutlass"}},
+            r"kernel_config: would set kernel_config\.moe_backend, .*weight",
+        ),
+        (
+            {"kernel_config": '{"moe_backend": "cutlass"}'},
+            r"kernel_config: would set kernel_config\.moe_backend, .*weigh",
+        ),
+        (
+            {"aux_output_config": {"enable_return_routed_experts": True}},
+            r"would set aux_output_config\.enable_return_routed_experts, .*: use rollout\.replay_routes$",
+        ),
+        ({"help": True}, r"help: vLLM has no such option"),
+    ],
+)
+def test_what_is_not_passed_through_is_set_by_no_nested_config_either(parser, made, vllm, problem):
+    with pytest.raises(ConfigError, match=problem):
+        read(parser, made(**vllm))
+
+
+def test_texts_and_nested_configs_are_one_word_each(parser, made):
+    given = {
+        "chat_template": "--host=0.0.0.0",
+        "download_dir": "-tp 8",
+        "additional_config": {"--port": "1", "host": "--host"},
+        "kernel_config": {"enable_jit_warmup": False},
+        "attention_backend": "CPU_ATTN --port 1",
+        "allowed_media_domains": "--trust-remote-code",
+    }
+    config = made()
+    plain = read(parser, config)
+    config.rollout.vllm = given
+    options = read(parser, config)
+    changed = {name for name, value in vars(options).items() if value != getattr(plain, name)}
+    assert changed == {*given} and options.chat_template == "--host=0.0.0.0"
+
+
+@pytest.mark.parametrize(
     ("vllm", "problem"),
     [
         ({"watermark": 3.0}, r"rollout\.vllm: vLLM refuses it: .*watermark Input should be less than 1"),

@@ -1,5 +1,6 @@
 """What a config passes through to megatron-core's TransformerConfig."""
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def test_a_mistake_is_refused_in_a_line_that_names_the_key(given, problem):
     with pytest.raises(ConfigError, match=r"^trainer\.megatron" + problem) as refused:
         with_fields(SIZES, given)
     assert "\n" not in str(refused.value)
+
+
+def test_no_field_changes_one_that_is_not_passed_through():
+    """Whatever it is given: no field of megatron-core decides another one of these."""
+    values = [True, False, 0, 1, 0.5, "selective", "fp32", "aux_loss", "x", ["core_attn"], ["aux_loss"], None]
+    bases = [SIZES, SIZES | {"recompute_granularity": "selective"}, SIZES | {"num_moe_experts": 4}]
+    made = 0
+    for base in bases:
+        plain = TransformerConfig(**base)
+        told = [name for name in OWNED if not callable(getattr(plain, name))]
+        for field in fields(TransformerConfig):
+            for value in values if field.name not in OWNED else ():
+                with contextlib.suppress(ConfigError):
+                    found = with_fields(base, {field.name: value})
+                    assert [n for n in told if getattr(found, n) != getattr(plain, n)] == [], (field.name, value)
+                    made += 1
+    assert made > 100
 
 
 def config_of(folder, **fields):
