@@ -18,7 +18,13 @@ from areal_megatron.json_input import parse_json
 from areal_megatron.reward.sandbox import Limits, run
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)([^\n`]*+)$", re.MULTILINE)
-_NUMBER = re.compile(r"[-+]?(\d++\.?\d*+|\.\d++)(e[-+]?\d{1,9})?", re.IGNORECASE | re.ASCII)
+_WORD = re.compile(r"([ \t]*+)([^ \t]++)")
+_ENDS = " \t\r"
+"""What does not count at the end of a line."""
+_NUMBER = re.compile(
+    r"(?P<lead>[-+]?+(?>0*(?=\d))?+)(\d++(\.\d++)?+|\.\d++)(e[-+]?+\d{1,9})?+", re.IGNORECASE | re.ASCII
+)
+"""`lead` is a sign, and zeros before another digit."""
 
 
 @dataclass(frozen=True)
@@ -84,22 +90,53 @@ def parse_tests(answer: str) -> Tests:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs agree line by line, apart from trailing white space and empty lines; 2.50 equals 2.5."""
-    found_lines, expected_lines = found.rstrip().split("\n"), expected.rstrip().split("\n")
-    return len(found_lines) == len(expected_lines) and all(map(_same_line, found_lines, expected_lines))
+    """Whether two outputs agree line by line, apart from white space at the ends of lines and empty lines at the end.
+
+    White space within lines counts where the expected output is laid out (`_is_laid_out`), else only as what separates
+    words. A word that is expected with a point or an exponent is compared by value: 2.50 equals 2.5.
+    """
+    found_lines, expected_lines = ([line.rstrip(_ENDS) for line in _lines(text)] for text in (found, expected))
+    if len(found_lines) != len(expected_lines):
+        return False
+    differing = [pair for pair in zip(found_lines, expected_lines, strict=True) if pair[0] != pair[1]]
+    spaced_alike = True
+    for one, other in differing:
+        (words, gaps), (expected_words, expected_gaps) = _words_and_gaps(one), _words_and_gaps(other)
+        if len(words) != len(expected_words) or not all(map(_same_word, words, expected_words)):
+            return False
+        spaced_alike &= gaps == expected_gaps
+    return spaced_alike or not any(map(_is_laid_out, {*expected_lines}))
 
 
-def _same_line(found: str, expected: str) -> bool:
-    if found.rstrip() == expected.rstrip():
-        return True
-    found_words, expected_words = found.split(), expected.split()
-    return len(found_words) == len(expected_words) and all(map(_same_word, found_words, expected_words))
+def _lines(text: str) -> list[str]:
+    return text.rstrip(_ENDS + "\n").split("\n")
+
+
+def _is_laid_out(line: str) -> bool:
+    """Whether the white space of a line is part of what it shows, as in drawings: it begins with some, has a word
+    without a letter or digit, or has more than one space between words that are not both numbers."""
+    words, gaps = _words_and_gaps(line)
+    numbers = [_NUMBER.fullmatch(word) is not None for word in words]
+    return (
+        gaps[0] != ""
+        or not all(any(map(str.isalnum, word)) for word in words)
+        or any(gap != " " and not (numbers[n] and numbers[n + 1]) for n, gap in enumerate(gaps[1:]))
+    )
+
+
+def _words_and_gaps(line: str) -> tuple[list[str], list[str]]:
+    """Returns the words of a line, and the white space before each of them."""
+    words = _WORD.findall(line)
+    return [word for _, word in words], [gap for gap, _ in words] or [""]
 
 
 def _same_word(found: str, expected: str) -> bool:
     if found == expected:
         return True
-    return bool(_NUMBER.fullmatch(found) and _NUMBER.fullmatch(expected)) and Decimal(found) == Decimal(expected)
+    one, other = _NUMBER.fullmatch(found), _NUMBER.fullmatch(expected)
+    if one is None or other is None or expected.lstrip("+-").isdigit():
+        return False
+    return one["lead"] == other["lead"] and Decimal(found) == Decimal(expected)
 
 
 def _text(value: Any) -> str:

@@ -65,8 +65,43 @@ def test_the_last_python_block_is_the_program(response, program):
         ("1 2  \n3\n\n\n", "1 2\n3", True),
         ("1  2", "1 2", True),
         ("0.50 a", "0.5 a", True),
-        ("1e3", "1000", True),
-        ("007", "7", True),
+        ("0.5 a", "0.50 a", True),
+        (".5", "0.5", True),
+        ("1e-05", "0.00001", True),
+        ("1000", "1e3", True),
+        ("-2.5", "-2.50", True),
+        ("1 2 3.0", "1 2 3.00", True),
+        ("1e3", "1000", False),
+        ("1000.0", "1000", False),
+        ("10", "0010", False),
+        ("0010", "10", False),
+        ("7", "007", False),
+        ("007", "7", False),
+        ("00.5", "0.5", False),
+        ("0.5", "00.5", False),
+        ("00", "0.0", False),
+        ("+5", "5", False),
+        ("5.0", "+5.0", False),
+        ("-0", "0", False),
+        ("-0.0", "0.0", False),
+        ("-5.0", "5.0", False),
+        ("0x10", "16", False),
+        ("0x1p3", "8.0", False),
+        ("5", "5.", False),
+        ("1_0.0", "10.0", False),
+        ("٣.5", "3.5", False),
+        ("３", "3", False),
+        ("３.0", "3.0", False),
+        ("1,5", "1.5", False),
+        ("NaN", "nan", False),
+        ("-nan", "nan", False),
+        ("1e400", "inf", False),
+        ("True", "true", False),
+        ("True", "1", False),
+        ("1/2", "0.5", False),
+        ("50%", "0.5", False),
+        ("0.30000000000000004", "0.3", False),
+        ("9007199254740993.0", "9007199254740992.0", False),
         ("0.1", "0.10000000000000000001", False),
         ("1\n2", "1 2", False),
         ("1", "1\n1", False),
@@ -76,9 +111,36 @@ def test_the_last_python_block_is_the_program(response, program):
         ("inf", "Infinity", False),
         ("", "\n", True),
         ("1e999999999", "2", False),
+        ("1e999999999", "2.0", False),
+        (" 1 2", "1 2", True),
+        ("1 2", "1  2", True),
+        ("1\t2", "1 2", True),
+        ("a  b", "a b", True),
+        ("1\r\n2\r\n", "1\n2", True),
+        ("1\n\n2", "1\n \n2", True),
+        ("1\n\n2", "1\n2", False),
+        ("\n1", "1", False),
+        ("1\r2", "1 2", False),
+        ("1\u20282", "1 2", False),
+        ("1\u30002", "1 2", False),
+        ("1\f", "1", False),
+        ("*\n***", "  *\n ***", False),
+        ("  *\n***", " *\n***", False),
+        ("  *\n ***", "  *\n ***\n", True),
+        ("  *  \n ***", "  *\n *** ", True),
+        ("  *\n ***\n  *****", "  *\n ***\n*****", False),
+        ("  *\n ***", "*\n***", False),
+        ("***\n* *\n***", "***\n*  *\n***", False),
+        ("***\n*  *\n***", "***\n* *\n***", False),
+        ("\t*", "    *", False),
+        ("A\nABA", " A\nABA", False),
+        ("  A\n ABA", "  A\nABA", False),
+        ("a b", "a  b", False),
+        ("1\n1 1", " 1\n1 1", False),
+        ("  1.0", "  1.00", True),
     ],
 )
-def test_outputs_are_compared_by_line_and_numbers_by_value(found, expected, same):
+def test_outputs_are_compared_by_line_and_what_has_a_point_by_value(found, expected, same):
     assert same_output(found, expected) is same
 
 
@@ -167,6 +229,13 @@ def test_malformed_tests_are_named(answer, problem):
     with pytest.raises(ValueError, match=r"^(the answer|a test)") as error:
         parse_tests(answer)
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(("result", "passes"), [("3", 1.0), ("3.0", 1.0), ("'3'", 0.0), ("[[3]]", 0.0), ("3.1", 0.0)])
+def test_results_of_functions_are_compared_as_json(result, passes):
+    """As APPS compares them: 3.0 and 3 are one number, text is none."""
+    tests = json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [3]})
+    assert score("", fenced(f"def f(): return {result}"), tests) == passes
 
 
 def test_malformed_tests_are_counted_as_failures():
