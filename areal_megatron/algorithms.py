@@ -5,7 +5,18 @@ The functions that make up an algorithm are in ppo/algorithm.py. Imports no torc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+ROUNDING = 1e-6
+"""Rewards of a group, or of a batch, are equal if they differ by no more than that, or than that share of their size:
+so much is left open by the digits of a float32. Divided by its deviation such noise would become a signal."""
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Returns whether rewards, at least one, are equal up to ROUNDING."""
+    low, high = min(rewards), max(rewards)
+    return high - low <= ROUNDING * max(1.0, abs(low), abs(high))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from areal_megatron.algorithms import are_equal
 from areal_megatron.config import RolloutConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.workflows.scoring import Score
@@ -46,7 +47,7 @@ class Difficulty:
             return True
         rate = sum(score.correct for score in trained) / len(trained)
         self.measured[prompt.id] = Measured(rate, version)
-        uniform = len({score.score for score in trained}) == 1
+        uniform = are_equal([score.score for score in trained])
         return rollout.filter_groups and (uniform or not rollout.min_pass_rate <= rate <= rollout.max_pass_rate)
 
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areal_megatron.algorithms import ROUNDING
+
 EPSILON = 1e-5
-"""Added to standard deviations, so that equal rewards have advantages of 0."""
+"""Added to standard deviations, as published: small ones do not make large advantages."""
 Reduce = Callable[[Tensor], Tensor]
 """Reduces a float64 CPU tensor over all replicas, element by element; every replica calls it."""
 
@@ -45,8 +47,8 @@ def batch_sequences(rewards: Rewards, reduce: Reduce) -> Tensor:
 
 def group(rewards: Rewards, reduce: Reduce) -> Tensor:
     """(r − mean) / (deviation + ε) of the group's answers (GRPO, arXiv 2402.03300, Section 4.1.2)."""
-    mean, deviation = _of_groups(rewards, reduce)[1:]
-    return (rewards.values - mean[rewards.group]) / (deviation[rewards.group] + EPSILON)
+    spread = _of_groups(rewards, reduce)
+    return spread.away / (spread.deviation[rewards.group] + EPSILON)
 
 
 def group_normalised_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
@@ -56,13 +58,14 @@ def group_normalised_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
 
 def group_mean(rewards: Rewards, reduce: Reduce) -> Tensor:
     """r − mean of the group's answers (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
-    return rewards.values - _of_groups(rewards, reduce)[1][rewards.group]
+    return _of_groups(rewards, reduce).away
 
 
 def leave_one_out(rewards: Rewards, reduce: Reduce) -> Tensor:
     """r − mean of the group's other answers (RLOO, arXiv 2402.14740, Equation 8); 0 without others."""
-    count, mean, _ = (values[rewards.group] for values in _of_groups(rewards, reduce))
-    return (rewards.values - mean) * count / (count - 1).clamp(min=1)
+    spread = _of_groups(rewards, reduce)
+    count = spread.count[rewards.group]
+    return spread.away * count / (count - 1).clamp(min=1)
 
 
 def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
@@ -76,15 +79,15 @@ def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Re
     advantages: float64 [n], those of a replica's trajectories; trained: int64 [n], their trained tokens. `largest`
     reduces to the maximum where `reduce` sums. Returns {} if there are no trained tokens.
     """
-    count, mean, deviation = statistics(reduce(moments(advantages, trained.double()).sum(1)))
+    spread = spread_of(advantages, trained.double(), reduce)
     own = advantages[trained > 0]
     bounds = torch.stack([own, -own], 1).amax(0) if len(own) else torch.full((2,), -torch.inf, dtype=torch.float64)
     high, low = largest(bounds)
-    if not count:
+    if not spread.count:
         return {}
     return {
-        "advantage_mean": mean.item(),
-        "advantage_std": deviation.item(),
+        "advantage_mean": spread.mean.item(),
+        "advantage_std": spread.deviation.item(),
         "advantage_min": -low.item(),
         "advantage_max": high.item(),
     }
@@ -96,24 +99,44 @@ def _counted(rewards: Rewards) -> Tensor:
 
 def normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
     """(value − mean) / (deviation + ε), float64 [n], with the weighted mean and deviation over all replicas."""
-    _, mean, deviation = statistics(reduce(moments(values, weights).sum(1)))
-    return (values - mean) / (deviation + EPSILON)
+    spread = spread_of(values, weights, reduce)
+    return spread.away / (spread.deviation + EPSILON)
 
 
-def _of_groups(rewards: Rewards, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns count, mean and deviation of each group: float64 [groups] each."""
-    parts = moments(rewards.values, _counted(rewards))
-    sums = torch.zeros(3, rewards.groups, dtype=torch.float64).index_add(1, rewards.group, parts)
-    return statistics(reduce(sums))
+def _of_groups(rewards: Rewards, reduce: Reduce) -> Spread:
+    return spread_of(rewards.values, _counted(rewards), reduce, rewards.group, rewards.groups)
 
 
-def statistics(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns count, mean and deviation, [...] each, from sums of moments [3, ...]."""
-    count, total, squares = sums.unbind()
+@dataclass(frozen=True)
+class Spread:
+    """How values lie around the weighted mean of their group, over all replicas; float64."""
+
+    count: Tensor
+    """[groups]: the sum of the weights."""
+    mean: Tensor
+    """[groups]"""
+    deviation: Tensor
+    """[groups]: exactly 0 where the values are equal (`ROUNDING`)."""
+    away: Tensor
+    """[n]: value − mean; exactly 0 where the values are equal."""
+
+
+def spread_of(values: Tensor, weights: Tensor, reduce: Reduce, group: Tensor | None = None, groups: int = 1) -> Spread:
+    """Returns the spread of the values [n] of this replica, all of one group unless `group`, int64 [n], numbers theirs.
+
+    Reduces twice: the deviation is computed from the distances to the mean, since in a difference of sums that of close
+    values is lost to rounding.
+    """
+    values, weights = values.double(), weights.double()
+    group = torch.zeros(len(values), dtype=torch.int64) if group is None else group
+
+    def sums(*columns: Tensor) -> Tensor:
+        zeros = torch.zeros(len(columns), groups, dtype=torch.float64)
+        return reduce(zeros.index_add(1, group, torch.stack(columns)))
+
+    count, total = sums(weights, weights * values)
     mean = total / count.clamp(min=1)
-    return count, mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
-
-
-def moments(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns weight, weighted value and weighted square of each value: float64 [3, n]."""
-    return torch.stack([weights, weights * values, weights * values.square()])
+    away = values - mean[group]
+    deviation = (sums(weights * away.square())[0] / count.clamp(min=1)).sqrt()
+    equal = deviation <= ROUNDING * mean.abs().clamp(min=1)
+    return Spread(count, mean, deviation.masked_fill(equal, 0), away.masked_fill(equal[group], 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areal_megatron.ppo.advantage import Reduce, moments, statistics
+from areal_megatron.ppo.advantage import Reduce, spread_of
 
 
 def at_the_end(rewards: Tensor, sequences: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ def explained_variance(values: Tensor, returns: Tensor, reduce: Reduce) -> float
 
     1 is perfect, 0 no better than a constant, and negative worse. `reduce` sums a float64 tensor over the replicas.
     """
-    one = torch.ones_like(returns)
-    parts = torch.stack([moments(returns - values, one).sum(1), moments(returns, one).sum(1)], 1)
-    error, whole = statistics(reduce(parts))[2].square().tolist()
+    both = torch.cat([returns - values, returns])
+    which = torch.arange(2).repeat_interleave(len(returns))
+    error, whole = spread_of(both, torch.ones_like(both), reduce, which, 2).deviation.square().tolist()
     return 1 - error / whole if whole else None
 
 

@@ -21,7 +21,7 @@ GROUPS = (*(f"staleness_{name}" for name in STALENESS), "advantage_above_0", "ad
 STATISTICS = ("count", "weight", "weight_squared", "log_weight", "advantage", "advantage_squared", "clipped")
 """What is summed over the tokens of each group."""
 NEGLIGIBLE = 1e-6
-"""Advantages of equal rewards differ from 0 by rounding."""
+"""The advantage of an answer at the mean of its group differs from 0 by rounding."""
 
 GROUP_SUMS = tuple(f"{statistic}/{group}" for statistic, group in product(STATISTICS, GROUPS))
 SUMS = (

@@ -389,8 +389,11 @@ def check_bad_gradient(folder: Path, rank: int, trainer: dict) -> None:
 
 
 def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
-    """Mini-batches whose advantages are all 0, or without trained tokens, change nothing, nor does Adam see them."""
-    config = make_config(folder, "qwen3", trainer, ppo=PPOConfig(minibatches=2, algorithm="grpo"))
+    """Mini-batches whose advantages are all 0, or without trained tokens, change nothing, nor does Adam see them.
+
+    Rewards of a group are equal, also where no float is their mean.
+    """
+    config = make_config(folder, "qwen3", trainer, ppo=PPOConfig(minibatches=2, algorithm="boba_grpo"))
 
     def train(subject: Trainer, trajectories: list[Trajectory]) -> dict[str, float]:
         called = []
@@ -399,18 +402,20 @@ def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
         assert result.applied and called == [1]
         return result.metrics
 
-    equal, blank, half = (update_data()[0] for _ in range(3))
+    equal, graded, blank, half = (update_data()[0] for _ in range(4))
     first, second = update_data()[1]
     for trajectory in equal:
         trajectory.reward = 5.0
+    for trajectory in graded:
+        trajectory.reward = 0.7 / (1 + trajectory.prompt_id)
     for trajectory in (*blank, *(half[i] for i in first)):
         trajectory.loss_mask = np.zeros_like(trajectory.loss_mask)
     with open_trainer(folder, rank, config) as subject:
         before = {name: value.clone() for name, value in subject.parameters().items()}
-        for trajectories in (equal, blank):
+        for trajectories in (equal, graded, blank):
             metrics = train(subject, trajectories)
             assert metrics["idle_steps"] == 2 and metrics["skipped_steps"] == 0 and "grad_norm" not in metrics
-            assert (metrics["entropy"] > 0) == (trajectories is equal)
+            assert (metrics["entropy"] > 0) == (trajectories is not blank)
             assert all(torch.equal(value, before[name]) for name, value in subject.parameters().items())
         assert train(subject, half)["idle_steps"] == 1
         learner = oracle.Learner(load_oracle(folder / "qwen3"), config)

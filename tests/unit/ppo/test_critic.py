@@ -11,6 +11,7 @@ import torch
 from areal_megatron.config import CRITIC_ALGORITHMS, CriticConfig, PPOConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.critic import at_the_end, explained_variance, gae, value_loss
+from tests.support.replicas import on_replicas
 
 LENGTHS = (5, 1, 0, 33, 2, 64, 1, 0)
 
@@ -99,19 +100,12 @@ def test_explained_variance_over_replicas():
     errors = (returns - values).tolist()
     expected = 1 - statistics.pvariance(errors) / statistics.pvariance(returns.tolist())
     assert explained_variance(values, returns, lambda own: own) == pytest.approx(expected)
-    assert explained_variance(values[:20], returns[:20], lambda own: own + rest(values, returns)) == pytest.approx(
-        expected
-    )
+    parts = list(zip(values.split([20, 0, 30]), returns.split([20, 0, 30]), strict=True))
+    assert on_replicas(lambda part, reduce: explained_variance(*part, reduce), parts) == pytest.approx([expected] * 3)
     assert explained_variance(returns, returns, lambda own: own) == 1
-    assert explained_variance(values, torch.full((50,), 2.0).double(), lambda own: own) is None
+    for equal in (2.0, 0.7, 1e6 / 3):
+        assert explained_variance(values, torch.full((50,), equal).double(), lambda own: own) is None
     assert explained_variance(values[:0], returns[:0], lambda own: own) is None
-
-
-def rest(values, returns):
-    """Returns the sums of another replica, which has all but the first 20."""
-    seen = []
-    explained_variance(values[20:], returns[20:], lambda own: seen.append(own) or own)
-    return seen[0]
 
 
 def test_the_config_knows_what_a_critic_goes_with():

@@ -19,6 +19,7 @@ from areal_megatron.ppo.penalty import PenaltyTokens
 from areal_megatron.ppo.selection import quantile
 from areal_megatron.reward.function import LARGEST_SCORE, checked
 from areal_megatron.workflows.scoring import Scorer
+from tests.support.replicas import on_replicas
 
 LOW, HIGH, CAP = 0.2, 0.3, 1.5
 EXTREMES = [0.0, 1.0, -1.0, LARGEST_SCORE, -LARGEST_SCORE, 1e308, -1e308, math.inf, math.nan, 10**400, 0.5]
@@ -483,32 +484,6 @@ def test_advantages_are_those_of_the_paper_also_where_replicas_share_groups(name
             assert not TRAINED[i] or value == pytest.approx(expected[i], abs=1e-9)
 
 
-def on_replicas(function, parts):
-    """Returns the result of `function` on each replica, with sums over all of them.
-
-    The replicas run again and again, each time with one more sum known, until none of them needs another.
-    """
-    known: list[torch.Tensor] = []
-    while True:
-        asked, results = [], []
-        for part in parts:
-            sums = iter(known)
-
-            def reduce(tensor, sums=sums, asked=asked):
-                if (total := next(sums, None)) is None:
-                    asked.append(tensor)
-                    raise StopIteration
-                return total
-
-            try:
-                results.append(function(part, reduce=reduce))
-            except StopIteration:
-                continue
-        if not asked:
-            return results
-        known.append(sum(asked))
-
-
 def test_advantages_are_described_over_the_tokens_of_all_replicas():
     values = torch.tensor([0.5, -3.0, 2.0, 1.0, 9.0]).double()
     trained = torch.tensor([3, 1, 2, 4, 0])
@@ -528,12 +503,46 @@ def test_advantages_are_described_over_the_tokens_of_all_replicas():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_equal_rewards_and_batches_without_tokens_have_no_advantage(name):
-    for trained in ([3, 4], [0, 0]):
-        rewards = Rewards(torch.tensor([5.0, 5.0]).double(), torch.tensor(trained), torch.tensor([0, 0]), 1)
-        found = ALGORITHMS[name].advantages(rewards, lambda tensor: tensor)
-        assert torch.isfinite(found).all()
-        assert sum(trained) == 0 or torch.equal(found, torch.zeros(2).double())
+def test_equal_rewards_have_an_advantage_of_exactly_0(name):
+    """Of any value and any number, in groups and over replicas; the values of groups differ only where the algorithm
+    compares within groups. Rewards equal to the digits of a float32, and answers without a trained token, change
+    nothing."""
+    random = np.random.default_rng(7)
+    for trial in range(300):
+        count, groups = int(random.integers(1, 70)), int(random.integers(1, 6))
+        value = random.choice([0.7, 0.1 + 0.2, 1 / 3, -5.0, 1e-12, random.normal(), 1e6 * random.normal(), 1e12 / 3])
+        group = torch.from_numpy(random.integers(0, groups, count))
+        values = torch.full((count,), value, dtype=torch.float64)
+        if name not in ("ppo", "ppo_sequence"):
+            values = values * (1 + group.double() ** 3)
+        if trial % 3 == 1:
+            values = values.float().double()
+        elif trial % 3 == 2:
+            values = values * (1 + 1e-7 * torch.from_numpy(random.uniform(-1, 1, count)))
+        trained = torch.from_numpy(random.integers(1, 5000, count))
+        blank = torch.from_numpy(random.random(count) < 0.1)
+        values, trained = values.masked_fill(blank, 9.0), trained.masked_fill(blank, 0)
+        cuts = sorted(random.integers(0, count + 1, 2).tolist())
+        columns = zip(*(column.tensor_split(cuts) for column in (values, trained, group)), strict=True)
+        parts = [Rewards(*own, groups) for own in columns]
+        found = torch.cat(on_replicas(ALGORITHMS[name].advantages, parts))
+        assert found.isfinite().all()
+        assert not found[~blank].any(), (value, count, groups)
+
+
+def test_a_reward_that_differs_is_a_signal_however_little():
+    """Those of a long answer's length penalty may: what is near 0 is not 0."""
+    for name, algorithm in ALGORITHMS.items():
+        values = torch.tensor([1.0, 1.0, 1.0, 0.9999], dtype=torch.float64)
+        rewards = Rewards(values, torch.tensor([3, 4, 5, 6]), torch.zeros(4, dtype=torch.int64), 1)
+        found = algorithm.advantages(rewards, lambda tensor: tensor)
+        assert (found[:3] > 0).all() and found[3] < 0, name
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_batches_without_tokens_have_finite_advantages(name):
+    rewards = Rewards(torch.tensor([5.0, 5.0]).double(), torch.tensor([0, 0]), torch.tensor([0, 0]), 1)
+    assert ALGORITHMS[name].advantages(rewards, lambda tensor: tensor).isfinite().all()
 
 
 def test_weights_make_a_mean_over_tokens_one_over_sequences():
