@@ -1,6 +1,7 @@
 """Corrections of weights w = π_prox/π_behav far from 1; `ppo.correction` names those to apply, each with a bound.
 
-A correction changes the weight of a token, or masks the token: its weight becomes 0. What is masked depends on the
+Weights are given and changed as their logarithms, float64, which no weight overflows. A correction changes the weight
+of a token, or masks the token: its weight becomes 0, the logarithm −inf. What is masked depends on the
 uncorrected weights. A masked token adds nothing to the loss, but still counts among the tokens and sequences that the
 loss is divided by, as in the sources. A weight that is not a number is never masked, so that its step is skipped. To
 add a correction, write a function, a line in CORRECTIONS and its name in config.py.
@@ -22,24 +23,24 @@ TRUNCATED, SECOND_MOMENT, NEGATIVE = "truncate", "m2po", "negative_mask"
 policy and the advantages, see `far_negatives`."""
 
 Correction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(weights so far, logarithms of the uncorrected weights, sequence of each token, bound) → weights, [N] each."""
+"""(weights so far, uncorrected weights, sequence of each token, bound) → weights; [N] each, weights as logarithms."""
 
 
 def truncated(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Tensor:
     """min(weight, cap): truncated importance sampling (TIS: Yao et al., "Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training")."""
-    return weights.clamp(max=cap)
+    return weights.clamp(max=math.log(cap))
 
 
 def raised(weights: Tensor, lag: Tensor, sequences: Tensor, floor: float) -> Tensor:
     """max(weight, floor)."""
-    return weights.clamp(min=floor)
+    return weights.clamp(min=math.log(floor))
 
 
 def truncated_product(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Tensor:
     """The weight of the whole sequence, which is the product over its tokens, up to `cap`, for each of its tokens
     (sequence-level TIS: Liu, Li et al., "When Speed Kills Stability")."""
-    return sequence_sum(lag, sequences).clamp(max=math.log(cap)).exp()
+    return sequence_sum(lag, sequences).clamp(max=math.log(cap))
 
 
 def _of_token(lag: Tensor, sequences: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def _masks(of: Callable[[Tensor, Tensor], Tensor], *, above: bool) -> Correction
 
     def masked(weights: Tensor, lag: Tensor, sequences: Tensor, bound: float) -> Tensor:
         deciding = of(lag, sequences)
-        return weights.masked_fill(deciding > math.log(bound) if above else deciding < math.log(bound), 0)
+        return weights.masked_fill(deciding > math.log(bound) if above else deciding < math.log(bound), -math.inf)
 
     return masked
 
@@ -92,15 +93,15 @@ Stability", part 3), or by their product (MIS: the same, part 2).
 
 
 def corrected(lag: Tensor, sequences: Tensor, kept: Tensor, bounds: Mapping[str, float]) -> Tensor:
-    """Returns the corrected weights [N] from the logarithms of the weights; 0 where `kept` is False.
+    """Returns the corrected weights [N] from the weights, both as logarithms; −inf where `kept` is False.
 
     bounds: name → bound of each correction to apply. The sequences must be whole, so that packing changes nothing.
     """
-    weights = lag.exp()
+    weights = lag
     for name, correct in CORRECTIONS.items():
         if name in bounds:
             weights = correct(weights, lag, sequences, bounds[name])
-    return weights.masked_fill(~kept, 0)
+    return weights.masked_fill(~kept, -math.inf)
 
 
 def far_negatives(drift: Tensor, advantages: Tensor, sequences: Tensor, bound: float) -> Tensor:

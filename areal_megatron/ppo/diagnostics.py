@@ -34,7 +34,7 @@ MAXIMA = ("weight_max", *(f"weight_max/{group}" for group in GROUPS))
 def sums(
     tokens: Tokens, entropy: Tensor, right: Tensor, staleness: Tensor, bounds: Bounds
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Returns SUMS and GROUP_SUMS, MAXIMA, and the `weight` of each token. Nothing waits for the device.
+    """Returns SUMS and GROUP_SUMS, MAXIMA, and the `weight` of each token, float32. Nothing waits for the device.
 
     right: bool [N], whether the token's answer is right; staleness: float32 [N], in versions.
     """
@@ -68,7 +68,7 @@ def sums(
             **dict(zip(GROUP_SUMS, grouped.flatten().unbind(), strict=True)),
         },
         dict(zip(MAXIMA, (largest.amax(), *largest.unbind()), strict=True)),
-        {"weight": weight},
+        {"weight": weight.float()},
     )
 
 

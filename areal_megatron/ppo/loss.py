@@ -2,6 +2,9 @@
 
 All tensors are [N], one element for each trained token of a micro-batch, in order; `sequences` gives the number of each
 token's sequence. Only `current` gets a gradient. In naive PPO the behaviour policy is also the proximal one.
+
+Ratios and weights are kept as logarithms in float64 until they are multiplied, and bounded before they are: a ratio of
+e^90 is no float32, and infinity times 0, as a value or in a gradient, would have the step skipped.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from torch import Tensor
 
 from areal_megatron.ppo.correction import NEGATIVE, TRUNCATED, corrected, far_negatives, sequence_mean
 from areal_megatron.ppo.penalty import k3
+
+_LARGEST = 700.0
+"""The exponential of this is a float64."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,11 @@ def clipped(tokens: Tokens, bounds: Bounds) -> Tensor:
     (dual clip: arXiv 1912.09729).
     """
     drift, lag = log_ratios(tokens, bounds)
-    ratio, advantages = drift.exp(), tokens.advantages
-    gain = torch.minimum(ratio * advantages, _clip(ratio, bounds) * advantages)
-    if bounds.dual < math.inf:
-        gain = torch.where(advantages < 0, torch.maximum(gain, bounds.dual * advantages), gain)
-    return -_weights(lag, tokens, bounds) * gain
+    up = tokens.advantages > 0
+    least = torch.full_like(drift, _log(1 - bounds.low)).masked_fill(up, -math.inf)
+    most = torch.full_like(drift, _log(bounds.dual)).masked_fill(up, _log(1 + bounds.high))
+    counted = torch.minimum(torch.maximum(drift, least), most)
+    return -_times_exp(tokens.advantages, _log_weights(lag, tokens, bounds) + counted)
 
 
 def gated(tokens: Tokens, bounds: Bounds) -> Tensor:
@@ -70,9 +76,10 @@ def gated(tokens: Tokens, bounds: Bounds) -> Tensor:
     """
     drift, lag = log_ratios(tokens, bounds)
     positive, others = bounds.gates
-    temperature = torch.full_like(tokens.advantages, others).masked_fill(tokens.advantages > 0, positive)
-    gate = (temperature * (drift.exp() - 1)).sigmoid() * 4 / temperature
-    return -_weights(lag, tokens, bounds) * gate * tokens.advantages
+    temperature = torch.full_like(drift, others).masked_fill(tokens.advantages > 0, positive)
+    open_at = torch.full_like(drift, _LARGEST)  # the gate is open long before
+    gate = (temperature * (torch.minimum(drift, open_at).exp() - 1)).sigmoid() * 4 / temperature
+    return -_times_exp(tokens.advantages, _log_weights(lag, tokens, bounds)) * gate
 
 
 def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
@@ -81,8 +88,8 @@ def weighted(tokens: Tokens, bounds: Bounds) -> Tensor:
     No gradient goes through u, so that every token has a gradient, clipped or not.
     """
     drift, lag = log_ratios(tokens, bounds)
-    ratio = _clip(drift.detach().exp(), bounds)
-    return -_weights(lag, tokens, bounds) * ratio * tokens.advantages * tokens.current
+    ratio = drift.detach().clamp(_log(1 - bounds.low), _log(1 + bounds.high))
+    return -_times_exp(tokens.advantages, _log_weights(lag, tokens, bounds) + ratio) * tokens.current
 
 
 def log_linear(current: Tensor, behaviour: Tensor, staleness: Tensor, ahead: float) -> Tensor:
@@ -106,7 +113,7 @@ def metric_sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Te
         "clip_share": outside.sum(),
         "dual_clip_share": ((tokens.advantages < 0) & (ratio > bounds.dual)).sum(),
         "capped_share": (weight > bounds.correction.get(TRUNCATED, torch.inf)).sum(),
-        "masked_share": (_weights(lag, tokens, bounds) == 0).sum(),
+        "masked_share": (_log_weights(lag, tokens, bounds) == -math.inf).sum(),
         "ratio_mean": ratio.sum(),
         "weight": weight.sum(),
         "weight_squared": weight.square().sum(),
@@ -119,26 +126,33 @@ def metric_sums(tokens: Tokens, entropy: Tensor, bounds: Bounds) -> dict[str, Te
 
 def effective_share(weight: float, weight_squared: float, tokens: float) -> float:
     """Returns the effective sample size of the weights π_prox/π_behav over their number: 1 / (1 + χ²)."""
-    return weight**2 / (tokens * weight_squared) if weight_squared else 1.0
+    return weight / tokens * (weight / weight_squared) if weight_squared else 1.0
 
 
 def log_ratios(tokens: Tokens, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Returns log u and log w."""
-    drift, lag = tokens.current - tokens.proximal, tokens.proximal - tokens.behaviour
+    """Returns log u and log w, float64."""
+    proximal = tokens.proximal.double()
+    drift, lag = tokens.current.double() - proximal, proximal - tokens.behaviour
     if not bounds.whole:
         return drift, lag
     return sequence_mean(drift, tokens.sequences), sequence_mean(lag, tokens.sequences)
 
 
-def _weights(lag: Tensor, tokens: Tokens, bounds: Bounds) -> Tensor:
+def _log_weights(lag: Tensor, tokens: Tokens, bounds: Bounds) -> Tensor:
+    """Returns the logarithms of the corrected weights; −inf where a token is masked."""
     weights = corrected(lag, tokens.sequences, tokens.kept, bounds.correction)
     if NEGATIVE not in bounds.correction:
         return weights
     drift = tokens.current.detach() - tokens.behaviour
-    return weights.masked_fill(
-        far_negatives(drift, tokens.advantages, tokens.sequences, bounds.correction[NEGATIVE]), 0
-    )
+    far = far_negatives(drift, tokens.advantages, tokens.sequences, bounds.correction[NEGATIVE])
+    return weights.masked_fill(far, -math.inf)
 
 
-def _clip(ratio: Tensor, bounds: Bounds) -> Tensor:
-    return ratio.clamp(1 - bounds.low, 1 + bounds.high)
+def _times_exp(factor: Tensor, exponent: Tensor) -> Tensor:
+    """Returns factor · e^exponent; where the factor is 0, 0 and no gradient, however large the exponent."""
+    most = torch.full_like(exponent, math.inf).masked_fill(factor == 0, 0)
+    return factor * torch.minimum(exponent, most).exp()
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ from areal_megatron.ppo.selection import first_beyond
 
 IN_REWARD, COVARIANT = "kl_k1", "kl_cov"
 """The penalty that `penalised` subtracts from the advantages, and that of the tokens that `most_covariant` chooses."""
+_LARGEST = 700.0
+"""The exponential of this is a float64."""
 
 
 @dataclass(frozen=True)
 class PenaltyTokens:
-    """What penalties of the trained tokens are computed from: [N] each. `current`, `entropy` and `ratio` have
-    gradients."""
+    """What penalties of the trained tokens are computed from: [N] each. `current` and `entropy` have gradients."""
 
     current: Tensor
     """log π_θ"""
@@ -41,8 +42,10 @@ class PenaltyTokens:
     """log π_prox"""
     entropy: Tensor
     """The entropy of the distribution that the token was sampled from."""
-    ratio: Tensor
-    """ρ: π_θ/π_behav, or 1."""
+    behaviour: Tensor | None = None
+    """log π_behav; None where ρ is 1 and not π_θ/π_behav."""
+    cap: float = math.inf
+    """ρ counts as this at most."""
     reference: Tensor | None = None
     """log π_ref; None without a KL penalty."""
     covariant: Tensor | None = None
@@ -55,12 +58,18 @@ def entropy_bonus(tokens: PenaltyTokens) -> Tensor:
 
 
 def kl_k2(tokens: PenaltyTokens) -> Tensor:
-    return tokens.ratio.detach() * (tokens.current - tokens.reference).square() / 2
+    k2 = (tokens.current - tokens.reference).square() / 2
+    return k2 if tokens.behaviour is None else _ratio(tokens).detach() * k2
 
 
 def kl_k3(tokens: PenaltyTokens) -> Tensor:
     """The loss term of GRPO (arXiv 2402.03300, Equation 4), times ρ."""
-    return tokens.ratio * k3(tokens.reference - tokens.current)
+    drift = tokens.reference - tokens.current
+    if tokens.behaviour is None:
+        return k3(drift)
+    # ρ · π_ref/π_θ has no gradient where ρ is not capped: as a sum of two large ones it would drown that of the rest.
+    joint = torch.minimum(tokens.reference.double() - tokens.behaviour, math.log(tokens.cap) + drift)
+    return joint.exp() - _ratio(tokens) * (1 + drift)
 
 
 def kl_cov(tokens: PenaltyTokens) -> Tensor:
@@ -69,8 +78,9 @@ def kl_cov(tokens: PenaltyTokens) -> Tensor:
 
 
 def k3(drift: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(a ‖ b) from each token of a, never negative; drift is log b − log a."""
-    return drift.exp() - 1 - drift
+    """Schulman's k3 estimate of KL(a ‖ b) from each token of a, float64, never negative; drift is log b − log a."""
+    drift = drift.double()
+    return torch.expm1(drift) - drift
 
 
 PENALTIES: dict[str, Callable[[PenaltyTokens], Tensor]] = {
@@ -83,7 +93,8 @@ PENALTIES: dict[str, Callable[[PenaltyTokens], Tensor]] = {
 
 
 def penalty(tokens: PenaltyTokens, coefficients: Mapping[str, float]) -> Tensor:
-    """Returns the sum [N] of the named penalties times their coefficients."""
+    """Returns the sum of the named penalties times their coefficients, float64 [N]."""
+    tokens = replace(tokens, current=tokens.current.double())
     total = torch.zeros_like(tokens.current)
     for name, penalise in PENALTIES.items():
         if name in coefficients:
@@ -92,8 +103,13 @@ def penalty(tokens: PenaltyTokens, coefficients: Mapping[str, float]) -> Tensor:
 
 
 def capped_ratio(current: Tensor, behaviour: Tensor, cap: float) -> Tensor:
-    """Returns min(π_θ/π_behav, cap), [N], with a gradient where it is not capped. `cap` may be infinite."""
-    return (current - behaviour).clamp(max=math.log(cap)).exp()
+    """Returns min(π_θ/π_behav, cap), float64 [N], with a gradient where it is not capped. `cap` may be infinite: what
+    multiplies the ratio may be 0, so that it has to stay finite itself."""
+    return (current.double() - behaviour).clamp(max=min(math.log(cap), _LARGEST)).exp()
+
+
+def _ratio(tokens: PenaltyTokens) -> Tensor:
+    return capped_ratio(tokens.current, tokens.behaviour, tokens.cap)
 
 
 def penalised(

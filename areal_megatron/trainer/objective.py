@@ -16,7 +16,7 @@ from areal_megatron.config import PPOConfig
 from areal_megatron.ppo import diagnostics
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, metric_sums
-from areal_megatron.ppo.penalty import PenaltyTokens, capped_ratio, k3, penalised, penalty
+from areal_megatron.ppo.penalty import PenaltyTokens, k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import Policy
@@ -60,11 +60,19 @@ class Objective:
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
         tokens = Tokens(current, proximal, behaviour, advantages, sampled.sequences, sampled.kept)
-        ratio = capped_ratio(current, behaviour, self._ratio_cap) if self._weighted else torch.ones_like(now)
         penalties = penalty(
-            PenaltyTokens(current, proximal, entropy, ratio, sampled.reference, sampled.covariant), self._penalty
+            PenaltyTokens(
+                current,
+                proximal,
+                entropy,
+                behaviour if self._weighted else None,
+                self._ratio_cap,
+                sampled.reference,
+                sampled.covariant,
+            ),
+            self._penalty,
         )
-        loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum()
+        loss = (sampled.weights * (self._algorithm.loss(tokens, self._bounds) + penalties)).sum().float()
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs().masked_fill(~comparable, 0)
         detached = replace(tokens, current=now)
@@ -81,7 +89,11 @@ class Objective:
                 **metric_sums(detached, entropy.detach(), self._bounds),
                 **({} if sampled.reference is None else {"kl_reference": k3(sampled.reference - now).sum()}),
             },
-            {"ratio_max": _largest((now - proximal).exp()), "logprob_diff_max": _largest(difference), **largest},
+            {
+                "ratio_max": _largest((now.double() - proximal).exp()),
+                "logprob_diff_max": _largest(difference),
+                **largest,
+            },
             {"difference": difference.masked_fill(~comparable, LEFT_OUT), **single},
         )
         return loss

@@ -277,10 +277,10 @@ KL_MEANS = [
 ]
 
 
-def penalties(current, reference, ratio, coefficients, **more):
+def penalties(current, reference, coefficients, **more):
     """Returns the penalties of tokens whose proximal policy is the current one, and whose entropy is 0."""
-    given = {"proximal": current.detach(), "entropy": torch.zeros_like(current), "covariant": None} | more
-    return penalty.penalty(PenaltyTokens(current=current, reference=reference, ratio=ratio, **given), coefficients)
+    given = {"proximal": current.detach(), "entropy": torch.zeros_like(current)} | more
+    return penalty.penalty(PenaltyTokens(current=current, reference=reference, **given), coefficients)
 
 
 @pytest.mark.parametrize(("name", "weighted", "has_mean", "has_gradient"), KL_MEANS)
@@ -296,8 +296,8 @@ def test_means_of_kl_penalties_over_all_tokens(name, weighted, has_mean, has_gra
         values = Tokens(current, current.detach(), current.detach(), advantages, everything, everything >= 0)
         total, mean = (share * loss.clipped(values, BOUNDS)).sum(), -(share * advantages).sum()
     else:
-        ratio = penalty.capped_ratio(current, current.detach(), 5.0) if weighted else torch.ones(7).double()
-        total = mean = (share * penalties(current, reference, ratio, {name: 1.0})).sum()
+        weighing = {"behaviour": current.detach(), "cap": 5.0} if weighted else {}
+        total = mean = (share * penalties(current, reference, {name: 1.0}, **weighing)).sum()
     truth = plain_kl(current, reference)
     assert (abs(mean.item() - truth.item()) < 1e-9) == has_mean
     aim = truth if has_gradient == "policy to reference" else plain_kl(reference, current)
@@ -315,8 +315,7 @@ def test_weighted_kl_penalties_are_right_on_tokens_of_an_older_policy(name):
     share, truth = behaviour.exp(), plain_kl(current, reference)
     (expected,) = torch.autograd.grad(truth, logits, retain_graph=True)
     for weighted in (True, False):
-        ratio = penalty.capped_ratio(current, behaviour, math.inf) if weighted else torch.ones(7).double()
-        mean = (share * penalties(current, reference, ratio, {name: 1.0})).sum()
+        mean = (share * penalties(current, reference, {name: 1.0}, behaviour=behaviour if weighted else None)).sum()
         (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
         assert (float((found - expected).abs().max()) < 1e-9) == weighted
         assert (abs(mean.item() - truth.item()) < 1e-9) == (weighted and name == "kl_k3")
@@ -333,11 +332,11 @@ def test_the_ratio_of_a_penalty_is_capped_and_then_has_no_gradient():
 def test_penalties_are_those_of_their_formulas_and_add_up():
     values = tokens(2)
     current, reference, proximal = values.current, values.behaviour, values.proximal
-    ratio = penalty.capped_ratio(current, proximal - 0.1, 1.2)
     entropy = torch.linspace(0, 3, 60, dtype=torch.float64).requires_grad_()
     given = {"proximal": proximal, "entropy": entropy, "covariant": torch.arange(60) % 4 == 0}
+    given |= {"behaviour": proximal - 0.1, "cap": 1.2}
     coefficients = {"entropy": 0.5, "kl_k2": 2.0, "kl_k3": 3.0, "kl_cov": 0.7}
-    total = penalties(current, reference, ratio, coefficients, **given)
+    total = penalties(current, reference, coefficients, **given)
     to_current, to_entropy = torch.autograd.grad(total.sum(), (current, entropy))
     columns = (v.tolist() for v in (current, reference, proximal, entropy))
     for i, (c, r, p, h) in enumerate(zip(*columns, strict=True)):
@@ -348,7 +347,7 @@ def test_penalties_are_those_of_their_formulas_and_add_up():
         expected = 2 * rho * (c - r) + 3 * (rho * (1 - math.exp(r - c)) + slope * k3)
         assert to_current[i].item() == pytest.approx(expected + 0.7 * chosen * math.copysign(1, c - p), abs=1e-9)
         assert to_entropy[i] == -0.5
-    assert not penalties(current, None, ratio, {"kl_k1": 1.0}).any()
+    assert not penalties(current, None, {"kl_k1": 1.0}).any()
     assert torch.equal(penalty.penalised(values.advantages, current, None, {"kl_k2": 1.0}), values.advantages)
 
 
@@ -504,9 +503,8 @@ def test_advantages_are_described_over_the_tokens_of_all_replicas():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_equal_rewards_have_an_advantage_of_exactly_0(name):
-    """Of any value and any number, in groups and over replicas; the values of groups differ only where the algorithm
-    compares within groups. Rewards equal to the digits of a float32, and answers without a trained token, change
-    nothing."""
+    """They are of any value and number, in groups and over replicas, and may differ from group to group where answers of
+    a group are compared. The last digits of a float32, and answers without a trained token, change nothing."""
     random = np.random.default_rng(7)
     for trial in range(300):
         count, groups = int(random.integers(1, 70)), int(random.integers(1, 6))
