@@ -31,8 +31,8 @@ from torch import Tensor
 
 from areal_megatron.reshard.session import COMPARED
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → an integer dtype of that size."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → the signed integers of that size."""
 _HEAD = struct.Struct("<BBBxQQQQQII")
 """Width of an element, whether places are gaps, whether the parts are compressed; number of elements, of changes, bytes
 of places, number of wide differences, bytes of the parts as they are stored; checksums of these bytes and of the

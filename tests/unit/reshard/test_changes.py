@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from areal_megatron.reshard.boxes import Box, Piece
 from areal_megatron.reshard.changes import (
     HEAD_BYTES,
     ChangesError,
@@ -18,25 +19,29 @@ from areal_megatron.reshard.changes import (
     merge,
     zstd,
 )
+from areal_megatron.reshard.edits import Places
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, *EIGHT_BITS]
 COMPRESSORS = [None, zstd]
 
 
 def _states(dtype: torch.dtype, elements: int, share: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two states of a tensor, of which `share` of the elements differ: half of those by a step of AdamW, the others
-    by any bits, NaN, infinities and zeros of both signs among them."""
+    """Two states of a tensor, of which `share` of the elements differ: half of those by a step to the next number, the
+    others by any bits, NaN, infinities and zeros of both signs among them."""
     generator = torch.Generator().manual_seed(seed)
-    before = (torch.randn(elements, generator=generator) * 0.02).to(dtype)
+    scale = 0.02 if dtype.is_floating_point else 50
+    before = bits(
+        (torch.randn(elements, generator=generator) * scale).to(torch.int16 if scale > 1 else dtype).to(dtype)
+    )
     changed = torch.rand(elements, generator=generator) < share
-    stepped = (before.double() * 1.01).to(dtype)
-    other = torch.randint(-(2**15), 2**15, (elements,), generator=generator).to(torch.int16)
-    other = other.repeat_interleave(dtype.itemsize // 2).view(dtype)[:elements] if dtype.itemsize == 2 else -before
-    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0], dtype=dtype)
-    other[: len(odd)] = odd[: len(other[:5])]
+    other = torch.randint(0, 256, (elements * dtype.itemsize,), generator=generator).to(torch.uint8).view(before.dtype)
+    if dtype.is_floating_point:
+        odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0]).to(dtype)
+        other[: len(odd)] = bits(odd)[: len(other[:5])]
     by_step = torch.rand(elements, generator=generator) < 0.5
-    after = torch.where(changed, torch.where(by_step, stepped, other), before)
-    return before, after
+    after = torch.where(changed, torch.where(by_step, before + 1, other), before)
+    return before.view(dtype), after.view(dtype)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -60,7 +65,7 @@ def test_the_later_state_comes_out_bit_by_bit(dtype, share, compression):
 
 
 @pytest.mark.parametrize("shares", [(0.01, 0.5, 0.01, 0), (0.5, 0.01, 0.3, 0.01)], ids=str)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_different_density_are_compared_alike(dtype, shares):
     """The tensor has several blocks, of which the last one is short."""
     generator = torch.Generator().manual_seed(0)
@@ -124,11 +129,28 @@ def test_a_small_change_costs_two_bytes_and_half_of_that_compressed():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merged_changes_lead_from_the_first_state_to_the_last(dtype):
     first, second = _states(dtype, 10_000, 0.1, seed=1)
-    third = torch.where(torch.rand(10_000) < 0.05, first, second)  # some change back
+    back = torch.rand(10_000) < 0.05
+    third = torch.where(back, bits(first), bits(second)).view(dtype)
     changes = merge(find(first, second)[0], find(second, third)[0], _array(third))
     state = _array(first)
     changes.apply(state)
     assert np.array_equal(state, _array(third))
+
+
+@pytest.mark.parametrize("live", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+def test_changes_of_eight_bits_are_written_into_live_parameters(live):
+    """A parameter may be of a wider dtype than the message."""
+    # NaN of a narrow dtype has no single wider one
+    before, after = (torch.where(s.float().isnan(), 0, bits(s)).view(s.dtype) for s in _states(EIGHT_BITS[0], 600, 0.2))
+    parameters = {"weight": before.to(live).view(20, 30)}
+    box = Box((0, 0), (20, 30))
+    places = Places([Piece("weight", box, "weight", box, (0, 1))], parameters, before.dtype)
+    changes, _ = decode(encode(find(before, after)[0]), 600, 1)
+    edits, later = places.edits(changes)
+    assert np.array_equal(later, _array(after)[changes.places]) and len(later)
+    for edit in edits:
+        edit.write()
+    assert torch.equal(bits(parameters["weight"].view(-1)), bits(after.to(live)))
 
 
 def test_changes_of_another_base_are_refused_and_nothing_changes():
