@@ -503,8 +503,8 @@ def test_advantages_are_described_over_the_tokens_of_all_replicas():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_equal_rewards_have_an_advantage_of_exactly_0(name):
-    """They are of any value and number, in groups and over replicas, and may differ from group to group where answers of
-    a group are compared. The last digits of a float32, and answers without a trained token, change nothing."""
+    """They are of any value and number, in groups and over replicas, and may differ from group to group where answers
+    of a group are compared. The last digits of a float32, and answers without a trained token, change nothing."""
     random = np.random.default_rng(7)
     for trial in range(300):
         count, groups = int(random.integers(1, 70)), int(random.integers(1, 6))
