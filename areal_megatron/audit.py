@@ -28,6 +28,7 @@ from areal_megatron.data.files import row_shares
 from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of, usable_rows
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import IncarnationStart, Run, line_of
+from areal_megatron.shown import guard
 
 Prompt = tuple[int, int]
 """(epoch, prompt_id)"""
@@ -195,6 +196,7 @@ def _name(prompt: Prompt) -> str:
 
 
 def main() -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("areal_megatron.audit"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder")
     run = Run(parser.parse_args().run)

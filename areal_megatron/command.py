@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from areal_megatron.shown import guard
+
 if TYPE_CHECKING:
     import argparse
 
@@ -57,6 +59,7 @@ def program(module: str) -> str:
 
 
 def main() -> int:
+    guard()
     if "_ARGCOMPLETE" in os.environ:
         return _complete()
     name, *arguments = sys.argv[1:] or [""]

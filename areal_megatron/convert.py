@@ -29,7 +29,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy import ndarray
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from areal_megatron import hub
@@ -53,6 +52,8 @@ from areal_megatron.models.architecture import DELTA, architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.reshard.boxes import Box, whole
+from areal_megatron.shown import guard
+from areal_megatron.terminal import Terminal
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of the largest chunk of a tensor that from_hf stores as one; who loads it holds a whole chunk."""
@@ -258,6 +259,7 @@ def _end_with(parent: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     options = _options(arguments)
     if options.parent:
         _end_with(options.parent)
@@ -268,9 +270,10 @@ def main(arguments: list[str] | None = None) -> int:
         "sync": options.sync,
     }
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    terminal = Terminal(sys.stderr)
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+            guard()  # what is printed above the bar
             task = bar.add_task("")
             settings["report"] = lambda done, total: bar.update(task, completed=done, total=total)
             if options.direction == "to-hf":

@@ -2,6 +2,8 @@
 
 import logging
 
+from areal_megatron.shown import escaped
+
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, or the name of its class if it has none."""
@@ -9,10 +11,9 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str, most: int = 200) -> str:
-    """Returns the first `most` characters of a text from outside, its control characters escaped: it can neither end
-    a line of a log nor command a terminal."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most])
-    return shown + "…" * (len(text) > most)
+    """Returns the first `most` characters of a text from outside as shown.escaped does: it can neither end a line of a
+    log nor command a terminal."""
+    return escaped(text[:most]) + "…" * (len(text) > most)
 
 
 def worth_a_line(count: int) -> bool:

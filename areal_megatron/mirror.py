@@ -33,6 +33,7 @@ from areal_megatron.files import read_replaced, write_json
 from areal_megatron.observe.metrics import MetricsReader, scalars
 from areal_megatron.observe.trackers import TrackedRun, Tracker, check_trackers, open_tracker, without_secrets
 from areal_megatron.run import Run
+from areal_megatron.shown import guard
 
 END_S = 15.0
 """Longest time for a tracker to take the last figures once the run has ended."""
@@ -129,6 +130,7 @@ def _watch_stdin(ended: threading.Event) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     options = _options(arguments)
     run = Run(options.run, lease=options.lease)
     try:

@@ -34,6 +34,7 @@ from areal_megatron.observe.figures import GREY, HELD_OUT, THIRD, TRAIN, Figure,
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.observe.spans import Span, busy_share, merge, read_spans, speeds_with_and_without
 from areal_megatron.run import Run, is_engine, is_trainer
+from areal_megatron.shown import guard, visible
 
 FILES = (HELD_OUT, THIRD, "#9333ea", "#ca8a04", "#db2777", GREY)
 """Colours of the files of data.eval."""
@@ -93,7 +94,7 @@ def write_report(run: Run, out: Path) -> None:
     merge(run)
     keys = {key for step in data.steps for key in step}
     page = _page(data, [_drawn(data, section) for section in sections(data.config, keys)])
-    write_atomically(out, page)
+    write_atomically(out, visible(page))
 
 
 # ---------------------------------------------------------------- sections
@@ -444,6 +445,7 @@ def _duration(seconds: float) -> str:
 
 
 def main() -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("areal_megatron.report"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     parser.add_argument("--out", type=Path, help="default: report.html in the run folder")

@@ -13,6 +13,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.run import Replaced, Run, RunError, from_command_line
+from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def teach(
 
 
 def main() -> None:
+    guard()
     run, rank = from_command_line("areal_megatron.supervised")
     config = config_file.load(run.config)
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from areal_megatron import config_file
 from areal_megatron.run import Replaced, RunError, from_command_line
+from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
 
 
 def main() -> None:
+    guard()
     run, rank = from_command_line("areal_megatron.train")
     config = config_file.load(run.config)
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions

@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from areal_megatron import config_file, hub
@@ -34,6 +33,8 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.errors import first_line
 from areal_megatron.run import Run
+from areal_megatron.shown import escaped, guard
+from areal_megatron.terminal import Terminal
 
 VERSIONS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """Colours of policy versions, repeating."""
@@ -41,6 +42,8 @@ LOW_LOGPROB = -5.0
 """Tokens with this log-probability or less have the full colour."""
 HIGH_RATIO = 0.5
 """Tokens with this absolute log-ratio or more have the full colour."""
+MOST_TORN = 8
+"""Most tokens of a piece. No character has more than four bytes, so that more of them together are none."""
 COLUMNS = "{:>8}  {:>7}  {:>10}  {:>8}  {:>9}  {:>6}  {:>3}  {:>8}  {}"
 
 
@@ -92,13 +95,15 @@ def span(text: str) -> tuple[float, float]:
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]:
     """Returns the text in pieces of (number of tokens, their text): one token, or several that only together are whole
-    characters."""
-    found, begin, done = [], 0, 0
+    characters; of bytes that are none, as many as MOST_TORN."""
+    found, begin, done, held = [], 0, 0, 0
     for end in range(1, len(tokens) + 1):
-        before = tokenizer.decode(tokens[begin:done], special=True)
         text = tokenizer.decode(tokens[begin:end], special=True)
-        if end == len(tokens) or not text.endswith("\ufffd"):
-            found.append((end - done, text[len(before) :]))
+        whole = end == len(tokens) or not text.endswith("\ufffd")
+        if whole or end - done == MOST_TORN:
+            before = len(tokenizer.decode(tokens[begin:done], special=True)) - held
+            held = int(not whole)  # the last character may become whole by the next token
+            found.append((end - done, text[before : len(text) - held]))
             begin, done = done, end
     return found
 
@@ -217,7 +222,8 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
             versions,
             "",
         )
-        print(line + " ".join(tokenizer.decode(t.response.tolist()).split())[: max(width - len(line), 10)])
+        answer = " ".join(tokenizer.decode(t.response.tolist()).split())
+        print(line + escaped(answer[:width])[: max(width - len(line), 10)])
     print(f"{count} trajectories" + (f", mean reward {reward / count:.3f}" if count else ""))
 
 
@@ -227,6 +233,7 @@ def config_of(place: Path) -> Config:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     options = _options(arguments)
     try:
         config = config_of(options.place)
@@ -235,7 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = Tokenizer(options.model or hub.model_folder(config.model.path, "model.path", weights=False))
         found = chosen(options.place, options)
         if options.show is None and not options.json:
-            print_table(found, tokenizer, Console().width if sys.stdout.isatty() else 140)
+            terminal = Terminal()
+            print_table(found, tokenizer, terminal.width if terminal.is_terminal else 140)
             return 0
         none = True
         for trained in found:
@@ -245,9 +253,9 @@ def main(arguments: list[str] | None = None) -> int:
                 t = trained.trajectory
                 ratios = np.where(t.loss_mask, under - t.logprobs, 0)  # the environment's tokens were not sampled
             if options.json:
-                print(json.dumps(described(trained, tokenizer, ratios)))
+                print(json.dumps(described(trained, tokenizer, ratios)).replace("\x7f", "\\u007f"))
             else:
-                Console(highlight=False, soft_wrap=True).print(show(trained, tokenizer, options.colour, ratios))
+                Terminal().print(show(trained, tokenizer, options.colour, ratios))
         if options.show is not None and none:
             raise ConfigError(f"--show: no trajectory {options.show} in {options.place} that the filters leave")
     except ConfigError as e:

@@ -17,6 +17,7 @@ from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.run import Run
+from areal_megatron.shown import guard
 from launch.forecast.accelerators import CORE, Accelerator, accelerator, this_version
 from launch.forecast.calibration import FinishedRun, calibrated
 
@@ -36,6 +37,7 @@ def contents(found: Accelerator) -> dict[str, object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.calibrate"), description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--gpu", help="the GPU that they ran on, as for launch.simulate; not for runs on CPU cores")

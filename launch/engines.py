@@ -35,6 +35,7 @@ from areal_megatron.observe.advice import since_resumed
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import EngineState, engines_of
 from areal_megatron.run import Run, RunError, engine_index
+from areal_megatron.shown import guard
 from launch import gpus, start
 from launch.balance import Balancer
 from launch.elastic import LOOK_S, ask_to_leave, claim, have_some_leave, states_of
@@ -51,6 +52,7 @@ _UNREACHED_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.engines"), description=__doc__.split("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="start engines on this machine for the run")

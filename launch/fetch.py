@@ -13,10 +13,12 @@ from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.run import Run
+from areal_megatron.shown import guard
 from launch import start
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.fetch"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")

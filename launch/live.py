@@ -36,6 +36,7 @@ from areal_megatron.network import address
 from areal_megatron.observe.figures import HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.run import Run
+from areal_megatron.shown import visible
 from areal_megatron.trajectories import pieces
 from launch.process_rows import HEAD, rows
 from launch.records import GONE_S, Pulse, read_record
@@ -166,7 +167,7 @@ class Watched:
         self._overview = self._look()
         self._seen_at = time.monotonic()
         if self.config and self._curves[0] != self.history.revision:
-            self._curves = self.history.revision, json.dumps(self._drawn()).encode()
+            self._curves = self.history.revision, _json(self._drawn())
 
     def overview(self) -> dict[str, Any]:
         """What the last look has found; without a `state` before the first."""
@@ -411,9 +412,9 @@ class Page:
             try:
                 response = await handler(request)
             except web.HTTPException as e:
-                response = web.json_response({"error": e.reason}, status=e.status)
+                response = _answer({"error": e.reason}, e.status)
         else:
-            response = web.json_response({"error": "this address asks for the token of the page"}, status=401)
+            response = _answer({"error": "this address asks for the token of the page"}, 401)
             response.force_close()
         response.headers.update(_HEADERS)
         return response
@@ -438,7 +439,7 @@ class Page:
 
     async def _overview(self, request: web.Request) -> web.Response:
         await self._fresh()
-        return web.json_response(self.watched.overview())
+        return _answer(self.watched.overview())
 
     async def _curves(self, request: web.Request) -> web.Response:
         await self._fresh()
@@ -457,15 +458,32 @@ class Page:
     async def _browse(self, function, *arguments) -> web.Response:
         await self._fresh()
         if self.watched.config is None:
-            return web.json_response({"note": "The run has not begun."})
+            return _answer({"note": "The run has not begun."})
         async with self._reading:  # one batch at a time: each may be large
             try:
                 found = await asyncio.to_thread(function, self.watched.config, *arguments)
             except ConfigError as e:
-                return web.json_response({"note": str(e)})
-        response = web.json_response(found)
+                return _answer({"note": str(e)})
+        response = _answer(found)
         response.enable_compression()
         return response
+
+
+def _answer(found: Any, status: int = 200) -> web.Response:
+    return web.Response(body=_json(found), status=status, content_type="application/json")
+
+
+def _json(found: Any) -> bytes:
+    """Returns the JSON of what is shown; in a browser, too, a text could show itself in another order, or hide."""
+    return json.dumps(_visible(found)).encode()
+
+
+def _visible(found: Any) -> Any:
+    if isinstance(found, str):
+        return visible(found)
+    if isinstance(found, dict):
+        return {visible(name): _visible(value) for name, value in found.items()}
+    return [_visible(value) for value in found] if isinstance(found, list | tuple) else found
 
 
 def _number(request: web.Request, name: str, default: int | None) -> int | None:

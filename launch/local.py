@@ -13,6 +13,7 @@ import sys
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Replaced
+from areal_megatron.shown import guard
 from launch import dry_run, gpus, start
 from launch.hosts import Here
 from launch.pools import Node
@@ -20,6 +21,7 @@ from launch.supervise import Outcome, supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = start.parser("launch.local", __doc__.split("\n")[0])
     dry_run.add_flag(parser)
     options = parser.parse_intermixed_args(arguments)

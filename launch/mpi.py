@@ -24,6 +24,7 @@ from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.network import check_network
 from areal_megatron.run import Replaced, Run
+from areal_megatron.shown import guard
 from launch import dry_run, start
 from launch.hosts import HostError, Nodes
 from launch.node import POLL_S, Supervisor, hello
@@ -39,6 +40,7 @@ _decode_event = msgspec.json.Decoder(Event).decode
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = start.parser("launch.mpi", __doc__.split("\n")[0])
     dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_megatron.shown import guard
 from launch import gpus
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
 from launch.processes import Children
@@ -90,6 +91,7 @@ def hello(name: str, pool: str = "") -> NodeHello:
 
 
 def main() -> int:
+    guard()
     parser = argparse.ArgumentParser(prog="python -m launch.node", description=__doc__.split("\n")[0])
     parser.add_argument("--pool", default="", choices=["", "trainer", "rollout"])
     parser.add_argument("--silence-s", type=float, required=True, help="machine.silence_s of the run")

@@ -30,5 +30,9 @@ class _Unfailing:
         with suppress(OSError):
             self._stream.flush()
 
+    @property
+    def unguarded(self) -> TextIO:
+        return _Unfailing(getattr(self._stream, "unguarded", self._stream))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

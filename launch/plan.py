@@ -22,6 +22,7 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.model_check import check_model, trained_config
+from areal_megatron.shown import guard
 from launch.best import add_best, check_alone, report, search, text
 from launch.memory import MemoryPlan, plan_memory
 from launch.memory.parts import GIB
@@ -137,6 +138,7 @@ def _check_link(config: Config) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.plan"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")

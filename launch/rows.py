@@ -23,6 +23,7 @@ from areal_megatron.errors import first_line
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import RewardFunction, checked, load_function
 from areal_megatron.reward.math import right_answers
+from areal_megatron.shown import guard
 from launch import start
 
 _LONGEST = 2000
@@ -97,6 +98,7 @@ def _titled(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.rows"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")

@@ -21,6 +21,7 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.observe.advice import advise
+from areal_megatron.shown import guard
 from launch.forecast.accelerators import Accelerator, accelerator
 from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
 from launch.forecast.times import times_of
@@ -118,6 +119,7 @@ class SimulationProgress:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.simulate"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")

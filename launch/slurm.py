@@ -32,6 +32,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.network import check_network
 from areal_megatron.run import Replaced, Run
+from areal_megatron.shown import guard
 from launch import dry_run, node, start
 from launch.hosts import HostError, Nodes
 from launch.lease import Lease
@@ -51,6 +52,7 @@ _KILLED_S = 120.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = start.parser("launch.slurm", __doc__.split("\n")[0])
     parser.add_argument(
         "--grace-s",

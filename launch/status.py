@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from areal_megatron import config_file
@@ -27,11 +26,14 @@ from areal_megatron.config import ConfigError
 from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
+from areal_megatron.shown import guard, visible
+from areal_megatron.terminal import Terminal
 from launch.process_rows import HEAD, rows
 from launch.records import LaunchRecord, read_record, state_of
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = argparse.ArgumentParser(prog=program("launch.status"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     parser.add_argument("--all", action="store_true", help="a line for each process, however many there are")
@@ -48,10 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {options.run} {what}; give a folder such as runs/tiny", file=sys.stderr)
         return 2
     state = state_of(run, record)
-    console = Console(highlight=False, soft_wrap=True)
+    terminal = Terminal()
     for line in headlines(run, record, state, time.time()):
-        console.print(line)
-    console.print(table(run, record, options.all))
+        terminal.print(line)
+    terminal.print(table(run, record, options.all))
     return int(state not in ("running", "done", "stopped"))
 
 
@@ -99,7 +101,7 @@ def table(run: Run, record: LaunchRecord, every: bool) -> Table:
     for name in HEAD:
         made.add_column(name, justify="right" if name in ("version", "requests", "tokens/s") else "left")
     for row in rows(record, read_status(run), every):
-        made.add_row(*row)
+        made.add_row(*map(visible, row))
     return made
 
 

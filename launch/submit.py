@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Run
+from areal_megatron.shown import guard
 from launch import dry_run, start
 from launch.sizes import Sizes, add_sizes
 
@@ -32,6 +33,7 @@ _ASKED = ["resume=auto", "machine.host=auto"]
 
 
 def main(arguments: list[str] | None = None) -> int:
+    guard()
     parser = start.parser("launch.submit", __doc__.split("\n")[0])
     parser.set_defaults(restarts=10)
     add_sizes(parser, required=True)

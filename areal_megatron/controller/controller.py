@@ -88,6 +88,7 @@ from areal_megatron.protocol import (
 )
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import CONTROLLER, Run, RunError, from_command_line
+from areal_megatron.shown import guard
 from areal_megatron.workflows.sampling import Decoding
 
 log = logging.getLogger(__name__)
@@ -341,6 +342,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def main() -> int:
+    guard()
     run, _ = from_command_line("areal_megatron.controller.controller")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

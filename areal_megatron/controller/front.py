@@ -24,6 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from areal_megatron import descriptors
 from areal_megatron.protocol import SOCKET_OPTIONS, public_key
 from areal_megatron.run import RunError, SecretKeys
+from areal_megatron.shown import guard
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ def _judge(question: list[bytes], client: bytes) -> list[bytes]:
 
 
 def main() -> None:
+    guard()
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends after the controller, which gets them too
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -19,6 +19,7 @@ from areal_megatron.engine.server import own_cores, reserve_port, server_environ
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import address, socket_settings
 from areal_megatron.run import from_command_line, reward_engine_name
+from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
 SERVED_MODEL = "reward"
@@ -62,6 +63,7 @@ def command(config: Config, host: str, port: int) -> list[str]:
 
 
 def main() -> None:
+    guard()
     run, index = from_command_line("areal_megatron.engine.reward_server")
     config = load(run.config)
     require("rollout", config)

@@ -39,6 +39,7 @@ from areal_megatron.network import (
     socket_settings,
 )
 from areal_megatron.run import Run, engine_name, from_command_line
+from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
 SERVED_MODEL = "policy"
@@ -227,6 +228,7 @@ def url(host: str, port: int, scheme: str = "http") -> str:
 
 
 def main() -> None:
+    guard()
     run, index = from_command_line("areal_megatron.engine.server")
     config = load(run.config)
     require("rollout", config)

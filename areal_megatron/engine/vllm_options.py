@@ -23,6 +23,7 @@ from areal_megatron.engine import server
 from areal_megatron.errors import printable
 from areal_megatron.passed_through import SPECULATIVE, VLLM
 from areal_megatron.run import Run
+from areal_megatron.shown import guard
 
 _GROUPS = (*passed_through.VLLM_OWNED, *passed_through.VLLM_ON_CPU, *passed_through.VLLM_SHARED)
 
@@ -160,6 +161,7 @@ def check(config: Config) -> None:
 
 
 def main() -> int:
+    guard()
     try:
         check(config_file.load("/dev/stdin"))
     except ConfigError as e:

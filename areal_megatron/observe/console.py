@@ -5,13 +5,11 @@ The launcher runs it. It reads status.json and metrics.jsonl and nothing else, a
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from contextlib import suppress
 from typing import Any, TextIO
 
-from rich.console import Console as Terminal
 from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
@@ -24,6 +22,8 @@ from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.observe.status import EngineStatus, engines_of
 from areal_megatron.run import Run
+from areal_megatron.shown import guard, visible
+from areal_megatron.terminal import Terminal
 
 EVENTS_SHOWN = 6
 TREND_WIDTH = 32
@@ -53,11 +53,12 @@ class Console:
     def __init__(self, run: Run, config: Config, stream: TextIO | None = None):
         self._run, self._config = run, config
         self._reader = MetricsReader(run)
-        self._terminal = Terminal(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._terminal = Terminal(stream)
         self._live = None
         if self._terminal.is_terminal:
             self._live = Live(console=self._terminal, auto_refresh=False)
             self._live.start()
+            guard()  # what is printed above the panel
         self._drawn = float("-inf")
         self._phase = ""
         self._steps: list[dict[str, Any]] = []
@@ -195,11 +196,11 @@ class Console:
         body.append(_facts(self._supervised_facts() if self._config.is_supervised else self._rl_facts(status)))
         if self._config.mode == "rl":
             body += [Text(), _engine_table(engines_of(status), self._config.rollout.engines)]
-        body += [Text(), Text("\n".join(self._events), style="dim")]
+        body += [Text(), Text(visible("\n".join(self._events)), style="dim")]
         elapsed = status.get("elapsed_s")
         return Panel(
             Group(*body),
-            title=f"[bold]{self._config.name}[/bold]  {self._phase}",
+            title=Text(self._config.name, "bold").append(f"  {self._phase}", "not bold"),
             title_align="left",
             subtitle=_duration(elapsed) if elapsed is not None else None,
             subtitle_align="right",

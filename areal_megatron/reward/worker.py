@@ -26,6 +26,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import PURE, checked, load_function
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
+from areal_megatron.shown import guard
 
 HEADER = struct.Struct("<I")
 _AWAY_PAUSE_S = 1.0
@@ -194,6 +195,7 @@ def _held_bytes() -> int:
 
 
 def main() -> None:
+    guard()
     if sys.platform == "linux":
         # a worker stuck in the user's code would not notice that its controller died
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

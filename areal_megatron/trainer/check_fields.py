@@ -15,6 +15,7 @@ from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.models.table import ROUTER_BIAS
 from areal_megatron.passed_through import MEGATRON
+from areal_megatron.shown import guard
 from areal_megatron.trainer.model import described, parallel_sizes, transformer_config
 
 
@@ -43,6 +44,7 @@ def require(config: Config) -> None:
 
 
 def main() -> int:
+    guard()
     try:
         check(config_file.load("/dev/stdin"))
     except ConfigError as e:
