@@ -2,15 +2,16 @@
 
     python tools/check_family.py HF_DIR [--only PART] [--out FOLDER]
 
-HF_DIR needs a config.json alone. What is built from it keeps all flags and has small sizes; it stays in --out. Each
-part is compared with something that shares no code with the table:
+HF_DIR needs a config.json alone. What is built from it keeps all flags and has small sizes, which the first line names:
+numbers of heads and experts are odd where the model's are, and divided by 3. It stays in --out. Each part is compared
+with something that shares no code with the table:
 
 1. the table: names and shapes of the file that transformers writes
 2. what is computed: each part of each layer, in the order of the model, with transformers, so that the first one that
    differs is named
 3. training: logits, gradients and updates with plain code, on one rank, and split in every way
 4. conversion: from Hugging Face to a checkpoint and back, bit by bit
-5. engines: names, shapes, dtypes and bytes with what vLLM loads by itself, whole and split over two ranks
+5. engines: names, shapes, dtypes and bytes with what vLLM loads by itself, whole and split over two ranks, or three
 6. a run: two updates in flight to a real engine, whose log-probabilities are the trainers'; its export is read by
    transformers
 
@@ -43,8 +44,9 @@ from areal_megatron.config import ConfigError
 from areal_megatron.convert import from_hf, to_hf
 from areal_megatron.models.architecture import Architecture, architecture, read_config
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from tests.support.loading import load
 from tests.support.trainer_ranks import RankFailed, TrainerRanks
@@ -58,9 +60,27 @@ PACKED = ".conv1d.weight"
 """How the names of parameters end whose axes of one element vLLM leaves out where it packs them."""
 _MOST_NAMED = 4
 """How many differences a line names."""
-DENSE = ({}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"tp": 2, "pp": 2})
-SPARSE = ({}, {"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1})
-"""The layouts of trainers that are tried, of models without experts and with them."""
+DENSE = (
+    ({},),
+    ({"tp": 2}, {"tp": 3}),
+    ({"pp": 2, "vpp": 2},),
+    ({"cp": 2},),
+    ({"tp": 2, "pp": 2}, {"tp": 3, "pp": 2}),
+)
+SPARSE = (
+    ({},),
+    ({"tp": 2}, {"tp": 3}),
+    ({"pp": 2},),
+    ({"dp": 2, "ep": 2}, {"dp": 3, "ep": 3}),
+    (
+        {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        {"tp": 3, "dp": 2, "ep": 2, "etp": 1},
+        {"tp": 2, "dp": 3, "ep": 3, "etp": 1},
+        {"tp": 3, "ep": 3, "etp": 1},
+    ),
+)
+"""The layouts of trainers that are tried, of models without experts and with them: of each line the first that the
+numbers of heads and experts allow."""
 
 
 class Fault(RuntimeError):
@@ -126,13 +146,40 @@ def computation(subject: Subject) -> str:
 
 def training(subject: Subject) -> str:
     """Compares logits, gradients and updates with plain code, in several layouts."""
-    layouts = SPARSE if subject.architecture.dimensions.experts else DENSE
+    layouts, untried = _possible(subject)
     for number, layout in enumerate(layouts):
         world = prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp"))
         named = _named(layout)
         cases = {f"trained-{number}": [MODEL, layout]}
         _on_ranks(subject, "tests.support.ranks.trainer_checks:check_layouts", world, named, cases=cases)
-    return f"logits, gradients and updates of {', '.join(map(_named, layouts))}"
+    return f"logits, gradients and updates of {', '.join(map(_named, layouts))}{untried}"
+
+
+def _possible(subject: Subject) -> tuple[list[dict[str, int]], str]:
+    """Returns the layouts of trainers that the model can have, and what is to be said of others."""
+    hf_config, found, untried = read_config(subject.model), [], []
+    for alternatives in SPARSE if subject.architecture.dimensions.experts else DENSE:
+        refused = ""
+        for layout in alternatives:
+            try:
+                trainer_layout.layout(hf_config, MegatronSizes(**layout), rank=0)
+            except ConfigError as e:
+                refused = refused or f"{_named(layout)} ({_reason(e)})"
+            else:
+                found.append(layout)
+                break
+        else:
+            untried.append(refused)
+    return found, _not_tried(untried)
+
+
+def _not_tried(reasons: Sequence[str]) -> str:
+    return f"; NOT tried: {'; '.join(reasons)}" if reasons else ""
+
+
+def _reason(error: ConfigError) -> str:
+    """Returns what an error about sizes says, without the name of the tiny model."""
+    return str(error).partition(" of the model")[0]
 
 
 def conversion(subject: Subject) -> str:
@@ -145,14 +192,19 @@ def conversion(subject: Subject) -> str:
 
 def engines(subject: Subject) -> str:
     """Compares what an update fills with what vLLM loads."""
-    cases = [(MODEL, 1, False, "float32"), (MODEL, 2, False, "float32"), (MODEL, 2, False, "bfloat16")]
-    if subject.architecture.dimensions.experts:
-        cases.append((MODEL, 2, True, "float32"))
+    hf_config = read_config(subject.model)
+    cases, untried = [(MODEL, 1, False, "float32")], ""
+    tp, refused = _engine_tp(hf_config)
+    if tp > 1:
+        cases += [(MODEL, tp, False, "float32"), (MODEL, tp, False, "bfloat16")]
+    else:
+        cases, untried = [*cases, (MODEL, 1, False, "bfloat16")], _not_tried([f"several ranks ({refused})"])
+    if tp > 1 and subject.architecture.dimensions.experts:
+        cases.append((MODEL, tp, True, "float32"))
     try:
-        loaded = load(subject.folder, cases, 2, {"head_dtype": "float32"})
+        loaded = load(subject.folder, cases, tp, {"head_dtype": "float32"})
     except AssertionError as e:
         raise Fault(f"vLLM fails: {_why(str(e), first=True)}") from None
-    hf_config = read_config(subject.model)
     for name, tp, expert_parallel, dtype in cases:
         sizes = EngineSizes(tp=tp, expert_parallel=expert_parallel)
         for rank in range(tp):
@@ -168,7 +220,21 @@ def engines(subject: Subject) -> str:
             different = [key for key in by_vllm if by_us[key] != by_vllm[key]]
             if different:
                 raise Fault(f"{what}other bytes than vLLM loads in {_listed(different)}")
-    return "names, shapes, dtypes and bytes as vLLM loads them, at tp1 and tp2, in float32 and bfloat16"
+    sizes = f"tp1 and tp{cases[-1][1]}" if not untried else "tp1"
+    return f"names, shapes, dtypes and bytes as vLLM loads them, at {sizes}, in float32 and bfloat16{untried}"
+
+
+def _engine_tp(hf_config: dict) -> tuple[int, str]:
+    """Returns over how many ranks an engine can have the model: 2, else 3, or 1 with the reason."""
+    refused = ""
+    for tp in (2, 3):
+        try:
+            engine_layout.layout(hf_config, EngineSizes(tp=tp), rank=0)
+        except ConfigError as e:
+            refused = refused or _reason(e)
+        else:
+            return tp, ""
+    return 1, refused
 
 
 def _shape(name: str, shape: Sequence[int]) -> list[int]:
@@ -280,6 +346,8 @@ def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
     config.json without a table."""
     architecture(hf_config)
     config = tiny.shrunk(hf_config)
+    changed = [f"{key} {value} for {hf_config[key]}" for key, value in _numbers(config) if hf_config.get(key) != value]
+    print(f"a tiny model: {', '.join(changed)}", flush=True)
     tensors = tiny.write(config, folder / MODEL)
     described = architecture(read_config(folder / MODEL))
     subject = Subject(folder, tensors, described, TrainerRanks())
@@ -303,6 +371,11 @@ def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
             failed.add(part.name)
         print(f"{good:6} {part.name:12} {said} ({time.monotonic() - begun:.0f} s)", flush=True)
     return not failed
+
+
+def _numbers(config: dict) -> Iterator[tuple[str, int]]:
+    """Yields the sizes that config.json states."""
+    return ((key, value) for key, value in config.items() if type(value) is int)
 
 
 def _with_what_it_needs(name: str) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from math import lcm
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,19 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from areal_megatron.models.architecture import EXPERT_COUNTS
+from areal_megatron.models.architecture import EXPERT_COUNTS, architecture
 
 LAYERS = 4
-VOCABULARY = 203
-"""Divided by no number of ranks, so that its padding is tried too."""
-_SIZES: dict[str, int] = {
+VOCABULARY = 191
+"""Divided by no number of ranks, so that its padding is tried too; engines pad it to 192."""
+_WIDTHS: dict[str, int] = {
     "hidden_size": 128,
     "intermediate_size": 96,
     "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+"""Key of config.json → the least width in the tiny model, which has some of the model's own divisors."""
+_SIZES: dict[str, int] = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
     "q_lora_rank": 48,
@@ -27,49 +33,112 @@ _SIZES: dict[str, int] = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
-    "shared_expert_intermediate_size": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
 """Key of config.json → its value in the tiny model, where the model has it."""
 _MOST: dict[str, int] = {
     "first_k_dense_replace": 1,
+    "full_attention_interval": LAYERS,
     "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+    "num_mtp_layers": 0,
 }
 """Key of config.json → the largest value in the tiny model."""
+_DERIVED = ("head_dim", "qk_head_dim")
+"""Keys that transformers writes beside those from which it computes them, in models with latents."""
 _LEFT_OUT = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map")
 
 
 def shrunk(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the tiny model: all flags stay as they are.
-
-    Query heads share keys and values where they do in the model, by four at most.
-    """
-    config = {key: value for key, value in hf_config.items() if key not in _LEFT_OUT}
+    """Returns the config.json of the tiny model: all flags stay as they are, lists with an entry for each layer keep
+    the entries of the layers that stay, and numbers of heads and experts are divided by 2, 3, 4 and 8 where the
+    model's are, as far as small numbers can be."""
+    left_out = (*_LEFT_OUT, *(_DERIVED if architecture(hf_config).family.has_latents else ()))
+    config = {key: value for key, value in hf_config.items() if key not in left_out}
     has = {key for key, value in config.items() if value is not None}
     config |= {key: value for key, value in _SIZES.items() if key in has}
+    config |= {key: _width(config[key], least) for key, least in _WIDTHS.items() if key in has}
     config |= {key: min(config[key], most) for key, most in _MOST.items() if key in has}
-    config |= {key: 8 for key in EXPERT_COUNTS if key in has}
-    heads = hf_config["num_attention_heads"]
-    shared = min(heads // (hf_config.get("num_key_value_heads") or heads), 4)
-    config["num_attention_heads"] = 8 if shared == 4 else 4
-    if "head_dim" not in has:
-        config["hidden_size"] = _SIZES["head_dim"] * config["num_attention_heads"]  # vLLM's kernels take no heads of 16
-    if "num_key_value_heads" in has:
-        config["num_key_value_heads"] = config["num_attention_heads"] // shared
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
-    if isinstance(kinds := config.get("layer_types"), list):
-        config["layer_types"] = kinds[:LAYERS]
+    divided = hf_config["hidden_size"] % hf_config["num_attention_heads"] == 0
+    config |= _experts(config, has) | _heads(config, has, divided) | _by_layer(config)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := config.get(key), dict) and "original_max_position_embeddings" in rope:
             config[key] = rope | {"original_max_position_embeddings": 1024}
     return config | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "initializer_range": 0.05}
+
+
+def _like(value: int, most: int, least: int = 1) -> int:
+    """Returns a number of least to `most` that is divided by 2, 3, 4 and 8 where `value` is, as far as there is one; by
+    preference one that divides it."""
+    return max(
+        range(least, most + 1),
+        key=lambda n: (
+            n % 2 == value % 2,
+            sum(map(eq, _divided(n), _divided(value))),
+            min(n, value, 2),
+            value % n == 0,
+            n,
+        ),
+    )
+
+
+def _divided(number: int) -> list[bool]:
+    return [number % divisor == 0 for divisor in (2, 3, 4, 8)]
+
+
+def _width(value: int, least: int) -> int:
+    """Returns a width of at least `least` with the remainder that `value` leaves after multiples of 32, divided by 3
+    where that is."""
+    candidates = (least + value % 32 + 32 * more for more in range(3))
+    return next(n for n in candidates if (n % 3 == 0) == (value % 3 == 0))
+
+
+def _heads(config: Mapping[str, Any], has: Collection[str], divided: bool) -> dict[str, int]:
+    """Returns the numbers of heads, and the hidden size if it depends on them; `divided`: whether they divide the
+    model's."""
+    shared = {"num_attention_heads": "num_key_value_heads", "linear_num_value_heads": "linear_num_key_heads"}
+    made = {}
+    for key, of in shared.items():
+        if key in has:
+            groups = config[of] if of in has else config[key]
+            each = _like(config[key] // groups, 7)
+            made |= {key: each * _like(groups, 7)} | ({of: _like(groups, 7)} if of in has else {})
+    heads = made["num_attention_heads"]
+    if "head_dim" not in has and "qk_rope_head_dim" not in has:
+        made["hidden_size"] = _SIZES["head_dim"] * heads  # vLLM's kernels take no heads of 16
+    elif divided:  # which some classes of transformers demand
+        made["hidden_size"] = -(-_WIDTHS["hidden_size"] // lcm(32, heads)) * lcm(32, heads)
+    return made
+
+
+def _experts(config: Mapping[str, Any], has: Collection[str]) -> dict[str, int]:
+    """Returns the numbers of experts and of their groups, and how many of them are chosen."""
+    [count, *_] = [config[key] for key in EXPERT_COUNTS if key in has] or [0]
+    if not count:
+        return {}
+    groups = config["n_group"] if "n_group" in has else 1
+    few = _like(groups, 5)
+    experts = few * (_like(count // groups, 3, least=2) if groups > 1 else _like(count, 12))
+    made = {key: experts for key in EXPERT_COUNTS if key in has}
+    kept = 1
+    if "topk_group" in has:
+        kept = few if config["topk_group"] >= groups else min(max(config["topk_group"] * few // groups, 1), few - 1)
+        made |= {"n_group": few, "topk_group": kept} if "n_group" in has else {"topk_group": kept}
+    return made | {"num_experts_per_tok": min(config["num_experts_per_tok"], 3, kept * experts // few)}
+
+
+def _by_layer(config: Mapping[str, Any]) -> dict[str, list]:
+    """Returns the lists with an entry for each layer, for the layers of the tiny model: the first ones, repeated if
+    there are fewer, the last of them replaced by the first of a kind that would be missing."""
+    count, kinds = config["num_hidden_layers"], config.get("layer_types")
+    taken = [number % count for number in range(LAYERS)]
+    if isinstance(kinds, list) and len(kinds) == count:
+        missing = {*map(str, kinds)} - {str(kinds[number]) for number in taken}
+        first = sorted([*map(str, kinds)].index(kind) for kind in missing)
+        taken[LAYERS - len(first) :] = first[:LAYERS]
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == count}
+    return {key: [value[number] for number in taken] for key, value in lists.items() if key != "architectures"}
 
 
 def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> dict[str, torch.Tensor]:
