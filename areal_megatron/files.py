@@ -68,7 +68,7 @@ def numbers(folder: Path) -> list[int]:
     name, it may say for a minute that there is no such file, because there was none.
     """
     with contextlib.suppress(FileNotFoundError):
-        return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdigit())
+        return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdecimal())
     return []
 
 

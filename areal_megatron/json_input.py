@@ -1,10 +1,20 @@
-"""JSON that others have written: rows of data sets, models, messages of agents, replies of services."""
+"""JSON that others have written: rows of data sets, models, messages of agents, replies of services, and records of
+runs, whose writer may have been of another release or have died."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from areal_megatron.config import ConfigError
+from areal_megatron.errors import first_line, printable
+
+Record = TypeVar("Record")
 
 MOST_LEVELS = 100
 """Most lists and objects within each other: what can be read can then also be compared, copied and written."""
@@ -30,6 +40,21 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeEncodeError as e:
             raise ValueError(f"\\u{ord(e.object[e.start]):04x} is half of a character") from None
     return value
+
+
+def read_record(content: bytes, kind: type[Record], place: Path | str) -> Record:
+    """Returns a record of a run, JSON, as `kind`, a type that msgspec knows; a dataclass has no other fields.
+
+    Raises ConfigError, one line that begins with `place`, the file or FILE:LINE, for anything else.
+    """
+    try:
+        if is_dataclass(kind):
+            known = {field.name for field in fields(kind)}
+            if others := msgspec.json.decode(content, type=dict[str, Any]).keys() - known:
+                raise ValueError(f"it has {min(others)}")
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{place} is of another release or damaged: {printable(first_line(e))}") from None
 
 
 def _too_deep() -> str:

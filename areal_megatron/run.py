@@ -14,6 +14,7 @@ Processes are named `controller`, `engine-E`, `reward-E` and `trainer-RANK`: CON
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -26,10 +27,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from areal_megatron import descriptors
 from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
+from areal_megatron.json_input import read_record
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
@@ -77,6 +81,12 @@ class IncarnationStart:
     """The launcher that began it, see `this_process`."""
     lease: int = field(default=0, compare=False)
     """Number of the lease that the launcher held."""
+
+
+class _Began(msgspec.Struct):
+    """What records of incarnations and leases have in common."""
+
+    launcher: str
 
 
 def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int | None]]:
@@ -212,14 +222,14 @@ class Run:
         """
         self.check_lease()
         if self._bound is not None and (newest := self._newest()) > self._bound:
-            raise self._replaced(self._read_start(newest).launcher)
+            raise self._replaced(_launcher(numbered(self.incarnations, newest)))
 
     def check_lease(self) -> None:
         """Raises Replaced if there is a newer lease than the one to which this object, or its incarnation, is bound."""
         if self._lease is None and self._bound is not None:
             self._lease = self.start.lease
         if self._lease is not None and (newest := max(numbers(self.leases), default=0)) > self._lease:
-            raise self._replaced(json.loads(numbered(self.leases, newest).read_text())["launcher"])
+            raise self._replaced(_launcher(numbered(self.leases, newest)))
 
     @property
     def lease(self) -> int:
@@ -237,7 +247,8 @@ class Run:
         return [self._read_start(number) for number in numbers(self.incarnations)]
 
     def _read_start(self, number: int) -> IncarnationStart:
-        return IncarnationStart(**json.loads(numbered(self.incarnations, number).read_text()))
+        path = numbered(self.incarnations, number)
+        return read_record(path.read_bytes(), IncarnationStart, path)
 
     @property
     def start(self) -> IncarnationStart:
@@ -262,7 +273,7 @@ class Run:
     @property
     def keys(self) -> SecretKeys:
         """Raises ConfigError if others may read or have written them."""
-        return SecretKeys(*(bytes.fromhex(self._read_private(name)) for name in _KEYS))
+        return SecretKeys(*map(self._read_key, _KEYS))
 
     @property
     def credentials(self) -> Credentials:
@@ -270,6 +281,13 @@ class Run:
         have written them."""
         self._read_private(_CREDENTIALS)
         return Credentials(self.folder / _CREDENTIALS)
+
+    def _read_key(self, name: str) -> bytes:
+        text = self._read_private(name)
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            raise ConfigError(f"{self.folder / name} is damaged: remove it") from None
 
     def _read_private(self, name: str) -> str:
         path = self.folder / name
@@ -283,7 +301,7 @@ class Run:
                 raise ConfigError(f"{path} is not a file of this user: remove it")
             if status.st_mode & 0o077:
                 raise ConfigError(f"others may use {path}: forbid it with 'chmod 600 {path}'")
-            return os.read(descriptor, 10_000).decode()
+            return os.read(descriptor, 10_000).decode("ascii", "replace")
         finally:
             os.close(descriptor)
 
@@ -341,6 +359,13 @@ class Run:
                         f"see {self.log(process)}"
                     ) from None
             time.sleep(0.05)
+
+
+def _launcher(record: Path) -> str:
+    """Returns who began an incarnation or took a lease, as far as its record can be read."""
+    with contextlib.suppress(ConfigError):
+        return read_record(record.read_bytes(), _Began, record).launcher
+    return "another launcher"
 
 
 def this_process() -> str:

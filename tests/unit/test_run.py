@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Replaced, Run
 from launch.pools import Placement
@@ -110,3 +111,37 @@ def test_a_process_that_is_started_too_late_ends_with_one_line(run, module):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
     assert "was started again by" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"\0" * 64,
+        b"\xff{}",
+        b"[]",
+        b"{}",
+        b"[" * 9999,
+        b'{"incarnation": "x"}',
+        b'{"incarnation": 1, "colour": 2}',
+    ],
+)
+def test_a_record_of_an_incarnation_that_cannot_be_read_is_named(run, damage):
+    """And it is there: who was replaced by it writes nothing more."""
+    path = run.incarnations / "00001.json"
+    path.write_bytes(damage)
+    with pytest.raises(ConfigError, match=rf"^{path} is of another release or damaged: [^\n]*$"):
+        Run(run.folder).starts()
+    with pytest.raises(Replaced, match="by another launcher"):
+        run.check_current()
+
+
+def test_a_key_that_cannot_be_read_is_named(run):
+    for name, damage in {"controller.key": b"\xff", "trainers.key": b"no hex"}.items():
+        (run.folder / name).write_bytes(damage)
+        with pytest.raises(ConfigError, match=rf"{name} is damaged: remove it$"):
+            _ = run.keys
+        run.begin()
+    (run.folder / "trainers.key").chmod(0o644)
+    with pytest.raises(ConfigError, match="others may use"):
+        _ = run.keys
