@@ -21,15 +21,16 @@ import re
 import secrets
 import socket
 import stat
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from areal_megatron import descriptors
+from areal_megatron import descriptors, lifeline
 from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
@@ -368,6 +369,17 @@ def _launcher(record: Path) -> str:
     return "another launcher"
 
 
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Ends this process with one line for an error whose text says all: with exit code 2 for what the user can mend, 1
+    for what has become of the run."""
+    try:
+        yield
+    except (ConfigError, RunError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)
+
+
 def this_process() -> str:
     """Returns how people find this process: its node, its id and its Slurm job."""
     job = os.environ.get("SLURM_JOB_ID")
@@ -408,8 +420,9 @@ def from_command_line(program: str) -> tuple[Run, int]:
     """Returns the run and the index in its pool that a launcher gave this process as `--run FOLDER --incarnation I
     --index N`, or `--lease L` in place of the incarnation. Ends the process if it has been replaced already.
 
-    Also lets this process have as many files open as its node allows.
+    Also lets this process have as many files open as its node allows, and has it end when its launcher is gone.
     """
+    lifeline.hold()
     descriptors.raise_limit()
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Started by a launcher, see launch/.")
     parser.add_argument("--run", required=True, help="run folder")

@@ -66,8 +66,11 @@ class Here:
     def __init__(self):
         self._children = Children()
         self.by_name = self._children.by_name
-        self.guardian = self._children.guardian
         self.lost: set[str] = set()
+
+    @property
+    def guardian(self) -> int:
+        return self._children.guardian
 
     def supervisor(self, process: Process) -> str:
         return process.node
@@ -102,6 +105,7 @@ class Remote(Log):
         super().__init__(order.name, Path(order.log))
         self.supervisor = order.supervisor
         self.exit_code: int | None = None
+        self.out_of_memory = False
 
 
 class Channel(Protocol):
@@ -173,6 +177,7 @@ class Nodes:
             match event:
                 case Ended() if event.name in self.by_name:
                     self.by_name[event.name].exit_code = event.code
+                    self.by_name[event.name].out_of_memory = event.out_of_memory
                 case Cleared():
                     self._uncleared.discard(event.supervisor)
                 case Alive() | _:

@@ -77,7 +77,7 @@ class Lease:
         self._folder = run.leases
         self.number, silent = _take(run, lease_s)
         self._path = numbered(self._folder, self.number)
-        self._count = _RELEASED
+        self._count, self._guarded_by = _RELEASED, 0
         self._replaced: Replaced | None = None
         self._ended = threading.Event()
         self._beat()
@@ -93,9 +93,14 @@ class Lease:
             raise self._replaced
 
     def guard(self, process: int | None) -> None:
-        """Names the process that ends all others of this machine if this one is killed: a start waits for it, too."""
-        if process:
-            write_atomically(_guardian(self._path), msgspec.json.encode((process, _begun(process))))
+        """Names the process that ends all others of this machine if this one is killed: a start waits for it, too.
+
+        Costs nothing while it is the same: to be called often.
+        """
+        if process and process != self._guarded_by:
+            with suppress(OSError):  # as of a full disk: the next call writes it
+                write_atomically(_guardian(self._path), msgspec.json.encode((process, _begun(process))))
+                self._guarded_by = process
 
     def __enter__(self) -> Lease:
         return self

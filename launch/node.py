@@ -72,7 +72,7 @@ class Supervisor:
         for child in self._children.by_name.values():
             if child.name not in self._reported and (code := child.exit_code) is not None:
                 self._reported.add(child.name)
-                yield Ended(self._name, child.name, code)
+                yield Ended(self._name, child.name, code, child.out_of_memory)
 
     def __enter__(self) -> Supervisor:
         self._children.__enter__()

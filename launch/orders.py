@@ -102,6 +102,8 @@ class Ended(msgspec.Struct, tag=True):
     name: str
     code: int
     """Exit code; negative if that signal ended the process."""
+    out_of_memory: bool = False
+    """Whether it was killed while the node's kernel was short of memory."""
 
 
 class Cleared(msgspec.Struct, tag=True):

@@ -16,12 +16,16 @@ from pathlib import Path
 
 import psutil
 
+from areal_megatron.errors import worth_a_line
+from areal_megatron.lifeline import DESCRIPTOR
+from launch.out_of_memory import OutOfMemory
 from launch.shared_memory import SharedMemory
 
 LOG_BYTES = 64 * 2**20
 """The size at which a log is moved aside: a process has at most twice as much on disk."""
 _ROTATE_S = 60.0
 _NOTE_S = 5.0
+_GUARD_S = 1.0
 _OTHERS_END_S = 1.0
 _KILLED_S = 5.0
 _GONE_S = 60.0
@@ -35,7 +39,12 @@ class Log:
     """The log of a process, wherever that runs."""
 
     def __init__(self, name: str, log: Path):
+        """To be made before the process is started: what its log holds by then is of an earlier one."""
         self.name, self.log = name, log
+        self.begin = 0
+        """Where in the log the process begins."""
+        with suppress(OSError):
+            self.begin = log.stat().st_size
 
     @property
     def last_write(self) -> float:
@@ -46,20 +55,36 @@ class Log:
             return 0.0
 
     def last_lines(self, count: int = 15) -> str:
-        """Returns the end of the log; "" if there is none yet, or none that can be read."""
+        """Returns the end of what the process has written; "" if that is nothing, or cannot be read."""
+        return "\n".join(self.last_bytes(20000).decode(errors="replace").splitlines()[-count:])
+
+    def last_bytes(self, most: int) -> bytes:
+        """Returns so much of the end of what the process has written; b"" if that cannot be read."""
         try:
             with self.log.open("rb") as f:
-                f.seek(max(0, os.path.getsize(self.log) - 20000))
-                return "\n".join(f.read().decode(errors="replace").splitlines()[-count:])
+                size = os.fstat(f.fileno()).st_size
+                f.seek(max(0, size - most, self.begin if self.begin <= size else 0))  # it may have been moved aside
+                return f.read()
         except OSError:
-            return ""
+            return b""
 
 
 class Child(Log):
     """A child process in a session of its own, with its output in `log`, pinned to `cores` if there are any."""
 
-    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]):
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        cores: set[int],
+        memory: OutOfMemory,
+        inherited: Collection[int] = (),
+    ):
+        """`inherited`: descriptors that it gets, beside its log."""
         super().__init__(name, log)
+        self._memory = memory
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -68,6 +93,7 @@ class Child(Log):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(inherited),
                 preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
             )
 
@@ -81,33 +107,69 @@ class Child(Log):
         """None while the process runs; negative if that signal ended it."""
         return self._process.poll()
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it was killed just now, while the kernel was short of memory."""
+        return self.exit_code == -signal.SIGKILL and self._memory.look()
+
 
 class Children:
     """The child processes of this one. A context manager: leaving it ends them and all their descendants.
 
     It also removes their temporary files, which share a folder, and their shared memory. If this process is killed, a
-    guardian process (guardian.py), which notices the end of a pipe, does all that in its place.
+    guardian process (guardian.py), which notices the end of a pipe, does all that in its place. If both are killed, the
+    processes of a run notice the end of another pipe (lifeline.py).
     """
 
     def __init__(self):
         self.by_name: dict[str, Child] = {}
-        self._rotated = self._noted = time.monotonic()
+        self._rotated = self._noted = self._guarded = time.monotonic()
         self._shared = SharedMemory()
         base = tempfile.gettempdir()  # paths of sockets in it have 107 characters at most
         self._ended: set[psutil.Process] = set()
         self._temporary = tempfile.mkdtemp(prefix="areal-", dir=base if len(base) < _LONGEST_BASE else "/tmp")
+        self._memory = OutOfMemory()
+        self._lifeline = os.pipe()
+        self._guardian, self._guardians = self._new_guardian(), 1
+
+    @property
+    def guardian(self) -> int:
+        """The id of the guardian process, of which there may be one after the other."""
+        return self._guardian.pid
+
+    def _new_guardian(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "launch.guardian", self._temporary]
-        self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self.guardian = self._guardian.pid
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _tell_guardian(self, child: Child) -> None:
+        with suppress(BrokenPipeError):  # it has just been killed: the next one learns of all
+            self._guardian.stdin.write(f"{child.pid}\n".encode())
+            self._guardian.stdin.flush()
+
+    def _keep_guardian(self) -> None:
+        """Starts another guardian if that was killed."""
+        if self._guardian.poll() is None:
+            return
+        if worth_a_line(self._guardians):
+            print(
+                f"process {self.guardian}, which ends all others if this one is killed, has ended: another is started",
+                file=sys.stderr,
+                flush=True,
+            )
+        with suppress(BrokenPipeError):
+            self._guardian.stdin.close()
+        self._guardian, self._guardians = self._new_guardian(), self._guardians + 1
+        for child in self.by_name.values():
+            self._tell_guardian(child)
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):
             self.kill(earlier.name)  # it may have left descendants
         self._await_ended(name)
-        environment = environment | {"TMPDIR": self._temporary}
-        child = self.by_name[name] = Child(name, command, environment, log, cores)
-        self._guardian.stdin.write(f"{child.pid}\n".encode())
-        self._guardian.stdin.flush()
+        held, _ = self._lifeline
+        environment = environment | {"TMPDIR": self._temporary, DESCRIPTOR: str(held)}
+        child = self.by_name[name] = Child(name, command, environment, log, cores, self._memory, {held})
+        self._tell_guardian(child)
         return child
 
     def kill(self, name: str) -> None:
@@ -141,8 +203,13 @@ class Children:
         return sorted({process.pid for process in self._ended} & gpu_processes()) if self._ended else []
 
     def look_after(self) -> None:
-        """Moves long logs aside, and notes shared memory, since children may end by themselves. To be called often."""
+        """Moves long logs aside, notes shared memory, since children may end by themselves, and sees to the guardian.
+        To be called often."""
         now = time.monotonic()
+        if now - self._guarded >= _GUARD_S:
+            self._guarded = now
+            self._keep_guardian()
+            self._memory.look()
         if now - self._noted >= _NOTE_S:
             self._noted = now
             self._shared.note(_members({child.pid for child in self.by_name.values()}))
@@ -157,6 +224,7 @@ class Children:
                 if child.log.stat().st_size > LOG_BYTES:
                     shutil.copyfile(child.log, child.log.with_name(f"{child.log.name}.1"))
                     os.truncate(child.log, 0)  # the process appends, and so continues at the new end
+                    child.begin = 0
 
     def forget(self, keep: Collection[str] = ()) -> None:
         """Forgets children that have ended: all but those to `keep`."""
@@ -172,6 +240,8 @@ class Children:
             self._shared.remove(_OTHERS_END_S)
             shutil.rmtree(self._temporary, ignore_errors=True)  # first: a SIGKILL for everybody may follow soon
             self._guardian.communicate(timeout=60)  # closes its pipe: it finds no process left and ends
+            for descriptor in self._lifeline:
+                os.close(descriptor)
 
 
 @contextmanager

@@ -11,11 +11,13 @@ import gc
 import multiprocessing
 import sys
 
+from areal_megatron import lifeline
 from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
 
 
 def main() -> None:
+    lifeline.hold()
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser

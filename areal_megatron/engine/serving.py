@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 
+from areal_megatron import lifeline
 from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
 from areal_megatron.engine.server import PASSED_THROUGH
 
 
 def main() -> None:
+    lifeline.hold()
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args

@@ -275,6 +275,92 @@ def test_children_end_when_their_owner_is_killed(tmp_path):
     assert eventually(lambda: not is_alive(pid) and not is_alive(grandchild))
 
 
+LOOKING = """
+import os, pathlib, sys, time
+from launch import processes
+processes._GUARD_S = 0.1
+children = processes.Children()
+command = [sys.executable, "-c", sys.argv[1]]
+child = children.start("child", command, dict(os.environ), pathlib.Path(sys.argv[2]), set())
+print(children.guardian, child.pid, flush=True)
+if len(sys.argv) > 3:
+    time.sleep(60)
+guardian = children.guardian
+while children.guardian == guardian:
+    children.look_after()
+    time.sleep(0.05)
+print(children.guardian, flush=True)
+time.sleep(60)
+"""
+HOLDS = """
+import os, subprocess, sys, time
+if len(sys.argv) == 1:  # as engines do, which become vLLM's server
+    os.execv(sys.executable, [sys.executable, "-c", os.environ["HOLDS"], "become"])
+from areal_megatron import lifeline
+lifeline.hold(0.5)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def started_by_another(tmp_path, code, *more):
+    """Returns the process that starts a child, its guardian, and the child."""
+    command, environment = [sys.executable, "-c", LOOKING, code, str(tmp_path / "log"), *more], {"HOLDS": HOLDS}
+    owner = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=os.environ | environment)
+    return owner, *map(int, owner.stdout.readline().split())
+
+
+def test_a_guardian_that_was_killed_has_a_successor(tmp_path):
+    owner, guardian, child = started_by_another(tmp_path, FAMILY)
+    with owner:
+        grandchild = int(eventually(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text()))
+        os.kill(guardian, signal.SIGKILL)
+        successor = int(owner.stdout.readline())
+        assert successor != guardian and is_alive(successor) and is_alive(child)
+        owner.kill()
+        said = f"process {guardian}, which ends all others if this one is killed, has ended: another is started\n"
+        assert owner.stderr.read() == said
+    assert eventually(lambda: not is_alive(child) and not is_alive(grandchild) and not is_alive(successor))
+
+
+def test_what_is_started_after_the_death_of_the_guardian_is_known_to_the_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(processes, "_GUARD_S", 0)
+    with Children() as children:
+        os.kill(children.guardian, signal.SIGKILL)
+        assert eventually(lambda: not is_alive(children.guardian))
+        child = start(children, tmp_path, "import time; time.sleep(60)")
+        children.look_after()
+        assert is_alive(children.guardian) and is_alive(child.pid)
+    assert capsys.readouterr().err.count("\n") == 1 and child.exit_code == -signal.SIGTERM
+
+
+def test_without_owner_and_guardian_a_process_ends_itself_and_its_own(tmp_path):
+    owner, guardian, child = started_by_another(tmp_path, HOLDS, "do not look")
+    with owner:
+        grandchild = int(eventually(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text()))
+        for pid in (guardian, owner.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not is_alive(child) and not is_alive(grandchild))
+
+
+THREADS = """
+import threading
+from areal_megatron.run import from_command_line
+from_command_line("anything")
+print(*sorted(thread.name for thread in threading.enumerate()))
+"""
+
+
+@pytest.mark.parametrize("started_by_a_launcher", [True, False])
+def test_every_process_that_a_launcher_starts_looks_out_for_its_end(tmp_path, children, started_by_a_launcher):
+    command, log = [sys.executable, "-c", THREADS, "--run", str(tmp_path)], tmp_path / "log"
+    if started_by_a_launcher:
+        children.start("child", command, dict(os.environ), log, set())._process.wait(60)
+    else:
+        log.write_bytes(subprocess.run(command, capture_output=True, timeout=60).stdout)
+    assert log.read_text() == ("MainThread lifeline\n" if started_by_a_launcher else "MainThread\n")
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell pinning from none")
 def test_child_is_pinned_to_its_cores(tmp_path, children):
     core = max(os.sched_getaffinity(0))
