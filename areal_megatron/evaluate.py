@@ -61,13 +61,13 @@ from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
 from launch.engines import slots
+from launch.failure import Failure
 from launch.hosts import Here
 from launch.local import device_of
 from launch.option_check import check_for_device, check_options
 from launch.orders import start_order
 from launch.pools import Process, Slot
 from launch.processes import Child
-from launch.supervise import describe
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.2
@@ -308,15 +308,17 @@ async def serving(config: Config, run: Run) -> AsyncIterator[Engine]:
 async def watch(child: Child, code: int | None = None) -> None:
     """Returns when the process has ended with this exit code; without one it may not end.
 
-    Prints the last lines of its log and raises EngineError if it ends in another way.
+    Prints the last lines of its log and raises EngineError if it ends in another way, ConfigError if it refuses its
+    input.
     """
     while child.exit_code is None:
         await asyncio.sleep(_POLL_S)
     if child.exit_code == code:
         return
-    *last_lines, problem = describe(child).split("\n")
+    failure = Failure.of(child)
+    *last_lines, problem = failure.text.split("\n")
     _say("\n".join(last_lines))
-    raise EngineError(problem.removeprefix("error: "))
+    raise (ConfigError if failure.is_refusal else EngineError)(problem.removeprefix("error: "))
 
 
 async def _progress(engine: Engine, folder: Folder, total: int) -> None:

@@ -5,14 +5,13 @@ The kinds differ in what is read (data/supervised.py) and in what a step learns 
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from areal_megatron import config_file
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.run import Replaced, Run, RunError, from_command_line
+from areal_megatron.run import Run, RunError, from_command_line, one_line
 from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
@@ -55,6 +54,7 @@ def teach(
     progress.finish(stopped=step < config.updates)
 
 
+@one_line()
 def main() -> None:
     guard()
     run, rank = from_command_line("areal_megatron.supervised")
@@ -66,15 +66,11 @@ def main() -> None:
     from areal_megatron.trainer.trainer import Trainer
 
     check_fields.require(config)
-    try:
-        tokenizer = Tokenizer(config.model.path)
-        data = SupervisedData(config, tokenizer, resumed=run.start.checkpoint)
-        with Trainer(config, run, rank, tokenizer.pad_token) as trainer:
-            progress = Progress(config, run, trainer.parallel, data)
-            teach(config, run, trainer, data, Checkpoints(config, run, trainer, progress), progress)
-    except (ConfigError, Replaced, RunError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2 if isinstance(e, ConfigError) else 1)
+    tokenizer = Tokenizer(config.model.path)
+    data = SupervisedData(config, tokenizer, resumed=run.start.checkpoint)
+    with Trainer(config, run, rank, tokenizer.pad_token) as trainer:
+        progress = Progress(config, run, trainer.parallel, data)
+        teach(config, run, trainer, data, Checkpoints(config, run, trainer, progress), progress)
 
 
 if __name__ == "__main__":

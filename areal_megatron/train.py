@@ -6,11 +6,10 @@ most rollout.max_staleness versions behind, and the decoupled objective corrects
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from areal_megatron import config_file
-from areal_megatron.run import Replaced, RunError, from_command_line
+from areal_megatron.run import RunError, from_command_line, one_line
 from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
@@ -51,6 +50,7 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
     experience.finish()
 
 
+@one_line()
 def main() -> None:
     guard()
     run, rank = from_command_line("areal_megatron.train")
@@ -64,14 +64,11 @@ def main() -> None:
     from areal_megatron.weights import Weights
 
     check_fields.require(config)
-    try:
-        with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
-            experience = Experience(trainer, controller)
-            weights = Weights(config, run, trainer, controller)
-            checkpoints = Checkpoints(config, run, trainer, controller)
-            train(trainer, experience, weights, checkpoints, config.updates)
-    except Replaced as e:
-        sys.exit(f"error: {e}")
+    with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
+        experience = Experience(trainer, controller)
+        weights = Weights(config, run, trainer, controller)
+        checkpoints = Checkpoints(config, run, trainer, controller)
+        train(trainer, experience, weights, checkpoints, config.updates)
 
 
 if __name__ == "__main__":

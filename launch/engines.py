@@ -5,8 +5,8 @@
 drained, or it is interrupted; as a Slurm job: `sbatch slurm/add_engines.sh RUN`. With `--address` this machine is at
 another site (docs/sites.md). `drain` lets engines answer the requests that they have and then leave; the launcher that
 started them ends them. `balance` does both, on this machine, as the run needs it (launch/balance.py). Exit code 0: the
-run is over or all are drained, 1: the engines have failed, 2: wrong input, 130: interrupted. Imports neither torch nor
-vllm.
+run is over or all are drained, 1: the engines have failed, 2: wrong input, or a failure that repeats by itself, 130:
+interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,12 +40,13 @@ from areal_megatron.shown import guard
 from launch import gpus, start
 from launch.balance import Balancer
 from launch.elastic import LOOK_S, ask_to_leave, claim, have_some_leave, states_of
+from launch.failure import Failure, Failures
 from launch.health import Health
 from launch.hosts import Here
 from launch.orders import start_order
 from launch.pools import Process, Slot
 from launch.records import LaunchRecord, Pulse, read_record, state_of
-from launch.supervise import Outcome, describe, interrupt
+from launch.supervise import Outcome, interrupt
 
 _POLL_S = 0.5
 _UNREACHED_S = 60.0
@@ -243,6 +245,9 @@ class _Added:
         """Engine that has not left → its place."""
         self._processes: dict[str, Process] = {}
         self._balanced = 0.0
+        self._failures, self._refused = Failures(), False
+        self._ended: dict[str, str] = {}
+        """Why this launcher has ended an engine that has not been started again yet."""
 
     def outcome(self) -> int:
         if self._balancer:
@@ -272,6 +277,8 @@ class _Added:
                 if self._here.by_name[name].exit_code is not None:
                     self._again(name)
             time.sleep(_POLL_S)
+        if self._refused:
+            return Outcome.REFUSED
         return Outcome.FAILED if self._processes.keys() - self._health.drained else Outcome.DONE
 
     def _balance(self) -> None:
@@ -307,14 +314,20 @@ class _Added:
 
     def _end(self, name: str, why: str) -> None:
         if name in self._held and self._here.by_name[name].exit_code is None:
+            self._ended[name] = why
             print(f"{name} {why}: it is ended", flush=True)
             self._here.kill(self._processes[name])
         if name in self._health.drained:
             self._leave(name)
 
     def _again(self, name: str) -> None:
-        print(describe(self._here.by_name[name]), file=sys.stderr, flush=True)
-        if self._restarts:
+        """Starts an engine again that has failed, if that may help."""
+        failure = Failure.of(self._here.by_name[name], self._ended.pop(name, ""))
+        version, served = read_status(self._run).get("version", 0), name in self._health.served
+        failure = replace(failure, repeated=self._failures.repeats(name, failure, version, served))
+        print(failure.text, file=sys.stderr, flush=True)
+        self._refused |= failure.is_final
+        if self._restarts and not failure.is_final:
             self._restarts -= 1
             self._start(name)
         else:

@@ -26,14 +26,23 @@ class Health:
         self.drained: set[str] = set()
         self._back: set[str] = set()
         """Engines that were started again after they had been drained, until the controller sees them serve."""
+        self.served: set[str] = set()
+        """Engines that have held a version since they were started last."""
+        self._before: dict[str, int] = {}
+        """How often an engine had been lost when it was started again and the controller did not know that yet: what it
+        says of the engine until the next loss is about the process before."""
 
     def begin(self, kept: Iterable[str] = ()) -> None:
         """Begins with a new controller, which has lost no engine yet; the engines in `kept` stay alive."""
         self._starts = Counter(list(kept))  # a mapping would be taken for counts
-        self.given_up, self.drained, self._back = set(), set(), set()
+        self.given_up, self.drained, self._back, self._before = set(), set(), set(), {}
 
     def started(self, name: str) -> None:
+        """Notes that an engine is being started, or started again."""
         self._starts[name] += 1
+        self.served.discard(name)
+        self._before.pop(name, None)
+        self._before |= {e.name: e.losses for e in engines_of(read_status(self._run)) if e.name == name and e.serves}
         if name in self.drained:
             self.drained.remove(name)
             self._back.add(name)
@@ -44,6 +53,7 @@ class Health:
             return {}
         self._looked = time.monotonic()
         own = [engine for engine in engines_of(read_status(self._run)) if engine.name in self._starts]
+        self.served |= {e.name for e in own if e.serves and e.losses != self._before.get(e.name)}
         drained = {engine.name for engine in own if engine.state == EngineState.DRAINED}
         self._back &= drained
         self.drained = drained - self._back

@@ -1,8 +1,9 @@
 """Launches a run on this machine: `python -m launch.local CONFIG [key=value …] [--dry-run] [--restarts N]`.
 
 Allocates the pools, starts controller, engines and trainer ranks side by side, shows progress, and ends all of them
-when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, 4: replaced, 75: stopped after
-a checkpoint because SIGUSR1 asked for it, 130: interrupted. Imports neither torch nor vllm.
+when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, or a failure that repeats by
+itself, 4: replaced, 75: stopped after a checkpoint because SIGUSR1 asked for it, 130: interrupted. Imports neither
+torch nor vllm.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class LaunchRecord(msgspec.Struct):
     """When the record was written, in seconds since the epoch."""
     restarts_left: int
     outcome: str
-    """Empty while the run lasts; then how it ended: done, failed, lost, stopped or interrupted."""
+    """Empty while the run lasts; then how it ended: done, failed, refused, lost, replaced, stopped or
+    interrupted."""
     processes: list[ProcessRecord]
 
 

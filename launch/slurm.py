@@ -7,8 +7,8 @@ trainers' nodes and group 1 the engines'.
 SIGUSR1, which `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, makes the run save a
 checkpoint and requeues the job. A job that has lost a node, or whose nodes do not all answer at its start, is requeued
 without a checkpoint; if the launcher's node is lost, by the supervisors of the others (node.py). With resume=auto the
-run then continues where it was. Exit code 0: done, 1: a process failed, 2: wrong input, 4: replaced, 130: cancelled.
-Imports neither torch nor vllm.
+run then continues where it was. Exit code 0: done, 1: a process failed, 2: wrong input, or a failure that repeats by
+itself, 4: replaced, 130: cancelled. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

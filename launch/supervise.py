@@ -11,20 +11,22 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
-from areal_megatron.observe.metrics import read_status
+from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.run import Replaced, is_engine, is_server
 from launch import output, start
 from launch.elastic import Elastic
+from launch.failure import REFUSED, Failure, Failures
 from launch.health import Health
-from launch.hosts import HostError, Hosts
+from launch.hosts import HostError, Hosts, Remote
 from launch.lease import Lease
 from launch.mirrors import Mirrors
 from launch.orders import start_order
 from launch.pools import Process, whole
-from launch.processes import Child, Log
+from launch.processes import Child
 from launch.records import Recorder
 from launch.silence import AwakeClock, Repeater
 from launch.start import Beginning
@@ -43,6 +45,8 @@ class Outcome(enum.IntEnum):
 
     DONE = 0
     FAILED = 1
+    REFUSED = 2
+    """Wrong input, or a failure that repeats by itself: the user has to mend something first."""
     LOST = 3
     """A node, or the connection to it, is gone, and perhaps its processes."""
     REPLACED = 4
@@ -59,14 +63,15 @@ def supervise(
 
     `options` are those of start.parser. The run survives the failure of a process while there are `restarts` left: an
     engine is restarted alone, a trainer rank together with all trainer ranks and the controller, and if the controller
-    itself fails, everything is restarted. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end it
-    at once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
+    itself fails, everything is restarted. What a process refuses, and a failure that repeats by itself (failure.py),
+    ends the run whatever restarts are left. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end
+    it at once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
     """
     output.never_fail()
     lease.guard(hosts.guardian)
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
-    watch, outcome, failure = _Watch(beginning, hosts, options, lease, on_poll), Outcome.FAILED, ""
+    watch, outcome, problem = _Watch(beginning, hosts, options, lease, on_poll), Outcome.FAILED, ""
     try:
         with hosts:
             while (failure := watch.incarnation()) and watch.may_restart(failure):
@@ -76,14 +81,16 @@ def supervise(
         outcome = Outcome.INTERRUPTED
         return outcome
     except (HostError, ConfigError, Replaced) as e:
-        failure = f"{failure}\nerror: {e}".lstrip()
-        outcome = {HostError: Outcome.LOST, ConfigError: Outcome.FAILED, Replaced: Outcome.REPLACED}[type(e)]
+        problem = f"error: {e}"
+        outcome = {HostError: Outcome.LOST, ConfigError: Outcome.REFUSED, Replaced: Outcome.REPLACED}[type(e)]
     else:
-        if not failure:
+        if failure:
+            problem, outcome = failure.text, Outcome.REFUSED if failure.is_final else Outcome.FAILED
+        else:
             outcome = Outcome.STOPPED if _phase(beginning, _LAST_LOOK_S) == "stopped" else Outcome.DONE
     finally:
         watch.close(outcome)
-    print(failure or watch.console.summary(), file=sys.stderr if failure else sys.stdout)
+    print(problem or watch.console.summary(), file=sys.stderr if problem else sys.stdout)
     return outcome
 
 
@@ -103,11 +110,14 @@ class _Watch:
         # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
         self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)
+        self._failures = Failures()
+        self._ended: dict[str, str] = {}
+        """Why this launcher has ended an engine that has not been started again yet."""
         self._mirrors = Mirrors(beginning.run, beginning.config.track.names, lease.number)
 
-    def incarnation(self) -> str:
-        """Starts the processes that are not running. Returns "" when all have ended as they should, or the description
-        of one that failed."""
+    def incarnation(self) -> Failure | None:
+        """Starts the processes that are not running. Returns None when all have ended as they should, or how one has
+        failed."""
         self._health.begin(self._hosts.by_name)
         self._elastic.begin()
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
@@ -118,20 +128,22 @@ class _Watch:
             processes = self._hosts.by_name
             left = self.parts(self._health.drained | self._elastic.resting) | self._hosts.lost
             if failed := _failure(processes, self._hosts, left):
-                said = describe(failed)
-                if self._is_dispensable(failed.name) and self.may_restart(said):
-                    self._end_parts(whole(failed.name))
-                    self._start(whole(failed.name))
-                elif self._elastic.is_dropped(whole(failed.name)):
-                    self.console.note(f"{said}\nthe run goes on without {whole(failed.name)}")
-                    self._end_parts(whole(failed.name))
+                name, alone = whole(failed.name), self._is_dispensable(failed.name)
+                failure = self._failure(failed, alone)
+                if alone and self.may_restart(failure):
+                    self._end_parts(name)
+                    self._start(name)
+                elif self._elastic.is_dropped(name):
+                    self.console.note(f"{failure.text}\nthe run goes on without {name}")
+                    self._end_parts(name)
                 else:
-                    return said
+                    return failure
             if all(c.exit_code == 0 for c in processes.values() if not is_server(c.name)):
-                return ""
+                return None
             self.console.refresh()
             self._mirrors.look()
             self._lease.check()
+            self._lease.guard(self._hosts.guardian)
             self._on_poll()
             for name, why in self._health.to_end().items():
                 self._end(name, why)
@@ -193,13 +205,32 @@ class _Watch:
         """Returns the engines that others have started for this run (launch/engines.py)."""
         return set(self._beginning.run.announced_engines()) - self._processes.keys()
 
-    def may_restart(self, failure: str) -> bool:
-        """Uses up a restart and says so. Returns False if there is none left, or the run is to stop."""
-        if not self._restarts or os.path.exists(self._beginning.run.stop):  # Path.exists raises for a stale handle
+    def may_restart(self, failure: Failure) -> bool:
+        """Uses up a restart and says so. Returns False if it would only fail again, if there is none left, or if the
+        run is to stop."""
+        stop = self._beginning.run.stop
+        if failure.is_final or not self._restarts or os.path.exists(stop):  # Path.exists raises for a stale handle
             return False
         self._restarts -= 1
-        print(f"{failure}\nstarting again, {self._restarts} restarts are left", file=sys.stderr, flush=True)
+        print(f"{failure.text}\nstarting again, {self._restarts} restarts are left", file=sys.stderr, flush=True)
         return True
+
+    def _failure(self, failed: Child | Remote, alone: bool) -> Failure:
+        """Returns how a process has failed, after which it is started again `alone` or with others, if at all."""
+        name = whole(failed.name)
+        failure = Failure.of(failed, self._ended.get(name, ""))
+        whose, served = name if alone else self._processes[name].pool, not alone or name in self._health.served
+        return replace(failure, repeated=self._failures.repeats(whose, failure, self._reached(), served))
+
+    def _reached(self) -> int:
+        """Returns the last version that this incarnation has trained; else the one that it began with."""
+        run = self._beginning.run
+        version, status = run.start.version, read_status(run)
+        if status:  # the process that writes the metrics has begun, and has left out what is done again
+            with suppress(OSError, ValueError):
+                trained = [line["version"] for line in read_metrics(run) if line["kind"] in STEPS]
+                version = max(version, status.get("version", version), *trained[-1:])
+        return version
 
     def close(self, outcome: Outcome) -> None:
         self.console.close()
@@ -213,6 +244,7 @@ class _Watch:
 
     def _start(self, name: str) -> None:
         self._health.started(name)
+        self._ended.pop(name, None)
         process, rendezvous = self._processes[name], f"rendezvous-{name}-{secrets.token_hex(4)}"
         pool = "rollout" if process.pool == "reward" else process.pool  # both run vLLM
         python, shares = self._python.get(pool, ()), self._beginning.plan.memory.shares
@@ -224,6 +256,7 @@ class _Watch:
 
     def _end(self, name: str, why: str) -> None:
         if living := self._living(name):
+            self._ended[name] = why
             print(f"{name} {why}: it is ended", file=sys.stderr, flush=True)
             for part in living:
                 self._hosts.kill(part)
@@ -260,16 +293,16 @@ def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:
     return read_status(beginning.run, patience_s).get("phase")
 
 
-def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collection[str]) -> Child | None:
-    """Returns the process that ended before it should have, if any; of several, rather the one that was killed by a
-    signal than one that failed because of that.
+def _failure(processes: Mapping[str, Child | Remote], hosts: Hosts, left: Collection[str]) -> Child | Remote | None:
+    """Returns the process that ended before it should have, if any; of several, rather one that refused its input or
+    was killed by a signal than one that failed because of that.
 
     `left`: processes of engines that have left the run.
     """
     controller = processes.get("controller")
     over = controller is not None and controller.exit_code == 0
 
-    def bad() -> list[Child]:
+    def bad() -> list[Child | Remote]:
         return [
             c
             for c in processes.values()
@@ -280,13 +313,11 @@ def _failure(processes: Mapping[str, Child | Log], hosts: Hosts, left: Collectio
         return None
     time.sleep(3 * _POLL_S)  # a death makes others fail: give them time, so that the cause is named
     hosts.refresh()
-    return min(bad(), key=lambda c: (c.exit_code == 0, c.exit_code > 0, c.name == "controller", c.last_write))
 
+    def lateness(c: Child | Remote) -> tuple:
+        return c.exit_code != REFUSED, c.exit_code == 0, c.exit_code > 0, c.name == "controller", c.last_write
 
-def describe(child: Child) -> str:
-    code = child.exit_code
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"{child.last_lines()}\nerror: {child.name} {how}; its log: {child.log}"
+    return min(bad(), key=lateness)
 
 
 def interrupt(*_) -> None:

@@ -18,7 +18,7 @@ from areal_megatron.engine import kv_cache
 from areal_megatron.engine.server import own_cores, reserve_port, server_environment, url
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import address, socket_settings
-from areal_megatron.run import from_command_line, reward_engine_name
+from areal_megatron.run import from_command_line, one_line, reward_engine_name
 from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
@@ -62,6 +62,7 @@ def command(config: Config, host: str, port: int) -> list[str]:
     return words
 
 
+@one_line()
 def main() -> None:
     guard()
     run, index = from_command_line("areal_megatron.engine.reward_server")

@@ -38,7 +38,7 @@ from areal_megatron.network import (
     join_address,
     socket_settings,
 )
-from areal_megatron.run import Run, engine_name, from_command_line
+from areal_megatron.run import Run, engine_name, from_command_line, one_line
 from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
@@ -227,6 +227,7 @@ def url(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://{join_address(host, port)}"
 
 
+@one_line()
 def main() -> None:
     guard()
     run, index = from_command_line("areal_megatron.engine.server")

@@ -45,6 +45,11 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     """How often it was lost since the controller started."""
     tokens_per_s: float = 0.0
 
+    @property
+    def serves(self) -> bool:
+        """Whether it holds a version."""
+        return self.version >= 0 and not self.state.gone
+
 
 def engines_of(status: dict[str, Any]) -> list[EngineStatus]:
     """The engines in a status as `read_status` returns it; [] before any serves."""

@@ -1,9 +1,11 @@
-"""What the launcher's loop does while it has to wait."""
+"""What the launcher's loop does while it has to wait, and after failures: with real processes of a few lines."""
 
 import signal
 import sys
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +42,90 @@ def signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+class Scripted(Here):
+    """Runs programs in place of a run's processes, each told how often it was started before."""
+
+    def __init__(self, **programs):
+        super().__init__()
+        self._programs, self.starts = programs, Counter()
+
+    def start(self, order):
+        program = "import os, sys, time, pathlib; n, status = int(sys.argv[1]), pathlib.Path(sys.argv[2]);"
+        command = [sys.executable, "-c", program + self._programs[order.name.partition("-")[0]]]
+        status = Path(order.log).parent.parent / "status.json"
+        order.command, order.cores = [*command, str(self.starts[order.name]), str(status)], []
+        self.starts[order.name] += 1
+        super().start(order)
+
+
+WAIT = "time.sleep(60)"
+
+
+def supervised(tmp_path, hosts, restarts, engines=0):
+    run = Run(tmp_path / "run")
+    run.create()
+    run.begin()
+    names = ["controller", "trainer-0", *(f"engine-{n}" for n in range(engines))]
+    pools = {"engine": "rollout"}
+    processes = (Process(n, pools.get(p := n.partition("-")[0], p), 0, "n", ()) for n in names)
+    config = Config(name="run", updates=1)
+    plan = ClusterPlan(Placement((Node("n", (0,)),), tuple(processes)), plan_memory(config, CONFIG))
+    options = start.parser("launch.local", "").parse_args(["config", f"--restarts={restarts}"])
+    with Lease(run, 90) as lease:
+        return supervise.supervise(Beginning(config, run, plan, None), hosts, options, lease)
+
+
+REFUSES = "print('error: rollout.max_running: 5', flush=True)"
+
+
+@pytest.mark.parametrize("refusing", ["controller", "trainer"])
+def test_what_a_process_refuses_ends_the_run_at_once(tmp_path, signals, capsys, refusing):
+    """It cannot mend itself: restarts are for what can."""
+    hosts = Scripted(**{"controller": WAIT, "trainer": WAIT} | {refusing: f"{REFUSES}; sys.exit(2)"})
+    assert supervised(tmp_path, hosts, restarts=20) == Outcome.REFUSED == 2
+    said = capsys.readouterr().err
+    assert max(hosts.starts.values()) == 1 and said.count("rollout.max_running: 5") == 1 and said.count("\n") == 1
+    assert read_record(Run(tmp_path / "run")).outcome == "refused"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise ValueError(f'heads of 16, at {id(sys):#x} after {time.time()} s')",
+        "print(n, flush=True); os.abort()",
+        "sys.exit(1)",
+    ],
+)
+def test_a_failure_that_repeats_by_itself_ends_the_run_after_two_tries(tmp_path, signals, capsys, program):
+    hosts = Scripted(controller=WAIT, trainer=program)
+    assert supervised(tmp_path, hosts, restarts=20) == Outcome.REFUSED
+    assert hosts.starts["trainer-0"] == 2
+    assert "twice in the same way and at the same point" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_engine_that_fails_by_itself_is_started_twice_whatever_others_train(tmp_path, signals, capsys):
+    counts = "import json\nfor i in range(600): status.write_text(json.dumps(dict(phase='training', version=i)));"
+    dies = "time.sleep(1); raise RuntimeError('head_dim=16')"
+    hosts = Scripted(controller=f"{counts} time.sleep(0.1)", trainer=WAIT, engine=dies)
+    assert supervised(tmp_path, hosts, restarts=20, engines=1) == Outcome.REFUSED
+    assert hosts.starts == {"controller": 1, "trainer-0": 1, "engine-0": 2}
+    assert "engine-0 ended with exit code 1: RuntimeError: head_dim=16" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "os.kill(os.getpid(), 9)",  # as from outside
+        "status.write_text('{\"version\": %d}' % n); raise ValueError('once in a while')",  # after progress
+        "raise [ValueError, KeyError][n % 2]('in turns')",
+    ],
+)
+def test_other_failures_use_up_their_restarts(tmp_path, signals, program):
+    hosts = Scripted(controller=WAIT, trainer=program)
+    assert supervised(tmp_path, hosts, restarts=3) == Outcome.FAILED == 1
+    assert hosts.starts["trainer-0"] == 4
 
 
 def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
