@@ -33,5 +33,6 @@ class Rarely(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != self._level:
             return True
-        self._counts[record.msg] = self._counts.get(record.msg, 0) + 1
-        return worth_a_line(self._counts[record.msg])
+        kind = str(record.msg).partition("\n")[0]  # asyncio has what it was about in the lines below
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        return worth_a_line(self._counts[kind])

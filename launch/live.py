@@ -9,10 +9,10 @@ read when somebody opens them, one batch at a time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -27,12 +27,13 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from areal_megatron import config_file, hub
+from areal_megatron import config_file, descriptors, hub
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import decoder
-from areal_megatron.network import address
+from areal_megatron.http_server import HttpServer
+from areal_megatron.network import address, backlog
 from areal_megatron.observe.figures import HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.run import Run
@@ -390,36 +391,46 @@ class Page:
     """The server of the page."""
 
     def __init__(self, run: Run, token: str):
-        self.watched, self.browser = Watched(run), Browser(run)
+        self.watched, self.browser, self.server = Watched(run), Browser(run), HttpServer(self.answer)
+        self._files = {path: Path(__file__).with_name(name).read_bytes() for path, (name, _) in _FILES.items()}
+        self._routes = {
+            "/api/overview": self._overview,
+            "/api/curves": self._curves,
+            "/api/trajectories": self._trajectories,
+            "/api/trajectory": self._trajectory,
+        }
         self._expected = f"Bearer {token}".encode()
         self._looking: asyncio.Task | None = None
         self._looked_at = float("-inf")
         self._reading = asyncio.Lock()
 
-    def application(self) -> web.Application:
-        made = web.Application(middlewares=[self._guard], client_max_size=1)
-        for path, (name, kind) in _FILES.items():
-            made.router.add_get(path, _file(Path(__file__).with_name(name).read_bytes(), kind))
-        made.router.add_get("/api/overview", self._overview)
-        made.router.add_get("/api/curves", self._curves)
-        made.router.add_get("/api/trajectories", self._trajectories)
-        made.router.add_get("/api/trajectory", self._trajectory)
-        return made
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
-        if request.path in _FILES or self._is_authentic(request):
-            try:
-                response = await handler(request)
-            except web.HTTPException as e:
-                response = _answer({"error": e.reason}, e.status)
-        else:
-            response = _answer({"error": "this address asks for the token of the page"}, 401)
-            response.force_close()
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if known := self._is_authentic(request):
+            self.server.welcome(request)
+        try:
+            response = await self._respond(request, known)
+        except web.HTTPException as e:
+            response = _answer({"error": e.reason}, e.status)
+        if not known:
+            response.force_close()  # who wants more of what anybody may see connects again
         response.headers.update(_HEADERS)
         return response
 
-    def _is_authentic(self, request: web.Request) -> bool:
+    async def _respond(self, request: web.BaseRequest, known: bool) -> web.StreamResponse:
+        path = request.path
+        if not known and path not in _FILES:
+            refusal = _answer({"error": "this address asks for the token of the page"}, 401)
+            return self.server.refused(f"{path} from {request.remote}, without the token of the page", refusal)
+        if path not in _FILES and path not in self._routes:
+            raise web.HTTPNotFound
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
+        return self._file(path) if path in _FILES else await self._routes[path](request)
+
+    def _file(self, path: str) -> web.Response:
+        return web.Response(body=self._files[path], content_type=_FILES[path][1], charset="utf-8")
+
+    def _is_authentic(self, request: web.BaseRequest) -> bool:
         given = request.headers.getall("Authorization", [])
         return len(given) == 1 and hmac.compare_digest(given[0].encode(errors="surrogateescape"), self._expected)
 
@@ -437,21 +448,21 @@ class Page:
         finally:
             self._looked_at, self._looking = time.monotonic(), None
 
-    async def _overview(self, request: web.Request) -> web.Response:
+    async def _overview(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
         return _answer(self.watched.overview())
 
-    async def _curves(self, request: web.Request) -> web.Response:
+    async def _curves(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
         response = web.Response(body=self.watched.curves() or b"{}", content_type="application/json")
         response.enable_compression()
         return response
 
-    async def _trajectories(self, request: web.Request) -> web.Response:
+    async def _trajectories(self, request: web.BaseRequest) -> web.Response:
         batch, first = _number(request, "batch", None), _number(request, "from", 0)
         return await self._browse(self.browser.page, batch, first, request.query.get("only", ""))
 
-    async def _trajectory(self, request: web.Request) -> web.Response:
+    async def _trajectory(self, request: web.BaseRequest) -> web.Response:
         places = (_number(request, name, 0) for name in ("batch", "index", "from"))
         return await self._browse(self.browser.trajectory, *places)
 
@@ -486,20 +497,13 @@ def _visible(found: Any) -> Any:
     return [_visible(value) for value in found] if isinstance(found, list | tuple) else found
 
 
-def _number(request: web.Request, name: str, default: int | None) -> int | None:
+def _number(request: web.BaseRequest, name: str, default: int | None) -> int | None:
     text = request.query.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise web.HTTPBadRequest(reason=f"{name}: no number")
     return int(text)
-
-
-def _file(content: bytes, kind: str):
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=content, content_type=kind, charset="utf-8")
-
-    return answer
 
 
 def token_of(run: Run) -> str:
@@ -513,15 +517,24 @@ def token_of(run: Run) -> str:
 def serve(run: Run, host: str, port: int) -> None:
     """Serves the page until SIGINT or SIGTERM, and prints its address. Raises ConfigError if it cannot listen."""
     own, token = address(host), token_of(run)
+    descriptors.raise_limit()
     listening = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((own, port))
-        listening.listen()  # before its address is known to anybody
+        listening.listen(backlog())  # before its address is known to anybody
     except OSError as e:
         raise ConfigError(f"--port: {port} of {own} cannot be listened on: {e.strerror}; choose another") from None
     shown = f"[{own}]" if ":" in own else own
     print(f"http://{shown}:{listening.getsockname()[1]}/#{token}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        web.run_app(Page(run, token).application(), sock=listening, print=None, access_log=None, shutdown_timeout=1.0)
+    asyncio.run(_serve(Page(run, token), listening))
     print("ended", file=sys.stderr)
+
+
+async def _serve(page: Page, listening: socket.socket) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    await page.server.start(listening)
+    await ended.wait()
+    await page.server.close()

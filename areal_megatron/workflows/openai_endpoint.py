@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,8 +24,8 @@ from aiohttp import web
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.errors import Rarely, printable, worth_a_line
-from areal_megatron.network import KEEP_ALIVE_S, Strangers, backlog
+from areal_megatron.http_server import HttpServer
+from areal_megatron.network import backlog
 from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
 from areal_megatron.workflows.openai_messages import (
     AnsweredCall,
@@ -38,8 +39,6 @@ from areal_megatron.workflows.openai_messages import (
 from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
-_http_log = logging.getLogger(f"{__name__}.http")
-_http_log.addFilter(Rarely(logging.ERROR))  # each malformed request is an error with a traceback to aiohttp
 MODEL = "policy"
 _TOO_LONG = "context_length_exceeded"
 _BODY_BYTES = 16 << 20
@@ -59,37 +58,25 @@ class _Session:
     running: set[asyncio.Task] = field(default_factory=set)
 
 
-class _Server(web.Server):
-    """aiohttp's server, which closes the connections of strangers."""
-
-    def __init__(self, *args: Any, **settings: Any):
-        super().__init__(*args, **settings)
-        self.strangers = Strangers()
-
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        self.strangers.add(handler, transport)
-
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        self.strangers.discard(handler)
-        super().connection_lost(handler, exc)
-
-
 class OpenAIEndpoint:
     """An HTTP server that listens from the first `serve` to `close`, on a port that the system chooses."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._sessions: dict[str, _Session] = {}
-        self._runner: web.ServerRunner | None = None
+        self._server = HttpServer(self._serve_request)
+        self._url = ""
         self._starting = asyncio.Lock()
-        self.refused = 0
+
+    @property
+    def refused(self) -> int:
         """The number of calls without a valid key or with a malformed body."""
+        return self._server.refusals
 
     @asynccontextmanager
     async def serve(self, episode: Episode) -> AsyncIterator[Api]:
         """Serves the model to the episode's agent. At the end, calls that are still running are cancelled."""
-        url, key = await self._url(), secrets.token_urlsafe(24)
+        url, key = await self._started(), secrets.token_urlsafe(24)
         longest_text = episode.longest_sequence * self._longest_token
         session = self._sessions[key] = _Session(episode, self._tokenizer, longest_text)
         try:
@@ -100,21 +87,16 @@ class OpenAIEndpoint:
                 task.cancel()
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.close()
 
-    async def _url(self) -> str:
+    async def _started(self) -> str:
+        """Returns the address of the endpoint, which listens from now on."""
         async with self._starting:
-            if self._runner is None:
-                settings = {"access_log": None, "logger": _http_log, "keepalive_timeout": KEEP_ALIVE_S}
-                server = _Server(self._serve_request, **settings)
-                runner = web.ServerRunner(server, shutdown_timeout=1.0)
-                await runner.setup()
+            if not self._url:
                 self._longest_token = await asyncio.to_thread(self._tokenizer.longest_token)
-                await web.TCPSite(runner, "127.0.0.1", 0, backlog=backlog()).start()
-                self._runner = runner
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}/v1"
+                await self._server.start(socket.create_server(("127.0.0.1", 0), backlog=backlog()))
+                self._url = f"http://127.0.0.1:{self._server.port}/v1"
+        return self._url
 
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -123,7 +105,7 @@ class OpenAIEndpoint:
             refusal = self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
             refusal.force_close()
             return refusal
-        self._runner.server.strangers.discard(request.protocol)
+        self._server.welcome(request)
         if (request.method, request.path) == ("POST", "/v1/chat/completions"):
             return await self._complete(session, request)
         if (request.method, request.path) == ("GET", "/v1/models"):
@@ -149,10 +131,7 @@ class OpenAIEndpoint:
         return await _stream(request, reply) if call.stream else web.json_response(reply)
 
     def _refuse(self, status: int, message: str, code: str) -> web.Response:
-        self.refused += 1
-        if worth_a_line(self.refused):
-            log.warning("refused call %d of an agent: %s", self.refused, printable(message))
-        return _error(status, message, code)
+        return self._server.refused(f"a call of an agent: {message}", _error(status, message, code))
 
 
 async def _body(request: web.BaseRequest, most: int) -> bytes:

@@ -1,10 +1,11 @@
 """Servers as a run has them, each in a process of its own that may open few descriptors, for tests with strangers.
 
-    python -m tests.support.listeners engine|site|agents FOLDER
+    python -m tests.support.listeners engine|site|agents|page FOLDER
 
 `engine` is uvicorn with the options, middleware and event loop of an engine, around a stand-in for vLLM's routes;
 `site` is one of an engine at another site, with the credentials site.pem in the folder; `agents` is the endpoint of an
-episode. Writes address and secret as one line; ends when its stdin does.
+episode; `page` is the live page of a run. Writes the address of a route and its secret as one line; ends when its stdin
+does.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class Listener:
     def __init__(self, process, log, address, secret):
         self.process, self._log, self.secret = psutil.Process(process.pid), log, secret
         self.host, self.port = urlsplit(address).hostname, urlsplit(address).port
-        self.path = urlsplit(address).path + "/models"
+        self.path = urlsplit(address).path
 
     @property
     def log(self):
@@ -91,7 +92,7 @@ async def engine(folder, told, scheme="http"):
     config = uvicorn.Config(app, access_log=False, timeout_keep_alive=network.KEEP_ALIVE_S, **uvicorn_options())
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    print(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", SECRET, flush=True)
+    print(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/models", SECRET, flush=True)
     await told.wait()
     server.should_exit = True
     await serving
@@ -102,11 +103,22 @@ async def agents(folder, told):
 
     async def workflow(episode):
         async with episode.openai() as api:
-            print(api.url, api.key, flush=True)
+            print(f"{api.url}/models", api.key, flush=True)
             with episode.busy():
                 await told.wait()
 
     await World(folder / "model", workflow, lambda *_: "right").sample()
+
+
+async def page(folder, told):
+    from areal_megatron.run import Run
+    from launch.live import Page
+
+    page = Page(Run(folder / "run"), SECRET)
+    await page.server.start(socket.create_server(("127.0.0.1", 0), backlog=network.backlog()))
+    print(f"http://127.0.0.1:{page.server.port}/api/overview", SECRET, flush=True)
+    await told.wait()
+    await page.server.close()
 
 
 async def main(kind, folder):
@@ -117,11 +129,11 @@ async def main(kind, folder):
         loop.call_soon_threadsafe(told.set)
 
     threading.Thread(target=wait, daemon=True).start()
-    await {"engine": engine, "site": site, "agents": agents}[kind](folder, told)
+    await {"engine": engine, "site": site, "agents": agents, "page": page}[kind](folder, told)
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     network.STRANGER_S = STRANGER_S
-    run = {"engine": uvloop.run, "site": uvloop.run, "agents": asyncio.run}[sys.argv[1]]
+    run = {"engine": uvloop.run, "site": uvloop.run, "agents": asyncio.run, "page": asyncio.run}[sys.argv[1]]
     run(main(sys.argv[1], Path(sys.argv[2])))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import itertools
+import logging
 import random
 import socket
 import statistics
@@ -13,12 +14,13 @@ import time
 import pytest
 
 from areal_megatron.credentials import Credentials, new_credentials
+from areal_megatron.errors import Rarely
 from tests.support.listeners import DESCRIPTORS, STRANGER_S, listening
 
 RANDOM, CRAFTED, SILENT = 5000, 500, 1000
 
 
-@pytest.fixture(params=["engine", "agents"])
+@pytest.fixture(params=["engine", "agents", "page"])
 def listener(request, tmp_path):
     with listening(request.param, tmp_path) as listener:
         yield listener
@@ -215,3 +217,12 @@ def test_a_connection_that_says_too_little_is_closed(listener, said):
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
         assert time.monotonic() - started > STRANGER_S - 0.5
+
+
+def test_a_kind_of_error_gets_few_lines_whatever_each_was_about(caplog):
+    """As asyncio tells of connections that it cannot accept: what is below the first line differs."""
+    log = logging.getLogger("test_strangers")
+    log.addFilter(Rarely(logging.ERROR))
+    for number in range(5000):
+        log.error(f"socket.accept() out of system resource\nsocket: <TransportSocket fd={number}>")
+    assert len(caplog.records) == 15

@@ -4,18 +4,23 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
+from statistics import median
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
-from areal_megatron import config_file
+from areal_megatron import config_file, descriptors
 from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
@@ -83,13 +88,14 @@ def show(run, version, phase="training"):
 
 
 @contextlib.contextmanager
-def served(folder, *options):
-    """Yields the address that `launch.status --web` prints."""
+def served(folder, *options, stderr=subprocess.PIPE):
+    """Yields the address that `launch.status --web` prints. Few files may be open, until it asks for more."""
+    limits = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     command = [sys.executable, "-m", "launch.status", str(folder), "--web", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=limits) as process:
         try:
             address = process.stdout.readline().strip()
-            assert address.startswith("http"), process.stderr.read()
+            assert address.startswith("http"), process.stderr and process.stderr.read()
             yield address
         finally:
             process.terminate()
@@ -326,6 +332,29 @@ def test_many_who_look_cost_one_look(tmp_path, model):  # noqa: F811
         return len(looks)
 
     assert asyncio.run(look()) <= 2
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX-Half: ", b"GET /live.js HTTP/1.1\r\nHost: x\r\n\r\n" * 30])
+def test_strangers_who_stay_hold_up_nobody(tmp_path, model, said):  # noqa: F811
+    """2,000 who say nothing, half a header, or ask for much and read none of it, at a page as a login node has it."""
+    if descriptors.raise_limit() < 4096:
+        pytest.skip("this process may not open 2,000 connections")
+    run, metrics, _ = make(tmp_path, model)
+    metrics.close()
+    errors = tmp_path / "errors"
+    with errors.open("wb") as log, served(run.folder, stderr=log) as page, contextlib.ExitStack() as strangers:
+        address, _, token = page.partition("#")
+        place = urlsplit(address).hostname, urlsplit(address).port
+        waits = []
+        for number in range(2000):
+            stranger = strangers.enter_context(socket.create_connection(place, 10))
+            stranger.sendall(said)
+            if number % 100 == 99:
+                began = time.monotonic()
+                assert ask(address, "api/overview", token)[0] == 200
+                waits.append(time.monotonic() - began)
+        assert median(waits) < 1 and max(waits) < 5, waits
+    assert errors.stat().st_size < 10_000
 
 
 def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypatch):  # noqa: F811
