@@ -111,6 +111,17 @@ def add_data(hub, folder):
         for name, rows in coder.items()
     }
     hub.dataset("agentica-org/DeepCoder-Preview-Dataset", {"README.md": CARD, **files})
+    filtered = [
+        {
+            "prompt": f"<｜User｜>b {n} train<｜Assistant｜><think>\n",
+            "task": "code",
+            "query_id": str(n),
+            "input_output": TESTS,
+        }
+        for n in range(8)
+    ]
+    others = {"code_benchmark/lcb_v5/test.jsonl": "{}", "code_benchmark/codeforces/test.jsonl": "{}"}
+    hub.dataset("inclusionAI/AReaL-boba-2-RL-Code", {"README.md": "", "train/train.jsonl": jsonl(filtered), **others})
 
 
 @pytest.fixture(scope="module")

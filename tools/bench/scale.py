@@ -42,7 +42,7 @@ MODELS = {
     "1.5B": ("r1_1.5b", "DeepSeek-R1-Distill-Qwen-1.5B"),
     "7B": ("r1_7b", "DeepSeek-R1-Distill-Qwen-7B"),
     "32B": ("r1_32b", "DeepSeek-R1-Distill-Qwen-32B"),
-    "235B": ("qwen3_235b", "Qwen3-235B-A22B"),
+    "235B": ("qwen3_235b", "Qwen3-235B-A22B-Thinking-2507"),
     "671B": ("deepseek_v3", "DeepSeek-V3"),
 }
 """Name → a config and a folder of configs/models."""

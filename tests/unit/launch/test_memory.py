@@ -41,8 +41,11 @@ from launch.memory.parts import GIB
 from launch.memory.trainer import held, published_memory, stage_memory, trainer_memory
 
 ROOT = Path(__file__).resolve().parents[3]
-HF = {name: read_config(ROOT / "configs/models" / name) for name in ("Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")}
-DENSE, EXPERTS = HF["Qwen2.5-32B"], HF["Qwen3-235B-A22B"]
+HF = {
+    name: read_config(ROOT / "configs/models" / name)
+    for name in ("Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B-Thinking-2507")
+}
+DENSE, EXPERTS = HF["Qwen2.5-32B"], HF["Qwen3-235B-A22B-Thinking-2507"]
 CLASSES = {"Qwen2ForCausalLM": transformers.Qwen2Config, "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig}
 CLUSTER = [
     "configs/tiny_cpu.yaml",

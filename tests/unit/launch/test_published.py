@@ -92,7 +92,7 @@ PARAMETERS = {
     "Qwen3-8B": 8.191,
     "Qwen3-14B": 14.768,
     "Qwen3-32B": 32.762,
-    "Qwen3-235B-A22B": 235.094,
+    "Qwen3-235B-A22B-Thinking-2507": 235.094,
 }
 """Billions, counted in the published checkpoints."""
 
@@ -160,6 +160,53 @@ def test_hyper_parameters_are_the_published_ones(run):
     )
     assert found == published
     assert (p.objective, config.reward.wrong, config.reward.right) == ("decoupled", -5.0, 5.0)
+
+
+BOBA_106K = "hf://datasets/inclusionAI/AReaL-boba-Data/AReaL-boba-106k.jsonl"
+DEEPCODER = "agentica-org/DeepCoder-Preview-Dataset"
+BOBA2_CODE = "hf://datasets/inclusionAI/AReaL-boba-2-RL-Code/train/train.jsonl"
+SOURCES = {
+    # base that was trained, data sets that are trained and evaluated here
+    "r1_1.5b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", {BOBA_106K}, "HuggingFaceH4/aime_2024"),
+    "r1_7b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", {BOBA_106K}, "HuggingFaceH4/aime_2024"),
+    "r1_14b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", {DEEPCODER}, DEEPCODER),
+    "r1_32b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", {DEEPCODER}, DEEPCODER),
+    "qwen3_8b": ("Qwen/Qwen3-8B", {BOBA2_CODE}, DEEPCODER),
+    "qwen3_14b": ("Qwen/Qwen3-14B", {BOBA2_CODE}, DEEPCODER),
+    "qwen3_32b": ("Qwen/Qwen3-32B", {BOBA2_CODE}, DEEPCODER),
+    "qwen3_235b": ("Qwen/Qwen3-235B-A22B-Thinking-2507", {"zhuzilin/dapo-math-17k"}, "zhuzilin/aime-2024"),
+}
+NAMED = {
+    BOBA_106K: "AReaL-boba-106k",
+    DEEPCODER: "DeepCoder",
+    BOBA2_CODE: "AReaL-boba-2-RL-Code",
+    "zhuzilin/dapo-math-17k": "DAPO-Math-17k",
+    "HuggingFaceH4/aime_2024": "AIME24",
+    "zhuzilin/aime-2024": "AIME24",
+}
+"""What the docs call them."""
+
+
+def name_of(source):
+    """Returns the name of the data set, or of the file where a repository holds several."""
+    return source if source.startswith("hf://") else source.strip().partition(":")[0]
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_the_docs_say_which_base_and_data_a_config_has_and_what_differs(run):
+    config = config_file.load(ROOT / "configs" / f"{run}.yaml")
+    train = {name_of(source) for source in config.data.train.split(",")}
+    assert (config.model.path, train, name_of(config.data.eval)) == SOURCES[run]
+    page = (ROOT / "docs/published_runs.md").read_text()
+    (row, *_) = (line for line in page.splitlines() if re.match(rf"\| (`\S+`, )*`{run}`(, `\S+`)* \|", line))
+    _, _, data, differs = (cell.strip() for cell in row.strip("|").split("|"))
+    trained, _, evaluated = data.partition("; ")
+    assert trained == ", ".join(NAMED[name] for name in train) and NAMED[SOURCES[run][2]] in evaluated
+    assert differs, "none of them is the published run in all"
+    if PUBLISHED[run].engines == "":
+        assert "layout" in differs or "stand-in" in differs
+    if run == "qwen3_235b":
+        assert "single-turn stand-in" in differs and f"base, {config.model.path.partition('/')[2]}," in page
 
 
 @pytest.mark.parametrize("run", PUBLISHED)

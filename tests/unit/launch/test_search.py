@@ -196,7 +196,7 @@ def test_checkpoints_of_runs_without_failures_and_of_hopeless_ones():
 
 
 R1 = f"model.path={ROOT}/configs/models/{MODELS['r1_1.5b']}"
-LARGE = f"model.path={ROOT}/configs/models/Qwen3-235B-A22B"
+LARGE = f"model.path={ROOT}/configs/models/Qwen3-235B-A22B-Thinking-2507"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = [
-    "model.path=configs/models/Qwen3-235B-A22B",
+    "model.path=configs/models/Qwen3-235B-A22B-Thinking-2507",
     "model.dtype=bfloat16",
     "trainer.tp=4",
     "trainer.pp=4",
