@@ -80,7 +80,7 @@ class OfflineEvaluation:
     def __init__(self, options: argparse.Namespace):
         self.config = config_of(options)
         self.config.machine.device = device_of(self.config)
-        self.tokenizer = Tokenizer(options.model)
+        self.tokenizer = Tokenizer(options.model, untried=True)
         self.prompts = read_prompts(self.config, "eval", self.tokenizer)
         self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
         check_model(self.config, trains=False)

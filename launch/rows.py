@@ -33,7 +33,7 @@ _LONGEST = 2000
 def shown(config: Config, key: str, count: int) -> Iterator[str]:
     """Yields the text of the first `count` rows of data.train or data.eval (`key`), then what is left out. Raises
     ConfigError."""
-    tokenizer, left_out = Tokenizer(config.model.path), LeftOut.none()
+    tokenizer, left_out = Tokenizer(config.model.path, untried=True), LeftOut.none()
     if config.is_supervised:
         items = read_items(config, key, tokenizer)
         names = ("tokens",) if config.mode == "sft" else ("chosen", "rejected")

@@ -19,9 +19,11 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import files
 from areal_megatron.data.check import check_data
-from areal_megatron.data.dumps import recorded
+from areal_megatron.data.dumps import check_tokens, recorded
+from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.model_check import check_model, check_published
+from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
@@ -230,7 +232,7 @@ def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
 
 def _check_description(folder: str) -> None:
     check_published(folder)
-    Tokenizer(folder)
+    Tokenizer(folder, untried=True)
 
 
 def check_input(config: Config, weights: bool = True) -> None:
@@ -241,7 +243,7 @@ def check_input(config: Config, weights: bool = True) -> None:
         check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
     for own in config.by_environment() if config.mode == "rl" else ():
         if own.reward.of_model:
-            Tokenizer(own.reward.model)
+            Tokenizer(own.reward.model, untried=True)
         else:
             load_function(own.reward.function, own.reward.timeout_s)
         if own.reward.group_function:
@@ -254,7 +256,8 @@ def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) 
     folder = Path(config.data.train)
     if folder.absolute().is_relative_to(run.folder):
         raise ConfigError(f"name: {config.name} is the run whose batches are replayed; choose another name=…")
-    recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)
+    first = recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)[0]
+    check_tokens(read_dump(first), first, read_config(config.model.path)["vocab_size"])
 
 
 def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = ()) -> None:

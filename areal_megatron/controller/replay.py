@@ -7,6 +7,7 @@ the same as in that run, bit for bit.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from areal_megatron.config import Config
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.service import Refusal, Service
-from areal_megatron.data.dumps import Dump, read, recorded
+from areal_megatron.data.dumps import Dump, check_tokens, read, recorded
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
@@ -43,16 +44,17 @@ _STATUS_S = 0.5
 class Recording:
     """Stands in for a schedule: the only group of a batch is its dump."""
 
-    def __init__(self, files: Sequence[Path], version: int):
-        self.version = version
+    def __init__(self, files: Sequence[Path], version: int, vocabulary: float = math.inf):
+        self.version, self._vocabulary = version, vocabulary
         self.left = deque(files)
 
     def form_batch(self) -> list[Dump] | None:
-        """Returns the next dump. Raises ConfigError for a file that holds no batch, RunError for another version than
-        the trainers'."""
+        """Returns the next dump. Raises ConfigError for a file that holds no batch, or a token that the model does not
+        have; RunError for another version than the trainers'."""
         if not self.left:
             return None
         dump = read(path := self.left.popleft())
+        check_tokens(dump, path, self._vocabulary)
         if dump.version != self.version:
             raise RunError(
                 f"{path} trained version {dump.version}, but the replay is at version {self.version}: an update "
@@ -84,8 +86,9 @@ class Replay:
         self.config, self.run = config, run
         start = run.start
         files = recorded(Path(config.data.train), start.batches, config.batch_size)
-        self._recording = Recording(files, start.version)
-        flops = SequenceFlops.of(read_config(config.model.path))
+        described = read_config(config.model.path)
+        self._recording = Recording(files, start.version, described["vocab_size"])
+        flops = SequenceFlops.of(described)
         self._batches = Batches(config, self._recording, _trajectories, flops, start.batches)
         self._service = Service(address(config.machine.host), run.keys, self._handle)
         self._metrics, self._status = MetricsWriter(run), StatusWriter(run)

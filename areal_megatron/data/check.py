@@ -35,7 +35,9 @@ def check_data(
     `say` is told, in a line each, of what does not stop a run, and of the progress. `problems_of`: see
     ProblemsOf.
     """
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = Tokenizer(config.model.path, untried=True)
+    for line in tokenizer.check():
+        say(f"warning: model.path: {line}")
     if config.is_supervised:
         _check_supervised(config, tokenizer, say)
         return
@@ -43,6 +45,7 @@ def check_data(
         tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
     _check_weights(config)
     train = _read(config, "train", tokenizer, problems_of, say)
+    _check_reward_models(config, train)
     cursor(config, train)
     _check_pass_rates(config, train)
     _check_environments(config, train)
@@ -56,6 +59,16 @@ def check_data(
         )
     if held_out:
         _check_overlap(config, compare(train, held_out, say), held_out, say)
+
+
+def _check_reward_models(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError if a reward model cannot read a prompt that it is to score answers to."""
+    for number, own in enumerate(config.by_environment()):
+        if own.reward.of_model:
+            asked = [prompt for prompt in prompts if prompt.environment == number]
+            reader = Tokenizer(own.reward.model, untried=True)
+            reader.check()
+            reader.prompts([prompt.text for prompt in asked], [prompt.where for prompt in asked])
 
 
 def _check_weights(config: Config) -> None:
@@ -96,6 +109,8 @@ def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str],
     _check_weights(config)
     train = read_items(config, "train", tokenizer)
     cursor(config, train)
+    if config.mode == "reward_model":
+        _ = tokenizer.pad_token  # which its export names
     if config.data.eval:
         held_out = read_items(config, "eval", tokenizer)
         _check_overlap(config, compare(train, held_out, say), held_out, say)

@@ -57,6 +57,18 @@ def read(path: Path, decode: Callable[[bytes], Content] = _decode) -> Content:
         raise ConfigError(f"{path}: no dump of a batch: {e}") from None
 
 
+def check_tokens(dump: Dump, path: Path, vocabulary: float) -> None:
+    """Raises ConfigError, which names the file and the trajectory, for a token that a model of `vocabulary` tokens does
+    not have."""
+    for one in dump.trajectories:
+        largest = max((int(part.max()) for part in (one.prompt, one.response) if len(part)), default=0)
+        if largest >= vocabulary:
+            raise ConfigError(
+                f"{path}: trajectory {one.uid} has token {largest}, but the model of model.path has vocab_size="
+                f"{vocabulary}: replay it with the model that sampled it, or one of the same tokenizer"
+            )
+
+
 def dumped(folder: Path) -> dict[int, Path]:
     """Returns the file of each batch by its number, in ascending order. Raises ConfigError if there is none."""
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else ()

@@ -44,8 +44,9 @@ def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
     """
     found = list(records(text))
     read = [read_pair(record.row, record.where) for record in found]
-    prompts = tokenizer.prompts([prompt for prompt, _, _ in read], [record.where for record in found])
-    chosen, rejected = (tokenizer.responses([each[answer] for each in read]) for answer in (1, 2))
+    places = [record.where for record in found]
+    prompts = tokenizer.prompts([prompt for prompt, _, _ in read], places)
+    chosen, rejected = (tokenizer.responses([each[answer] for each in read], prompts, places) for answer in (1, 2))
     pairs = [
         Pair(
             chosen=np.array([*tokens, *better], np.int32),

@@ -171,8 +171,10 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
     """
     found = list(records(text))
     asked = [prompt_of(record.row, record.where) for record in found]
-    prompts = tokenizer.prompts(asked, [record.where for record in found])
-    responses = tokenizer.responses([field(record.row, "response", (str,), record.where) for record in found])
+    places = [record.where for record in found]
+    prompts = tokenizer.prompts(asked, places)
+    answers = [field(record.row, "response", (str,), record.where) for record in found]
+    responses = tokenizer.responses(answers, prompts, places)
     return [
         Example(
             tokens=np.array([*tokens, *response], np.int32),

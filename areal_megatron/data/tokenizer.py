@@ -1,25 +1,42 @@
 """Text to token ids and back, from a model folder's tokenizer.json.
 
-Imports no torch: the controller, the reward workers and the check of a config on a login node all tokenize. Chat
-templates are rendered by transformers' module for them, which needs no torch either.
+Imports no torch: the controller, the reward workers and the check of a config on a login node all tokenize.
+
+What a folder's files say that has no place in a run is not applied: truncation, padding and dropout, which a tokenizer
+keeps from a call before it was saved. Texts from outside are text, whatever they say (`control_words`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import msgspec
 import tokenizers
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data import chat_template
+from areal_megatron.data.chat_template import ChatTemplate, TemplateRefused
+from areal_megatron.data.control_words import ControlWords, Hidden, any_of, tags
 from areal_megatron.data.formats import Chat
-from areal_megatron.errors import first_line, printable
+from areal_megatron.errors import printable
 from areal_megatron.json_input import parse_json
 
-_ANSWER = "[answer 5f1d80ce]"
-"""Placeholder for an answer whose tokens are known, rendered to find what the template puts after it."""
+_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_TAIL = 64
+"""So many tokens of a prompt are looked at for how it begins the answer."""
+_OPENED = re.compile(r"(?:(?:</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\])\s*)+\Z")
+"""Tags at the end of a prompt: the template begins the answer with them."""
+_MARK = r"<[|｜](?![^<>]*(?:end|eot|eom))[^<>|｜\s]{1,40}[|｜]>|<bos>|<start_of_turn>|\[INST\]|\[gMASK\]"
+_LAST_MARK = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/INST\]"
+"""How other models' templates begin and end a conversation."""
+_NOT_FOLLOWED = {
+    "split_special_tokens": "the template's control words are tokens",
+    "fix_mistral_regex": "tokenizer.json alone says how texts are split; save it with the fix",
+}
 
 
 class Tokenizer:
@@ -34,43 +51,112 @@ class Tokenizer:
         tokenizer.stop_tokens  # [151645, 151643]
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, untried: bool = False):
+        """`untried`: nobody has rendered anything by the folder's chat template before, so that it is tried first, as
+        in `chat_template.tried`."""
         self._folder = Path(folder)
-        file = self._folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(f"model.path: {file} is missing; save the tokenizer as a fast one (save_pretrained)")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as e:  # the library raises bare Exception for a broken file
-            raise ConfigError(f"model.path: {file} is no tokenizer: {e}") from None
         self._settings = self._json("tokenizer_config.json")
-        self._template = self._chat_template()
+        self._described = self._json("config.json")
+        self._tokenizer = self._library()
+        self._special = {name: self._named(name) for name in _NAMES}
+        sources = chat_template.sources(self._folder, self._settings)
+        written = {name: self._special[name] for name in ("bos_token", "eos_token", "pad_token")}
+        if untried and (problem := chat_template.tried(sources, written)):
+            raise ConfigError(f"model.path: {folder}: the chat template cannot be used: {problem}")
+        self._template = ChatTemplate(sources, written, self._folder) if sources else None
+        self._apply_settings()
         self.stop_tokens = self._stop_tokens()
         """Token ids that end an answer, the tokenizer's own end token first."""
 
     def prompts(self, prompts: Sequence[str | Chat], places: Sequence[str] = ()) -> list[list[int]]:
         """Returns the token ids of each prompt.
 
-        Messages are rendered by the model's chat template, and so is a text, as one user message. Without a template a
-        text is tokenized unchanged. Raises ConfigError if the template refuses a prompt, or if a prompt is a list of
-        messages and the model has no template; the error names the prompt by its entry in `places`.
-        """
-        named = zip(prompts, places or [str(self._folder)] * len(prompts), strict=True)
-        if self._template is None:
-            return [encoding.ids for encoding in self._tokenizer.encode_batch([_plain(*prompt) for prompt in named])]
-        chats = [self._as_chat(*prompt) for prompt in named]
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(chats, add_special_tokens=False)]
+        Messages are rendered by the model's chat template, and so is a text, as one user message; what they say is
+        text, control words included. Without a template a text is the whole prompt and tokenized as it is.
 
-    def responses(self, texts: list[str]) -> list[list[int]]:
-        """Returns the token ids of each response, with the end token appended."""
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [[*encoding.ids, self.stop_tokens[0]] for encoding in encodings]
+        Raises ConfigError if the template refuses a prompt, or if a prompt is a list of messages and the model has no
+        template. `places` are the entries of the data by which errors name prompts; with them, prompts that are
+        rendered already are refused, and those with tokens that the model does not have.
+        """
+        named = zip(prompts, places or [""] * len(prompts), strict=True)
+        if self._template is None:
+            self._check_open_end()
+            texts = [_plain(prompt, place or str(self._folder)) for prompt, place in named]
+            found = [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
+        else:
+            found = self._encoded([self._as_chat(prompt, place) for prompt, place in named])
+        for ids, place in zip(found, places, strict=bool(places)):
+            self._check_known(ids, place)
+        return found
+
+    def responses(
+        self, texts: Sequence[str], prompts: Sequence[list[int]] = (), places: Sequence[str] = ()
+    ) -> list[list[int]]:
+        """Returns the token ids of each response, with the end token appended.
+
+        What the template writes too is not repeated: the tags with which the prompt begins the answer, of `prompts`'
+        token ids, and an end token. Control words that only a template writes are text. Raises ConfigError, which names
+        the entry of `places`, as `prompts` does.
+        """
+        may_write = self._answers_may_write(bool(places))
+        found = []
+        for number, text in enumerate(texts):
+            if places and self._template and self._is_rendered(text):
+                raise ConfigError(
+                    f"{places[number]}: the response is rendered by a chat template already: give the answer's text "
+                    "alone"
+                )
+            begun = self.decode(prompts[number][-_TAIL:], special=True) if prompts and self._template else ""
+            hidden = self._control.hide()
+            found.append((hidden(_unrepeated(self._unended(text), begun), but=may_write), hidden))
+        tokens = [[*ids, self.stop_tokens[0]] for ids in self._encoded(found)]
+        for ids, place in zip(tokens, places, strict=bool(places)):
+            self._check_known(ids, place)
+        return tokens
 
     @property
     def pad_token(self) -> int | None:
-        """The token that fills up batches; None if the tokenizer has none, or it ends answers as well."""
-        token = self._tokenizer.token_to_id(self._special("pad_token"))
-        return None if token in self.stop_tokens else token
+        """The token that fills up batches; None if the tokenizer has none, or it ends answers as well. Raises
+        ConfigError if the model does not have it."""
+        token = self._tokenizer.token_to_id(self._special["pad_token"])
+        if token is None or token in self.stop_tokens:
+            return None
+        self._check_known([token], f"model.path: {self._folder / 'tokenizer_config.json'}: pad_token")
+        return token
+
+    def check(self) -> list[str]:
+        """Returns what is worth a line at the launch: settings of the folder that are not followed here. Raises
+        ConfigError if the files do not agree on the numbers of tokens."""
+        file = self._folder / "tokenizer.json"
+        for token in _decode_file(file.read_bytes()).added_tokens:
+            if (number := self._tokenizer.token_to_id(token.content)) != token.id:
+                raise ConfigError(
+                    f"model.path: {file}: {printable(repr(token.content), 60)} has the number {token.id}, but the "
+                    f"library gives it {number}: there are gaps before it, fill them with added tokens"
+                )
+        found = [
+            f"{name}={self._settings[name]!r} of {self._folder / 'tokenizer_config.json'} is not followed: {why}"
+            for name, why in _NOT_FOLLOWED.items()
+            if self._settings.get(name)
+        ]
+        around = self._tokenizer.encode("1").ids
+        for name, at in (("bos_token", 0), ("eos_token", -1)) if self._template is None else ():
+            wanted, token = self._settings.get(f"add_{name}"), self._tokenizer.token_to_id(self._special[name])
+            if type(wanted) is bool and token is not None and around and wanted != (around[at] == token):
+                found.append(
+                    f"add_{name}={wanted} of {self._folder / 'tokenizer_config.json'} is not followed: tokenizer.json "
+                    "alone says what is put around a text"
+                )
+        try:
+            end = self.continuation([{"role": role, "content": "1"} for role in ("user", "assistant", "user")], 1)[:1]
+        except ConfigError:  # it takes one turn only
+            end = []
+        if end and self._template and {*end} & {*self._words.values()} and end[0] not in self.stop_tokens:
+            found.append(
+                f"the chat template of {self._folder} ends answers with {self._tokenizer.id_to_token(end[0])!r}, which "
+                "is no end token (eos_token, generation_config.json): the model's answers go on after it"
+            )
+        return found
 
     def longest_token(self) -> int:
         """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""
@@ -78,7 +164,7 @@ class Tokenizer:
 
     def check_same(self, folder: str | Path, key: str) -> None:
         """Raises ConfigError, which names `key`, if the model of `folder` has other tokens than this one."""
-        own, other = self._tokenizer.get_vocab(), Tokenizer(folder)._tokenizer.get_vocab()
+        own, other = self._tokenizer.get_vocab(), Tokenizer(folder, untried=True)._tokenizer.get_vocab()
         if own == other:
             return
         different = [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]
@@ -89,12 +175,14 @@ class Tokenizer:
         )
 
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
-        """Returns the token ids of a conversation, up to where the model starts its answer.
+        """Returns the token ids of a conversation, up to where the model starts its answer. What the messages say is
+        text, as in `prompts`; but tags that structure answers are tokens in those of the assistant.
 
         Without a chat template the contents of the messages are concatenated. Raises ConfigError if the template
         refuses the messages.
         """
-        return self._ids(self._rendered(messages, tools), special=self._template is None)
+        [ids] = self._encoded([self._rendered(messages, tools)], special=self._template is None)
+        return ids
 
     def continuation(self, messages: Chat, answer: int, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids between the content of messages[answer], an answer of the model, and its next answer.
@@ -102,57 +190,197 @@ class Tokenizer:
         The first one is the end token if the template ends answers with it. Raises ConfigError if the template refuses
         the messages, or does not show the answer exactly once.
         """
-        replaced = [*messages[:answer], {"role": "assistant", "content": _ANSWER}, *messages[answer + 1 :]]
-        _, *after = self._rendered(replaced, tools).split(_ANSWER)
+        hidden = self._control.hide()
+        replaced = [*messages[:answer], {"role": "assistant", "content": hidden.place}, *messages[answer + 1 :]]
+        text, _ = self._rendered(replaced, tools, hidden=hidden)
+        _, *after = text.split(hidden.place)
         if len(after) != 1:
             raise ConfigError(
                 f"the chat template of {self._folder} shows an answer {len(after)} times when another message "
                 "follows it, expected once"
             )
-        return self._ids(after[0], special=False)
-
-    def _ids(self, text: str, special: bool) -> list[int]:
-        # A batch, unlike a single text, is encoded without the interpreter's lock: other threads go on.
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=special)
-        return encoding.ids
-
-    def _rendered(self, messages: Chat, tools: Sequence[Any] | None) -> str:
-        if self._template is None:
-            return "".join(message["content"] for message in messages)
-        return self._as_chat(messages, "messages", tools)
+        [ids] = self._encoded([(after[0], hidden)])
+        return ids
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
-        """Returns the text of the tokens; `special` keeps special tokens in it."""
-        [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=not special)
+        """Returns the text of the tokens, tags and all; without `special`, as an answer: without the tokens at its two
+        ends that begin and end texts or fill them up."""
+        if not special:
+            first = next((at for at, token in enumerate(tokens) if token not in self._edges), len(tokens))
+            last = next((at for at in range(len(tokens), first, -1) if tokens[at - 1] not in self._edges), first)
+            tokens = tokens[first:last]
+        [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
         return text
 
-    def _as_chat(self, prompt: str | Chat, place: str, tools: Sequence[Any] | None = None) -> str:
-        special = {key: self._special(key) for key in ("bos_token", "eos_token", "pad_token")}
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            [text] = _render([messages], self._template, add_generation_prompt=True, tools=tools, **special)
-            return text
-        except Exception as e:  # the template is the model's: it may fail in any way
-            problem = " ".join(str(e).split()) or type(e).__name__
-            raise ConfigError(f"{place}: the chat template of {self._folder} refuses the prompt: {problem}") from None
+    def _encoded(self, texts: Sequence[tuple[str, Hidden]], special: bool = False) -> list[list[int]]:
+        # A batch, unlike a single text, is encoded without the interpreter's lock: other threads go on.
+        clear = [text for text, hidden in texts if not hidden.some]
+        encodings = iter(self._tokenizer.encode_batch(clear, add_special_tokens=special) if clear else ())
+        return [
+            self._control.encode(text, hidden, special) if hidden.some else next(encodings).ids
+            for text, hidden in texts
+        ]
 
-    def _chat_template(self) -> str | None:
-        file = self._folder / "chat_template.jinja"
-        try:
-            source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
-            if isinstance(source, list):  # several named templates
-                source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-            if not source:
-                return None
-            _render([], source)
-        except (jinja2.TemplateError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as e:
+    def _as_chat(self, prompt: str | Chat, place: str) -> tuple[str, Hidden]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if place and any(self._is_rendered(message["content"]) for message in messages):
             raise ConfigError(
-                f"model.path: {self._folder}: the chat template cannot be read: {first_line(e)}"
-            ) from None
-        return source
+                f"{place}: the prompt is rendered by a chat template already, and that of {self._folder} would render "
+                "it again: give the user's text alone, or messages; a model folder without a template takes it as it is"
+            )
+        return self._rendered(messages, place=place)
+
+    def _rendered(
+        self, messages: Chat, tools: Sequence[Any] | None = None, place: str = "", hidden: Hidden | None = None
+    ) -> tuple[str, Hidden]:
+        """Returns the text of a conversation, and what has hidden the control words of its messages."""
+        hidden = hidden or self._control.hide()
+        if self._template is None:
+            return hidden("".join(message["content"] for message in messages)), hidden
+        may_write = {"assistant": self._answers_may_write(bool(place))}
+        others = self._beyond if place else set()
+        shown = [hidden(message, but=may_write.get(message.get("role"), others)) for message in messages]
+        try:
+            return self._template.render(shown, hidden(tools)), hidden
+        except TemplateRefused as e:
+            problem = f"the chat template of {self._folder} refuses the prompt: {e}"
+            raise ConfigError(f"{place or 'messages'}: {problem}") from None
+
+    @cached_property
+    def _control(self) -> ControlWords:
+        """The words that no text from outside may write as tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return ControlWords(
+            self._tokenizer, {token.content for token in added if token.special} | self._marks | self._beyond
+        )
+
+    @cached_property
+    def _words(self) -> dict[str, int]:
+        """The tokens that are found in a text before all others, and their ids."""
+        return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _marks(self) -> set[str]:
+        """The words that only a template writes: those around messages, and those that begin and end texts."""
+        named = {text for text in self._special.values() if text in self._words}
+        written = set()
+        if self._template:
+            for messages in ([("user", "1")], [("system", "1"), ("user", "1"), ("assistant", "1"), ("user", "1")]):
+                try:
+                    text = self._template.render([{"role": role, "content": text} for role, text in messages])
+                except TemplateRefused:
+                    continue
+                written |= set(any_of(self._words).findall(text))
+        return named | self._ends | (written - tags(self._words))
+
+    @cached_property
+    def _beyond(self) -> set[str]:
+        """The words whose tokens the model does not have."""
+        size = self._size
+        return {word for word, number in self._words.items() if size is not None and number >= size}
+
+    @cached_property
+    def _ends(self) -> set[str]:
+        """The words that end answers."""
+        return {word for word, number in self._words.items() if number in self.stop_tokens}
+
+    @cached_property
+    def _edges(self) -> set[int]:
+        named = (self._special[name] for name in ("bos_token", "eos_token", "pad_token"))
+        return {*self.stop_tokens, *(self._words[text] for text in named if text in self._words)}
+
+    @property
+    def _size(self) -> int | None:
+        """The number of tokens that the model has; None if its config does not say."""
+        described = self._described.get("text_config")
+        sizes = (described if isinstance(described, dict) else {}) | self._described
+        size = sizes.get("vocab_size")
+        return size if type(size) is int else None
+
+    def _answers_may_write(self, checked: bool) -> set[str]:
+        """The words that are tokens in an answer. `checked`: those that the model does not have will be refused."""
+        return (self._words.keys() - self._marks) - (set() if checked else self._beyond)
+
+    def _unended(self, text: str) -> str:
+        """Returns an answer without end tokens at its end."""
+        while end := next((word for word in self._ends if text.rstrip().endswith(word)), ""):
+            text = text.rstrip().removesuffix(end)
+        return text
+
+    def _is_rendered(self, text: str) -> bool:
+        """Whether a text begins and ends as one that a chat template has rendered."""
+        first, last = self._rendering
+        begun = first.match(text)
+        return bool(begun) and bool(last.search(text, begun.end()))
+
+    @cached_property
+    def _rendering(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """How rendered texts begin and end: by the marks of this template or of another model's."""
+        around, place = ["", ""], self._control.hide().place
+        try:
+            text, _ = self._rendered([{"role": "user", "content": place}])
+            around = [part.strip() for part in text.split(place)]
+        except ConfigError:  # it takes no message of the user alone
+            pass
+        own = self._marks - {self._special["unk_token"]}
+        first = "|".join([*map(re.escape, filter(None, [*(own - self._ends), around[0]])), _MARK])
+        last = "|".join([*map(re.escape, filter(None, [*own, around[-1]])), _LAST_MARK])
+        return re.compile(rf"\s*(?:{first})"), re.compile(rf"(?:{last})\s*\w{{0,20}}\s*(?:</?think>\s*)*\Z")
+
+    def _check_open_end(self) -> None:
+        """Raises ConfigError if the tokenizer ends every text, and so a prompt, before the answer to it."""
+        if (ids := self._tokenizer.encode("1").ids) and ids[-1] in self.stop_tokens:
+            raise ConfigError(
+                f"model.path: {self._folder} has no chat template, and its tokenizer puts "
+                f"{self._tokenizer.id_to_token(ids[-1])!r} after every text, so that answers would follow an end: save "
+                "it without (its post_processor)"
+            )
+
+    def _check_known(self, ids: Sequence[int], place: str) -> None:
+        if self._size is not None and ids and (largest := max(ids)) >= self._size:
+            raise ConfigError(
+                f"{place}: token {largest}, {printable(repr(self._tokenizer.id_to_token(largest)), 60)}, is beyond the "
+                f"vocab_size={self._size} of {self._folder / 'config.json'}: the model has no such token"
+            )
+
+    def _library(self) -> tokenizers.Tokenizer:
+        file = self._folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"model.path: {file} is missing; save the tokenizer as a fast one (save_pretrained)")
+        try:
+            library = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises bare Exception for a broken file
+            raise ConfigError(f"model.path: {file} is no tokenizer: {printable(str(e))}") from None
+        library.no_truncation()
+        library.no_padding()
+        if getattr(library.model, "dropout", None):
+            library.model.dropout = None
+        return library
+
+    def _apply_settings(self) -> None:
+        """Applies what tokenizer_config.json says of tokens, as transformers does. Raises ConfigError where it has
+        tokens that tokenizer.json lacks."""
+        file, library = self._folder / "tokenizer_config.json", self._tokenizer
+        again = "save the tokenizer again (save_pretrained)"
+        listed = self._settings.get("added_tokens_decoder")
+        changed = []
+        for number, said in sorted(listed.items()) if isinstance(listed, dict) else ():
+            token = _added(said)
+            if token is None or str(library.token_to_id(token.content)) != number:
+                shown = printable(repr(said), 80)
+                raise ConfigError(
+                    f"model.path: {file}: added token {number}, {shown}, is not in tokenizer.json: {again}"
+                )
+            changed.append(token)
+        for name in ("bos_token", "eos_token"):
+            if (text := self._special[name]) and library.token_to_id(text) is None:
+                shown = printable(repr(text), 60)
+                raise ConfigError(f"model.path: {file}: {name} is {shown}, no token of tokenizer.json: {again}")
+        known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+        library.add_tokens([token for token in changed if repr(token) != repr(known.get(token.content))])
 
     def _stop_tokens(self) -> list[int]:
-        stops = [self._tokenizer.token_to_id(self._special("eos_token"))]
+        stops = [self._tokenizer.token_to_id(self._special["eos_token"])]
         for file in ("generation_config.json", "config.json"):
             named = self._json(file).get("eos_token_id")
             stops += named if isinstance(named, list) else [named]
@@ -164,6 +392,7 @@ class Tokenizer:
         known = list(dict.fromkeys(stop for stop in stops if stop is not None))
         if not known:
             raise ConfigError(f"model.path: {self._folder} names no end token (eos_token or eos_token_id)")
+        self._check_known(known, f"model.path: {self._folder}: end token")
         return known
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -176,7 +405,7 @@ class Tokenizer:
             raise ConfigError(f"model.path: {file} holds no JSON object")
         return found
 
-    def _special(self, key: str) -> str:
+    def _named(self, key: str) -> str:
         """Returns the text of a special token, empty if the model has none."""
         token = self._settings.get(key)
         text = token.get("content") if isinstance(token, dict) else token
@@ -195,9 +424,38 @@ def _plain(prompt: str | Chat, place: str) -> str:
     return prompt
 
 
-def _render(chats: Sequence[Chat], template: str, **variables: Any) -> list[str]:
-    # costs half a second and 25 MB, for models with a chat template only
-    from transformers.utils.chat_template_utils import render_jinja_template
+def _unrepeated(text: str, begun: str) -> str:
+    """Returns an answer without the tags that its prompt ends with, if it begins with them too."""
+    opened = _OPENED.search(begun)
+    if not opened:
+        return text
+    words = opened[0].split()
+    again = re.match(r"\s*" + r"\s*".join(map(re.escape, words)), text)
+    if not again:
+        return text
+    rest, white = text[again.end() :], opened[0][len(opened[0].rstrip()) :]
+    while white and rest.startswith(white[0]):
+        rest, white = rest[1:], white[1:]
+    return rest
 
-    texts, _ = render_jinja_template(chats, chat_template=template, **variables)
-    return texts
+
+class _Word(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _File(msgspec.Struct):
+    added_tokens: list[_Word] = []
+
+
+_decode_file = msgspec.json.Decoder(_File).decode
+
+
+def _added(said: Any) -> tokenizers.AddedToken | None:
+    """Returns a token as tokenizer_config.json describes it, None if it is no description."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    if not isinstance(said, dict) or not isinstance(said.get("content"), str):
+        return None
+    return tokenizers.AddedToken(
+        said["content"], **{flag: said[flag] for flag in flags if type(said.get(flag)) is bool}
+    )

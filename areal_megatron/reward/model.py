@@ -73,7 +73,7 @@ class ModelScores:
 
     def _scores(self, texts: list[Text]) -> dict[Text, float]:
         prompts = self._tokenizer.prompts([prompt for prompt, _ in texts])
-        responses = self._tokenizer.responses([response for _, response in texts])
+        responses = self._tokenizer.responses([response for _, response in texts], prompts)
         tokens = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
         question = {"model": "reward", "input": tokens, "use_activation": False}
         problem, end = "", time.monotonic() + self._limit_s

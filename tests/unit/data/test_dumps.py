@@ -10,7 +10,7 @@ import pytest
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, PPOConfig, RewardConfig, RolloutConfig
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.replay import Recording
-from areal_megatron.data.dumps import Dump, dumped, forget, read, recorded, write
+from areal_megatron.data.dumps import Dump, check_tokens, dumped, forget, read, recorded, write
 from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, Stop, Trained
 from areal_megatron.run import RunError
@@ -172,3 +172,15 @@ def test_a_disk_that_hangs_costs_the_dump_and_not_the_run(folder, tmp_path, capl
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 20))
     assert "batch 1 is not kept: the one before is still being written" in caplog.text
+
+
+def test_a_token_that_the_model_does_not_have_names_the_trajectory(folder):
+    path = dumped(folder)[0]
+    found = read(path)
+    largest = max(max(one.prompt.max(), one.response.max()) for one in found.trajectories)
+    check_tokens(found, path, largest + 1)
+    problem = rf"batch-000000.msgpack: trajectory \d has token {largest}, but .* vocab_size={largest}: replay it with"
+    with pytest.raises(ConfigError, match=problem):
+        check_tokens(found, path, largest)
+    with pytest.raises(ConfigError, match=problem):
+        Recording([path], version=0, vocabulary=largest).form_batch()
