@@ -28,7 +28,6 @@ from launch import calibrate, engines, fetch, live, local, plan, rows, simulate,
 from launch.pools import Node, Placement, Process
 from launch.processes import Log
 from launch.records import Recorder
-from launch.supervise import describe
 from tests.unit.test_rooms import EVERY_IMPORT, TREES
 from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
 
@@ -163,15 +162,15 @@ def run(tmp_path, model, monkeypatch):  # noqa: F811
 
 
 def test_the_commands_that_show_a_run(run, capsys, monkeypatch):
-    folder, ended = str(run.folder), Log("engine-0", run.log("controller"))
-    ended.exit_code = 1
+    folder, ended = str(run.folder), Log("engine-0", run.log("engine-0"))
+    ended.log.write_text(EVIL)
     shows_it = {
         "table": lambda: trajectories.main([folder]),
         "show": lambda: trajectories.main([folder, "--show", "0"]),
         "json": lambda: trajectories.main([folder, "--show", "0", "--json"]),
         "rows": lambda: rows.main([str(run.config)]),
         "status": lambda: status.main([folder]),
-        "the end of a log": lambda: print(describe(ended)),
+        "the end of a log": lambda: print(ended.last_lines()),
     }
     for name, command in shows_it.items():
         command()
