@@ -30,6 +30,21 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def of_family(world):
+    """Makes an untrained model of another family for the world's data, and returns its folder."""
+
+    def make(family: str) -> Path:
+        folder = world / f"model-{family}"
+        if not folder.exists():
+            command = "import sys; from tools.make_arithmetic import save_model; from pathlib import Path; "
+            command += "save_model(Path(sys.argv[1]), 1, sys.argv[2])"
+            subprocess.run([sys.executable, "-c", command, folder, family], cwd=ROOT, check=True, timeout=120)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def isolation():
     """Skips the test where programs cannot be isolated: there `code` rewards refuse to start."""
     try:

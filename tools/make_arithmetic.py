@@ -6,7 +6,7 @@ answers are hasty, with the tens alone and no working, and some workings contain
 both; RL, which only sees whether the result is right, has to discover that careful working pays. Everything follows
 from the seed.
 
-    python tools/make_arithmetic.py OUT_DIR [--seed 1] [--family qwen3|glm4_moe|deepseek_v3]
+    python tools/make_arithmetic.py OUT_DIR [--seed 1] [--family qwen3|qwen2|qwen3_moe|glm4_moe|deepseek_v3]
 
 writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl (prompt,
 answer), pairs.jsonl and heldout-pairs.jsonl (prompt, chosen, rejected: a good answer and a wrong one). No prompt of
@@ -103,8 +103,9 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
-FAMILIES = ("qwen3", "glm4_moe", "deepseek_v3")
-"""What the model can be like: dense, with experts, or with experts and latent attention."""
+FAMILIES = ("qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")
+"""What the model can be like: dense, without and with biases of attention; with experts; with dense layers and shared
+experts beside them; with these and latent attention."""
 
 _SIZES = {
     "hidden_size": 128,
@@ -122,6 +123,12 @@ _EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
     "moe_intermediate_size": 128,
+}
+_EXPERTS_OF_QWEN3 = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
 }
 _LATENTS = {
     "num_key_value_heads": 4,
@@ -142,6 +149,8 @@ def make_model(seed: int, family: str = "qwen3", **sizes: int):
 
     makers = {
         "qwen3": (transformers.Qwen3ForCausalLM, {}),
+        "qwen2": (transformers.Qwen2ForCausalLM, {}),
+        "qwen3_moe": (transformers.Qwen3MoeForCausalLM, _EXPERTS_OF_QWEN3),
         "glm4_moe": (transformers.Glm4MoeForCausalLM, {**_EXPERTS, "use_qk_norm": True}),
         "deepseek_v3": (transformers.DeepseekV3ForCausalLM, {**_EXPERTS, **_LATENTS}),
     }

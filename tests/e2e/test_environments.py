@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from areal_megatron.audit import audit
@@ -32,13 +33,21 @@ def environments(world, folder):
     return [*found, "environments.1.reward=tests.support.rewards:brief"]
 
 
-def test_each_environment_has_its_own_workflow_reward_limit_and_figures(local_run, world, tmp_path):
+def test_each_environment_has_its_own_workflow_reward_limit_and_figures(local_run, world, of_family, tmp_path):
+    """The model is a Qwen2 in 16 bits, as those distilled from R1, at a rate at which few of its weights change."""
     own = environments(world, tmp_path)
-    changes = {"updates": 4, "rollout.dump": True, "eval.share": 1}
+    changes = {"updates": 4, "rollout.dump": True, "eval.share": 1, "reshard.update": "delta"}
+    changes |= {"model.path": of_family("qwen2"), "model.dtype": "bfloat16", "optimizer.lr": 1e-6}
     first = local_run("two", *small(world, **changes), *own)
     assert first.wait() == 0, first.output
     run, tokenizer = Run(first.folder), AutoTokenizer.from_pretrained(world / "model")
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert all(0 < update["weights_changed"] < 0.5 for update in updates if "weights_changed" in update)
+    assert sum("weights_changed" in update for update in updates) >= 2, "changes were sent, and not whole weights"
+    assert max(update["mismatch_max"] for update in updates if "mismatch_max" in update) < 0.1
+    before, after = (load_file(model / "model.safetensors") for model in (of_family("qwen2"), run.hf))
+    biases = [name for name in before if name.endswith("_proj.bias")]
+    assert len(biases) == 12 and any((after[name].float() != before[name]).any() for name in biases)
     seen = Counter()
     for path, update in zip(dumps.dumped(run.trajectories).values(), updates, strict=True):
         by_name = {"plain": [], "twice": []}

@@ -153,6 +153,28 @@ def test_both_pools_run_on_the_same_slot(local_run, world):
     assert versions == [0, 6]
 
 
+@pytest.mark.soak  # layouts of it are compared with transformers in tests/parallel
+def test_experts_train_in_the_layout_of_the_235b_run(local_run, world, of_family):
+    """A Qwen3 with experts on tp 2, pp 2 in virtual stages, whole experts on either rank; an engine of two ranks."""
+    model = of_family("qwen3_moe")
+    layout = {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}
+    changes = {f"trainer.{key}": value for key, value in layout.items()}
+    changes |= {"model.path": model, "rollout.tp": 2, "machine.slots": 6, "rollout.max_staleness": 1, "held_out": 200}
+    started = local_run("experts", *small(world, **changes))
+    run = Run(started.folder)
+    started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
+    held = asyncio.run(engine_checksums(run))
+    assert started.wait() == 0, started.output
+    assert held == expected_checksums(load_file(run.hf / "model.safetensors"), read_config(run.hf), tp=2)
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert len(updates) == 6 and max(u["mismatch_max"] for u in updates) < 1e-3
+    assert min(u["mismatch_tokens"] for u in updates) > 8
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run.hf))
+    assert before.keys() == after.keys()
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    assert len(still) < len(before) / 10, still
+
+
 @pytest.mark.soak  # what one engine makes of them is in test_vllm_options.py
 def test_options_of_the_libraries_reach_their_processes(local_run, world, capsys):
     passed = {

@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from safetensors.torch import load_file
 
 from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics
@@ -12,8 +13,10 @@ from tests.e2e.test_run import small
 from tests.support.living import left_over
 
 
-def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world):
-    arguments = small(world, resume="auto", updates=12, **{"checkpoint.every": 2})
+def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world, of_family):
+    """The run trains a Qwen3 with experts: trainers and engine agree on what they have learned."""
+    model = of_family("qwen3_moe")
+    arguments = small(world, resume="auto", updates=12, **{"checkpoint.every": 2, "model.path": model})
     first = local_run("twice", *arguments)
     run = Run(first.folder)
     first.wait_for(lambda: list(run.leases.glob("*.json")))
@@ -23,7 +26,13 @@ def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world):
         assert second.wait(60) == 2, "it does not wait for machine.lease_s; test_lease.py: it is refused at once"
         assert f"is being run by process {first.process.pid} on" in second.output and second.output.count("\n") == 1
     assert first.wait() == 0, first.output
-    assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == list(range(1, 13))
+    found = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert [line["version"] for line in found] == list(range(1, 13))
+    assert max(line["mismatch_max"] for line in found) < 1e-3 and min(line["mismatch_tokens"] for line in found) > 8
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run.hf))
+    for part in ("mlp.gate.weight", "mlp.experts.7.down_proj.weight", "self_attn.q_norm.weight"):
+        name = f"model.layers.2.{part}"
+        assert (before[name] != after[name]).any()
     assert audit(run) == [] and len(run.starts()) == 1
 
 
