@@ -30,11 +30,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from areal_megatron import descriptors, lifeline
+from areal_megatron import descriptors, lifeline, private
 from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 from areal_megatron.json_input import read_record
+from areal_megatron.private import Reach
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
@@ -44,6 +45,7 @@ _TRAINER = "trainer-"
 _SECRET = "secret"
 _KEYS = ("controller.key", "trainers.key")
 _CREDENTIALS = "site.pem"
+_PRIVATE = (_SECRET, *_KEYS, _CREDENTIALS)
 
 
 class RunError(RuntimeError):
@@ -145,7 +147,7 @@ class Run:
         self.folder.mkdir(mode=0o700, exist_ok=exist_ok)
         for name in ("endpoints", "logs", "timeline", "ledger", "incarnations", "leases"):
             (self.folder / name).mkdir(mode=0o700, exist_ok=exist_ok)
-        for name in (_SECRET, *_KEYS, _CREDENTIALS):
+        for name in _PRIVATE:
             if not (self.folder / name).exists():
                 self._draw(name)
 
@@ -162,18 +164,34 @@ class Run:
             file.write(new_credentials() if name == _CREDENTIALS else secrets.token_hex(32).encode())
         os.replace(temporary, self.folder / name)
 
-    def check_private(self) -> None:
-        """Raises ConfigError if others might write what the processes of the run trust, or read its secret."""
+    def make_private(self) -> bool:
+        """Takes from others, with one line, the rights that `chmod -R` has given them: to write what the processes of
+        the run trust, and to use its secrets. Returns whether they may have replaced a secret: then it has to be drawn
+        anew, and nothing reads it before.
+
+        Raises ConfigError if they may have written anything else that is trusted, or if it is another user's.
+        """
         trusted = [self.folder, self.config, *(self.folder / name for name in ("endpoints", "incarnations", "leases"))]
+        folder, open_to_others = self.folder.stat().st_mode, []
         for path in (path for path in trusted if path.exists()):
             status = path.stat()
             if status.st_uid != os.geteuid():
                 raise ConfigError(f"{path} belongs to another user: choose another name=…")
-            if status.st_mode & 0o022:
+            reach = private.reach(status.st_mode, private.WRITE, folder)
+            if reach == Reach.WRITTEN:
                 raise ConfigError(f"others may write {path}: forbid it with 'chmod -R go-w {self.folder}'")
-        _ = self.token, self.keys
-        if (self.folder / _CREDENTIALS).exists():  # an earlier release made none
-            _ = self.credentials
+            open_to_others += [path] * bool(reach)
+        private.take_back(open_to_others, private.WRITE)
+        secret = [self.folder / name for name in _PRIVATE if os.path.lexists(self.folder / name)]
+        reaches = {path: private.reach(_mode_of_own(path, path.lstat()), private.USE, folder) for path in secret}
+        shut = [path for path, reach in reaches.items() if Reach.NONE < reach < Reach.WRITTEN]
+        private.take_back(shut, private.USE)
+        if open_to_others or shut:
+            names = ", ".join(path.name for path in [*open_to_others, *shut])
+            read = "; whoever has read a secret may use it until the run is started again"
+            more = read * (Reach.READ in reaches.values())
+            print(f"warning: {self.folder}: others had rights on {names}, which are taken back{more}", file=sys.stderr)
+        return Reach.WRITTEN in reaches.values()
 
     def begin(
         self,
@@ -268,18 +286,18 @@ class Run:
 
     @property
     def token(self) -> str:
-        """The run's secret. Raises ConfigError if others may read or have written it."""
+        """The run's secret. Raises ConfigError if others may have written it."""
         return self._read_private(_SECRET)
 
     @property
     def keys(self) -> SecretKeys:
-        """Raises ConfigError if others may read or have written them."""
+        """Raises ConfigError if others may have written them."""
         return SecretKeys(*map(self._read_key, _KEYS))
 
     @property
     def credentials(self) -> Credentials:
-        """Those by which engines of other sites and this one know each other. Raises ConfigError if others may read or
-        have written them."""
+        """Those by which engines of other sites and this one know each other. Raises ConfigError if others may have
+        written them."""
         self._read_private(_CREDENTIALS)
         return Credentials(self.folder / _CREDENTIALS)
 
@@ -297,11 +315,8 @@ class Run:
         except OSError as e:
             raise ConfigError(f"{path} is not a file of this user: {e.strerror}; remove it") from None
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise ConfigError(f"{path} is not a file of this user: remove it")
-            if status.st_mode & 0o077:
-                raise ConfigError(f"others may use {path}: forbid it with 'chmod 600 {path}'")
+            if _mode_of_own(path, os.fstat(descriptor)) & private.USE and self.make_private():
+                raise ConfigError(f"others may have replaced {path}: start the run again, which draws another")
             return os.read(descriptor, 10_000).decode("ascii", "replace")
         finally:
             os.close(descriptor)
@@ -360,6 +375,13 @@ class Run:
                         f"see {self.log(process)}"
                     ) from None
             time.sleep(0.05)
+
+
+def _mode_of_own(path: Path, status: os.stat_result) -> int:
+    """Returns the mode of a file. Raises ConfigError if it is none, or another user's."""
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise ConfigError(f"{path} is not a file of this user: remove it")
+    return status.st_mode
 
 
 def _launcher(record: Path) -> str:

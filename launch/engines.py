@@ -114,7 +114,10 @@ def check_running(run: Run) -> None:
     record = read_record(run)
     if record is None:
         raise ConfigError(f"{run.folder} is no run folder; give one such as runs/tiny")
-    run.check_private()
+    if run.make_private():
+        raise ConfigError(
+            f"others may have replaced a secret of {run.folder}: start the run again, which draws another"
+        )
     if (state := state_of(run, record)) != "running":
         raise ConfigError(f"{run.folder} is not running: it is {state}")
 

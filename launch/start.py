@@ -115,7 +115,7 @@ def lease(config: Config) -> Iterator[Lease]:
     if not made and not config.resume and (run.starts() or not run.leases.exists()):  # else it never began
         raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
     if not made:
-        run.check_private()
+        run.make_private()  # what others may have replaced is drawn anew when the run begins
     try:
         with ExitStack() as stack:
             with _writing(run):

@@ -163,17 +163,23 @@ class _Watch:
     def begin_again(self) -> None:
         """Ends what the next incarnation cannot use and begins it, when the disk takes what that writes.
 
-        Raises HostError if a node is lost, and if the run folder cannot be written for machine.gather_s.
+        Raises HostError if a node is lost, and if the run folder cannot be written for machine.gather_s; ConfigError if
+        others may have written what the run trusts.
         """
         if self._hosts.lost:
             raise HostError(f"{', '.join(sorted(self._hosts.lost))} cannot be started again: their node is lost")
         run = self._beginning.run
         checkpoint = start.newest(run)
-        keep = self.kept() if checkpoint else set()
+        replaced = False
+        with suppress(OSError):  # of a file server that is away: each process looks too, before it reads a secret
+            replaced = run.make_private()
+        keep = self.kept() if checkpoint and not replaced else set()
         self._hosts.end(self.parts(keep))
         deadline, waiting = time.monotonic() + self._beginning.config.machine.gather_s, False
         while True:
             try:
+                if replaced:  # the engines that hold the one before have been ended
+                    run.renew_secret()
                 start.begin(run, checkpoint, keep | self.added())
                 return
             except OSError as e:  # as of a full disk

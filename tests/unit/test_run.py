@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,37 @@ def test_a_key_that_cannot_be_read_is_named(run):
         with pytest.raises(ConfigError, match=rf"{name} is damaged: remove it$"):
             _ = run.keys
         run.begin()
-    (run.folder / "trainers.key").chmod(0o644)
-    with pytest.raises(ConfigError, match="others may use"):
+    run.folder.chmod(0o711)
+    (run.folder / "trainers.key").chmod(0o666)
+    with pytest.raises(ConfigError, match="others may have replaced"):
         _ = run.keys
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o660, 0o666])
+def test_a_process_reads_a_secret_that_others_had_rights_on_but_could_not_reach(run, capsys, mode):
+    before = run.token, run.keys
+    for name in ("secret", "controller.key", "trainers.key", "site.pem"):
+        (run.folder / name).chmod(mode)
+    assert (Run(run.folder).token, Run(run.folder).keys) == before
+    assert capsys.readouterr().err.count("\n") == 1
+    assert run.credentials.path.stat().st_mode & 0o777 == (run.folder / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_secret_that_others_may_have_replaced_is_read_by_nobody_until_it_is_drawn_anew(run):
+    run.folder.chmod(0o750)
+    (run.folder / "secret").chmod(0o660)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"others may have replaced .*/secret: start the run again, which draws"):
+            _ = run.token
+    before = (run.folder / "secret").read_text()
+    assert run.make_private()
+    run.renew_secret()
+    assert not run.make_private() and run.token != before
+
+
+def test_a_file_system_that_forbids_nothing_is_named(run, monkeypatch):
+    """As some of Windows' servers are: they take each mode and keep their own."""
+    (run.folder / "secret").chmod(0o644)
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"others may use .*/secret, and its file system forbids nothing: choose"):
+        run.make_private()

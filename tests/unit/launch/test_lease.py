@@ -385,16 +385,21 @@ def test_a_run_is_its_users_alone_whatever_the_umask(run):
     assert files == dict.fromkeys(("secret", "controller.key", "trainers.key", "site.pem"), 0o600) and set(folders) == {
         0o700
     }
-    run.check_private()
+    assert not run.make_private()
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (lambda run: run.folder.chmod(0o775), r"others may write .*/run: forbid it with 'chmod -R go-w "),
-        (lambda run: (run.folder / "endpoints").chmod(0o777), "others may write .*/endpoints"),
-        (lambda run: run.config.touch() or run.config.chmod(0o664), "others may write .*/config.yaml"),
-        (lambda run: (run.folder / "secret").chmod(0o640), "others may use .*/secret: forbid it with 'chmod 600 "),
+        (
+            lambda run: run.folder.chmod(0o711) or (run.folder / "endpoints").chmod(0o777),
+            "others may write .*/endpoints",
+        ),
+        (
+            lambda run: run.folder.chmod(0o750) or run.config.touch() or run.config.chmod(0o664),
+            "others may write .*/config.yaml",
+        ),
         (
             lambda run: (run.folder / "secret").rename(run.folder / "s") and (run.folder / "secret").symlink_to("s"),
             "secret is not a file of this user",
@@ -421,6 +426,18 @@ def test_a_run_that_others_may_change_is_refused(run, tmp_path, spoil, words):
     with pytest.raises(ConfigError, match=words) as refused, start.lease(config(tmp_path, resume="auto")):
         pass
     assert "\n" not in str(refused.value) and not numbers(run.leases)
+
+
+@pytest.mark.parametrize("share", ["a+r", "g+w", "a+rw", "a+rX"])
+def test_rights_that_chmod_has_given_are_taken_back(run, tmp_path, capsys, share):
+    run.create()
+    subprocess.run(["chmod", "-R", share, run.folder], check=True)
+    with start.lease(config(tmp_path, resume="auto")):
+        secret = {path.name: path.stat().st_mode & 0o777 for path in run.folder.iterdir() if path.is_file()}
+    said = capsys.readouterr().err
+    assert set(secret.values()) == {0o600} and said.count("\n") == 1 and "others had rights on " in said
+    assert ("whoever has read a secret" in said) == (share == "a+rX"), "others could enter the folder"
+    assert all(not path.stat().st_mode & 0o022 for path in (run.folder, run.incarnations, run.leases))
 
 
 def test_each_launcher_makes_a_secret_of_its_own(run):

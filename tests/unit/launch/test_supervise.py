@@ -128,6 +128,17 @@ def test_other_failures_use_up_their_restarts(tmp_path, signals, program):
     assert hosts.starts["trainer-0"] == 4
 
 
+READS_KEYS = "from areal_megatron.run import Run; Run(status.parent).keys; time.sleep(1 - n);"
+
+
+@pytest.mark.parametrize("share", ["a+r", "g+w"])
+def test_sharing_the_logs_does_not_end_the_run(tmp_path, signals, share):
+    shares = f"n or (os.system(f'chmod -R {share} {{status.parent}}'), os.kill(os.getpid(), 9))"
+    hosts = Scripted(controller=f"{READS_KEYS} time.sleep(60 - 60 * n)", trainer=f"{READS_KEYS} {shares}")
+    assert supervised(tmp_path, hosts, restarts=1) == Outcome.DONE
+    assert hosts.starts == {"controller": 2, "trainer-0": 2}
+
+
 def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
     monkeypatch.setattr(records, "RECORD_S", 0.2)
     run = Run(tmp_path / "run")

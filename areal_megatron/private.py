@@ -1,0 +1,48 @@
+"""Rights that others have on files and folders which are to be their user's alone, and how they are taken back.
+
+`chmod -R`, with which people share their logs, gives such rights, mostly without letting anybody in: what lies in a
+folder that others may not enter is out of their reach, whatever its own mode says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from pathlib import Path
+
+from areal_megatron.config import ConfigError
+
+WRITE = 0o022
+USE = 0o077
+
+
+class Reach(IntEnum):
+    """What others could do with a path of this user until now."""
+
+    NONE = 0
+    HELD = 1
+    """They had rights, but could not enter the folder."""
+    READ = 2
+    WRITTEN = 3
+
+
+def reach(mode: int, rights: int, folder: int) -> Reach:
+    """Returns what others can do with a path of `mode`, of whose bits they are to have none of `rights`, in a folder of
+    that mode."""
+    if not mode & rights:
+        return Reach.NONE
+    entering = (0o070 if folder & 0o010 else 0) | (0o007 if folder & 0o001 else 0)
+    used = mode & rights & entering
+    return Reach.WRITTEN if used & WRITE else Reach.READ if used else Reach.HELD
+
+
+def take_back(paths: Iterable[Path], rights: int) -> None:
+    """Takes `rights`, bits of a mode, from all but this user. Raises ConfigError if a file system does not do that."""
+    for path in paths:
+        try:
+            path.chmod(path.stat().st_mode & 0o777 & ~rights)
+            why = "its file system forbids nothing" if path.stat().st_mode & rights else ""
+        except OSError as e:
+            why = e.strerror or str(e)
+        if why:
+            raise ConfigError(f"others may use {path}, and {why}: choose another runs_dir=…")
