@@ -24,8 +24,8 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
-from areal_megatron.data.files import row_shares
-from areal_megatron.data.prompts import Cursor, pass_rate_of, ranks_of, usable_rows
+from areal_megatron.data.prompts import Cursor, digest_of_prompt, drawing_of, pass_rate_of, usable_rows
+from areal_megatron.data.prompts import cursor as cursor_of
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import IncarnationStart, Run, line_of
 from areal_megatron.shown import guard
@@ -48,6 +48,10 @@ class Batch:
     """The prompt of each trajectory."""
     max_staleness: int
     """η of the incarnation that trained it."""
+    group_size: int
+    """The n of the incarnation that trained it."""
+    other_prompt: list[int]
+    """Uids of trajectories that were trained after another prompt than they were sampled from."""
 
 
 def audit(run: Run) -> list[str]:
@@ -55,9 +59,10 @@ def audit(run: Run) -> list[str]:
     config = config_file.load(run.config)
     batches, faults = surviving(run, config)
     faults += check_versions(run.starts(), batches)
-    faults += check_trajectories(config, batches)
+    faults += check_trajectories(batches)
     checkpoint, problems = checkpoint_folder.newest(run)
     faults += problems
+    faults += check_distance(config, checkpoint, batches)
     if checkpoint and config.mode == "rl":
         faults += check_dispositions(config, checkpoint, batches)
     return faults
@@ -67,7 +72,7 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
     """Returns the batches that are in the ledgers of all replicas, and faults where the ledgers disagree."""
     batches, faults = [], []
     for start, end in line_of(run.starts()):
-        own = [_lines(run.ledger(replica, start.incarnation)) for replica in range(config.trainer.dp)]
+        own = [_lines(ledger) for ledger in _ledgers(run, config, start.incarnation)]
         for number, parts in enumerate(itertools.zip_longest(*own), start.batches):
             if end is not None and number >= end:
                 break
@@ -80,6 +85,7 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
             merged = {
                 key: [x for part in parts for x in part[key]] for key in ("uids", "admission_versions", "prompts")
             }
+            other = [uid for part in parts for uid in _trained_after_another_prompt(part)]
             batches.append(
                 Batch(
                     number,
@@ -89,6 +95,8 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
                     merged["admission_versions"],
                     [tuple(prompt) for prompt in merged["prompts"]],
                     parts[0].get("max_staleness", config.rollout.max_staleness),
+                    parts[0].get("group_size", config.rollout.group_size),
+                    other,
                 )
             )
         if end is not None and number_after(batches, start) < end:
@@ -114,8 +122,9 @@ def check_versions(starts: list[IncarnationStart], batches: list[Batch]) -> list
     return faults
 
 
-def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
-    """Checks that no trajectory comes twice or is too stale, and that a prompt's answers are all in one batch."""
+def check_trajectories(batches: list[Batch]) -> list[str]:
+    """Checks that no trajectory comes twice, is too stale or was sampled from another prompt than it was trained after,
+    and that a prompt's answers are all in one batch."""
     faults = [
         f"trajectory {uid} was trained {count} times"
         for uid, count in Counter(uid for batch in batches for uid in batch.uids).items()
@@ -124,9 +133,9 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
     seen: dict[Prompt, int] = {}
     for batch in batches:
         for prompt, count in Counter(batch.prompts).items():
-            if count != config.rollout.group_size:
+            if count != batch.group_size:
                 faults.append(
-                    f"{_name(prompt)}: {count} answers in batch {batch.number}, a group has {config.rollout.group_size}"
+                    f"{_name(prompt)}: {count} answers in batch {batch.number}, a group has {batch.group_size}"
                 )
             if seen.setdefault(prompt, batch.number) != batch.number:
                 faults.append(f"{_name(prompt)} was trained in batch {seen[prompt]} and in batch {batch.number}")
@@ -135,13 +144,18 @@ def check_trajectories(config: Config, batches: list[Batch]) -> list[str]:
                 faults.append(
                     f"trajectory {uid}, admitted at version {admitted}, was trained by version {batch.version}"
                 )
+        faults += [
+            f"trajectory {uid} was trained after another prompt than it was sampled from" for uid in batch.other_prompt
+        ]
     return faults
 
 
 def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: list[Batch]) -> list[str]:
     """Checks the controller's disposition of each prompt that it drew before the checkpoint against the ledgers."""
-    ids, cursor = drawing(config)
-    saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
+    saved, members = state.read(checkpoint.controller), rows_of(config)
+    if difference := saved.difference(drawing_of(config, members), members):
+        return [f"{difference}: what became of its prompts cannot be told without the rows that it was made with"]
+    ids, cursor = [member.id for member in members], cursor_of(config, members)
     said: dict[Prompt, str] = {}
     faults = []
     claims = [((epoch, prompt), kind) for epoch, prompt, kind in saved.schedule.dispositions]
@@ -168,12 +182,44 @@ def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: lis
     return faults
 
 
-def drawing(config: Config) -> tuple[list[int], Cursor]:
-    """Returns the ids of all prompts, in their order, and the cursor that draws them."""
-    prompts = [record for record, _ in usable_rows(config, "train", problem_with_answers)]
-    ranks = ranks_of(config, map(pass_rate_of, prompts))
-    mixture = row_shares(config, prompts)
-    return [prompt.id for prompt in prompts], Cursor(len(prompts), config.seed, shares=mixture, ranks=ranks)
+def check_distance(config: Config, checkpoint: SavedCheckpoint | None, batches: list[Batch]) -> list[str]:
+    """Checks that the newest checkpoint is as new as checkpoint.every has it: at a version that is saved, training
+    waits until the one before is whole, so that two are missing only if one was lost."""
+    every = config.checkpoint.every
+    trained = [batch.version + 1 for batch in batches if batch.applied]
+    version = checkpoint.version if checkpoint else batches[0].version if batches else 0
+    if not every or not trained or (distance := trained[-1] - version) <= 2 * every:
+        return []
+    behind = f"is {distance} versions older than" if checkpoint else f"is missing, {distance} versions before"
+    which = f", of version {version}," * (checkpoint is not None)
+    return [f"the newest checkpoint{which} {behind} the newest batch that was trained; checkpoint.every is {every}"]
+
+
+@dataclass(frozen=True)
+class AuditedRow:
+    """A row of data.train, of which the audit needs no tokens."""
+
+    id: int
+    source: int
+    environment: int
+    pass_rate: float | None
+    digest: bytes
+    where: str
+
+
+def rows_of(config: Config) -> list[AuditedRow]:
+    """Returns the usable rows of data.train, in the order of their ids. Raises ConfigError."""
+    return [
+        AuditedRow(
+            record.id,
+            record.source,
+            record.environment,
+            pass_rate_of(record),
+            digest_of_prompt(record, item),
+            record.where,
+        )
+        for record, item in usable_rows(config, "train", problem_with_answers)
+    ]
 
 
 def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Prompt]:
@@ -182,6 +228,19 @@ def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Pro
         epoch, position = cursor.next()
         drawn.add((epoch, ids[position]))
     return drawn
+
+
+def _ledgers(run: Run, config: Config, incarnation: int) -> list[Path]:
+    """Returns the ledger of each replica of an incarnation: trainer.dp may have been another one than now."""
+    first = _lines(run.ledger(0, incarnation))
+    replicas = first[0].get("replicas", config.trainer.dp) if first else config.trainer.dp
+    return [run.ledger(replica, incarnation) for replica in range(replicas)]
+
+
+def _trained_after_another_prompt(part: dict) -> list[int]:
+    """Returns the uids of trajectories for which a line has another checksum of the prompt than the sampler had."""
+    checksums = zip(part["uids"], part.get("sampled_from", ()), part.get("trained_from", ()), strict=False)
+    return [uid for uid, sampled, trained in checksums if sampled is not None and sampled != trained]
 
 
 def _lines(ledger: Path) -> list[dict]:
@@ -211,9 +270,8 @@ def main() -> int:
     checkpoint, _ = checkpoint_folder.newest(run)
     kinds, config = Counter(), config_file.load(run.config)
     if checkpoint and config.mode == "rl":
-        ids, cursor = drawing(config)
-        saved = state.read(checkpoint.controller, len(ids), config.seed, cursor.shares, cursor.order)
-        kinds = Counter(kind.partition(":")[0] for _, _, kind in saved.schedule.dispositions)
+        dispositions = state.read(checkpoint.controller).schedule.dispositions
+        kinds = Counter(kind.partition(":")[0] for _, _, kind in dispositions)
     print(
         f"{len(faults)} faults in {len(batches)} batches of {len(run.starts())} incarnations; at the newest checkpoint "
         f"{kinds[TRAINED]} prompts trained, {kinds[FILTERED]} filtered, {kinds['skipped']} skipped"

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config
-from areal_megatron.data.prompts import Drawing
+from areal_megatron.data.drawing import Drawing
 from areal_megatron.data.supervised import SupervisedData, write
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.protocol import CheckpointDone

@@ -67,7 +67,7 @@ def main() -> None:
 
     check_fields.require(config)
     tokenizer = Tokenizer(config.model.path)
-    data = SupervisedData(config, tokenizer, resumed=run.start.checkpoint)
+    data = SupervisedData(config, tokenizer, run.start.checkpoint, own=run.start.after is not None)
     with Trainer(config, run, rank, tokenizer.pad_token) as trainer:
         progress = Progress(config, run, trainer.parallel, data)
         teach(config, run, trainer, data, Checkpoints(config, run, trainer, progress), progress)

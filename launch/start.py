@@ -19,8 +19,10 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import files
 from areal_megatron.data.check import check_data
+from areal_megatron.data.drawing import Member, goes_on, saved_in
 from areal_megatron.data.dumps import check_tokens, recorded
 from areal_megatron.data.dumps import read as read_dump
+from areal_megatron.data.prompts import drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.model_check import check_model, check_published
 from areal_megatron.models.architecture import read_config
@@ -158,11 +160,13 @@ def check(
         )
     for warning in [*outcome.warnings, *check_options(config, python)]:
         print(f"warning: {warning}", file=sys.stderr)
-    check_input(config, weights)
+    members = check_input(config, weights)
     held, run = run is not None, run or Run(config.run_dir)
     checkpoint = _resumed(config, run, held)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
+    elif checkpoint:
+        _check_same_data(config, run, checkpoint, members)
     if config.checkpoint.every:
         size = checkpoint_folder.size(checkpoint.folder) if checkpoint else outcome.memory.checkpoint
         if warning := checkpoint_folder.shortage(run, config.checkpoint, size):
@@ -235,12 +239,13 @@ def _check_description(folder: str) -> None:
     Tokenizer(folder, untried=True)
 
 
-def check_input(config: Config, weights: bool = True) -> None:
+def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
     """Checks what can be checked without nodes, of a config whose models and data are on this disk; `weights`: those of
-    the models too. Raises ConfigError."""
+    the models too. Returns what data.train holds, nothing for a replay. Raises ConfigError."""
+    members: Sequence[Member] = ()
     check_model(config, weights)
     if config.mode != "replay":
-        check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
+        members = check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
     for own in config.by_environment() if config.mode == "rl" else ():
         if own.reward.of_model:
             Tokenizer(own.reward.model, untried=True)
@@ -249,6 +254,16 @@ def check_input(config: Config, weights: bool = True) -> None:
         if own.reward.group_function:
             load_group_function(own.reward.group_function)
         check_workflow(own)
+    return members
+
+
+def _check_same_data(config: Config, run: Run, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:
+    """Raises ConfigError if a checkpoint of this run was made with other rows, or anything else on which its answers
+    depend; warns if it is another run's."""
+    if saved := saved_in(checkpoint.folder):
+        now = drawing_of(config, members, Tokenizer(config.model.path))
+        own = checkpoint.folder.parent == run.checkpoints
+        goes_on(saved, now, members, checkpoint.folder, own, lambda line: print(f"warning: {line}", file=sys.stderr))
 
 
 def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) -> None:

@@ -60,8 +60,9 @@ from areal_megatron.controller.replay import Replay
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal, Service
+from areal_megatron.data.drawing import goes_on
 from areal_megatron.data.dumps import forget
-from areal_megatron.data.prompts import Prompt, cursor, read_prompts
+from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.models.architecture import read_config
@@ -127,7 +128,7 @@ class Controller:
             timeline=self.timeline,
             evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
         )
-        self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed)
+        self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed, tokenizer)
         self.evaluations = EvaluationQueue(
             Evaluation(config, self.sampler, held_out, self.changed), partial(self.metrics.write, "eval")
         )
@@ -156,12 +157,13 @@ class Controller:
 
     def _continue(self, prompts: Sequence[Prompt]) -> None:
         """Goes on where the checkpoint that the run begins with was written, if it begins with one."""
-        config, start = self.config, self.start
+        start, drawing = self.start, self.generation.drawing
         forget(self.run.trajectories, start.batches)
         if start.checkpoint:
-            written = Path(start.checkpoint) / "controller.msgpack"
-            drawn = cursor(config, prompts)
-            saved = state.read(written, len(prompts), config.seed, drawn.shares, drawn.order)
+            saved = state.read(Path(start.checkpoint) / "controller.msgpack")
+            own = start.after is not None
+            if not goes_on(saved, drawing, prompts, start.checkpoint, own, log.warning):
+                saved = saved.anew(drawing)
             self.generation.restore(saved)
             self.environments.restore(saved.reward_failures, saved.answers_refused)
         if start.incarnation:  # what came before counts up to this version; without a checkpoint, nothing does

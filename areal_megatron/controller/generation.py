@@ -7,10 +7,11 @@ import contextlib
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import asdict
 
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
@@ -19,8 +20,9 @@ from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
-from areal_megatron.controller.state import ControllerState
-from areal_megatron.data.prompts import Prompt, cursor
+from areal_megatron.controller.state import ControllerState, InterruptedGroup
+from areal_megatron.data.prompts import Prompt, cursor, drawing_of
+from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.lateness import within
@@ -44,10 +46,21 @@ _FEWEST_SCORED = 2
 class Generation:
     """Owns the cursor, the requests in flight and the trajectories of finished groups."""
 
-    def __init__(self, config: Config, schedule: Schedule, sampler: Sampler, prompts: list[Prompt], changed: Changed):
-        """`changed` says when another group may be admitted, and is notified of groups that finish."""
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        sampler: Sampler,
+        prompts: list[Prompt],
+        changed: Changed,
+        tokenizer: Tokenizer | None = None,
+    ):
+        """`changed` says when another group may be admitted, and is notified of groups that finish; checkpoints name
+        the `tokenizer` of the prompts."""
         self._config, self._schedule, self._sampler, self._changed = config, schedule, sampler, changed
         self._prompts = prompts
+        self.drawing = drawing_of(config, prompts, tokenizer)
+        """That of the prompts, from the beginning."""
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = cursor(config, prompts)
         self._difficulty = Difficulty(config.rollout)
@@ -57,8 +70,8 @@ class Generation:
         """Trajectories of finished groups, by number of the group."""
         self._again: deque[tuple[int, int]] = deque()
         """(epoch, prompt_id) of groups that are to be admitted before the cursor's."""
-        self._interrupted: dict[int, list[Completion]] = {}
-        """Answers of interrupted groups, by number of the group; some of them are whole."""
+        self._interrupted: dict[int, InterruptedGroup] = {}
+        """Answers of interrupted groups, by number of the group."""
         self._interrupting = False
         self._tasks: defaultdict[int, set[asyncio.Task]] = defaultdict(set)
         """Running groups, by engine."""
@@ -72,16 +85,13 @@ class Generation:
             (group.epoch, group.prompt_id) for number, group in groups.items() if number not in self._interrupted
         )
         return ControllerState(
-            prompts=len(self._prompts),
-            seed=self._config.seed,
-            cursor=self._cursor.at,
+            **asdict(self.drawing) | {"cursor": self._cursor.at},
             again=[*running, *self._again],
             schedule=schedule,
             trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},
-            interrupted={group.number: self._interrupted[group.number] for group in schedule.interrupted},
+            resumable={group.number: self._interrupted[group.number] for group in schedule.interrupted},
+            group_size=self._config.rollout.group_size,
             prompts_too_long=self.prompts_too_long,
-            mixture=self._cursor.shares,
-            order=self._cursor.order,
             pass_rates={prompt: measured.rate for prompt, measured in self._difficulty.measured.items()},
             measured_at={prompt: measured.version for prompt, measured in self._difficulty.measured.items()},
         )
@@ -89,17 +99,15 @@ class Generation:
     def restore(self, state: ControllerState) -> None:
         """Continues from what `save` returned, with this config's batch, group and bound."""
         n, saved = self._config.rollout.group_size, state.schedule
-        answers = state.trajectories | state.interrupted
-        finished, interrupted = (
-            [g for g in groups if len(answers[g.number]) == n] for groups in (saved.finished, saved.interrupted)
-        )
-        interrupted = [group for group in interrupted if not self._runs_episodes(self._by_id[group.prompt_id])]
+        finished = [group for group in saved.finished if len(state.trajectories[group.number]) == n]
+        interrupted = [group for group in saved.interrupted if self._is_resumable(group, state.resumable)]
         kept = {group.number for group in (*finished, *interrupted)}
         lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
-        lost += self._schedule.restore(replace(saved, finished=finished, interrupted=interrupted))
+        admitted = -(-saved.admitted * (state.group_size or n) // n)  # so that no uid is given twice
+        lost += self._schedule.restore(replace(saved, admitted=admitted, finished=finished, interrupted=interrupted))
         self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
         self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}
-        self._interrupted = {number: state.interrupted[number] for number in self._schedule.interrupted}
+        self._interrupted = {number: state.resumable[number] for number in self._schedule.interrupted}
         if self._interrupted:
             log.info("resuming %s", _described(self._interrupted))
         self._cursor = cursor(self._config, self._prompts, state.cursor)
@@ -212,13 +220,21 @@ class Generation:
         """Whether its answers come from episodes; only those of a single turn can be resumed."""
         return self._sampler.of(prompt).episodes is not None
 
+    def _is_resumable(self, group: Group, kept: Mapping[int, InterruptedGroup]) -> bool:
+        """Whether the interrupted group has answers, as many as groups have now, that are of a single turn."""
+        answers = kept[group.number].answers if group.number in kept else []
+        of_one_turn = not self._runs_episodes(self._by_id[group.prompt_id])
+        return len(answers) == self._config.rollout.group_size and of_one_turn
+
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = self._sampler.of(prompt).fits(len(prompt.tokens))
         return self._difficulty.reason_to_skip(prompt, self._schedule.version) if fits else _TOO_LONG
 
     async def _run_group(self, engine: Engine, group: Group) -> None:
         n, prompt = self._config.rollout.group_size, self._by_id[group.prompt_id]
-        interrupted = self._interrupted.pop(group.number, [])
+        interrupted: list[Completion] = []
+        if kept := self._interrupted.pop(group.number, None):
+            interrupted, prompt = kept.answers, replace(prompt, tokens=kept.prompt.tolist())
         # Random numbers of their own for what is sampled later
         later = [sum(len(answer.tokens) for answer in interrupted)] if interrupted else []
         seed = sampling_seed(self._config.seed, "train", group.epoch, prompt.id, *later)
@@ -231,7 +247,9 @@ class Generation:
         engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
         if not self._runs_episodes(prompt):
             if any(answer.finish_reason == INTERRUPTED for answer in sampled):
-                self._interrupted[group.number] = sampled
+                self._interrupted[group.number] = InterruptedGroup(
+                    prompt=np.array(prompt.tokens, np.int32), answers=sampled
+                )
                 return
             with self._sampler.timeline.span("reward", prompt=prompt.id):
                 sampled = await self._sampler.scored(prompt, sampled)
@@ -255,8 +273,8 @@ class Generation:
         return useless
 
 
-def _described(interrupted: dict[int, list[Completion]]) -> str:
-    answers = [answer for answers in interrupted.values() for answer in answers]
+def _described(interrupted: dict[int, InterruptedGroup]) -> str:
+    answers = [answer for group in interrupted.values() for answer in group.answers]
     return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were interrupted"
 
 
@@ -269,6 +287,7 @@ def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajec
         prompt_id=group.prompt_id,
         admission_version=group.admission_version,
         prompt=np.array(context.prompt, np.int32),
+        asked=context.asked,
         response=context.tokens,
         logprobs=context.logprobs,
         versions=context.versions,

@@ -7,45 +7,54 @@ again, or, if the run was asked to stop, are resumed from where they were interr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from areal_megatron.config import ConfigError
 from areal_megatron.controller.schedule import ScheduleState
-from areal_megatron.data.prompts import Drawing
-from areal_megatron.data.trajectory import Trajectory, decoder, store
+from areal_megatron.data import drawing
+from areal_megatron.data.drawing import Drawing, PromptDrawing
+from areal_megatron.data.trajectory import Trajectory, store
 from areal_megatron.engine.client import Completion
 
 
-class ControllerState(msgspec.Struct, kw_only=True):
-    prompts: int
-    """Number of rows of data.train."""
-    seed: int
-    cursor: tuple[int, int]
-    """`Cursor.at` of data/prompts.py."""
+class InterruptedGroup(msgspec.Struct, kw_only=True):
+    """The answers of a group as they were when they were interrupted; some of them are whole."""
+
+    prompt: np.ndarray
+    """int32 [P], the tokens from which they were sampled: the same text may be rendered otherwise later, as by a
+    template that shows the date."""
+    answers: list[Completion]
+
+
+class ControllerState(PromptDrawing, kw_only=True):
+    """The rows that come next, and what has been sampled."""
+
     again: list[tuple[int, int]]
     """(epoch, prompt_id) of groups that were admitted and are neither finished nor interrupted nor disposed of."""
     schedule: ScheduleState
     trajectories: dict[int, list[Trajectory]]
     """Trajectories of the finished groups, by number of the group."""
-    interrupted: dict[int, list[Completion]]
-    """Answers of the interrupted groups, by number of the group; some of them are whole."""
+    resumable: dict[int, InterruptedGroup] = msgspec.field(default_factory=dict)
+    """What the interrupted groups have, by number of the group."""
+    group_size: int = 0
+    """The n of the run, by which its uids are numbered; 0: unknown."""
     prompts_too_long: int
     reward_failures: int = 0
     answers_refused: int = 0
-    mixture: list[tuple[int, int]] = []
-    """(rows, rows drawn an epoch) of each file of data.train, if the files have weights."""
-    order: int = 0
-    """`Cursor.order` of data/prompts.py."""
-    pass_rates: dict[int, float] = {}
+    pass_rates: dict[int, float] = msgspec.field(default_factory=dict)
     """Share of right answers in the group that finished last, by prompt."""
-    measured_at: dict[int, int] = {}
+    measured_at: dict[int, int] = msgspec.field(default_factory=dict)
     """The version at which each of these was measured; 0 if it is not here."""
 
-
-_decode = decoder(ControllerState).decode
+    def anew(self, now: Drawing) -> ControllerState:
+        """Returns the state of a run that begins its epochs anew, with other rows, at this one's version."""
+        schedule = ScheduleState(self.schedule.version, self.schedule.admitted, [], [], [])
+        own = msgspec.structs.asdict(now)
+        return ControllerState(
+            **own, again=[], schedule=schedule, trajectories={}, group_size=self.group_size, prompts_too_long=0
+        )
 
 
 def write(state: ControllerState, path: Path) -> None:
@@ -53,19 +62,6 @@ def write(state: ControllerState, path: Path) -> None:
     store(state, path)
 
 
-def read(
-    path: Path, prompts: int, seed: int, mixture: Sequence[tuple[int, int]] = (), order: int = 0
-) -> ControllerState:
-    """Raises ConfigError if the file cannot be read, or if this data and seed give another order of prompts."""
-    try:
-        state = _decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError) as e:
-        raise ConfigError(f"{path}: no readable state of a controller: {e}") from None
-    drawing = Drawing(rows=state.prompts, seed=state.seed, mixture=state.mixture, cursor=state.cursor)
-    drawing.check(prompts, seed, mixture)
-    if state.order != order:
-        raise ConfigError(
-            "rollout.easiest_first: the checkpoint was made with prompts in another order: continue with the same "
-            "setting and pass rates of rows, or start a new run from the exported model"
-        )
-    return state
+def read(path: Path) -> ControllerState:
+    """Raises ConfigError if the file cannot be read."""
+    return drawing.read(path, ControllerState)

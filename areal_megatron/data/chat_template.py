@@ -57,6 +57,11 @@ class ChatTemplate:
         except (jinja2.TemplateError, ArithmeticError, MemoryError, RecursionError, *_WRONG) as e:
             raise ConfigError(f"model.path: {folder}: {_unreadable(e)}") from None
 
+    @property
+    def written(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """The templates by name, and the special tokens that they may write."""
+        return self._sources, self._special
+
     def render(self, messages: Chat, tools: Sequence[Any] | None = None) -> str:
         """Returns the text of a conversation, up to where the model starts its answer. Raises TemplateRefused."""
         source = self._sources["default"]

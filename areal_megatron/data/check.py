@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
+from areal_megatron.data.drawing import Member
 from areal_megatron.data.files import sources
 from areal_megatron.data.prompts import (
     LeftOut,
@@ -28,9 +29,9 @@ def check_data(
     config: Config,
     say: Callable[[str], None] = lambda line: None,
     problems_of: ProblemsOf = no_problems,
-) -> None:
-    """Reads every file of `config.data`, or of the environments, once. Raises ConfigError for the first problem that
-    would stop a run.
+) -> Sequence[Member]:
+    """Reads every file of `config.data`, or of the environments, once, and returns what `data.train` holds. Raises
+    ConfigError for the first problem that would stop a run.
 
     `say` is told, in a line each, of what does not stop a run, and of the progress. `problems_of`: see
     ProblemsOf.
@@ -39,8 +40,7 @@ def check_data(
     for line in tokenizer.check():
         say(f"warning: model.path: {line}")
     if config.is_supervised:
-        _check_supervised(config, tokenizer, say)
-        return
+        return _check_supervised(config, tokenizer, say)
     if config.ppo.penalty.kl_model:
         tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
     _check_weights(config)
@@ -59,6 +59,7 @@ def check_data(
         )
     if held_out:
         _check_overlap(config, compare(train, held_out, say), held_out, say)
+    return train
 
 
 def _check_reward_models(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -105,7 +106,7 @@ def _read(
     return prompts
 
 
-def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> Sequence[Member]:
     _check_weights(config)
     train = read_items(config, "train", tokenizer)
     cursor(config, train)
@@ -114,6 +115,7 @@ def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str],
     if config.data.eval:
         held_out = read_items(config, "eval", tokenizer)
         _check_overlap(config, compare(train, held_out, say), held_out, say)
+    return train
 
 
 def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Any], say: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.files import records
 from areal_megatron.data.formats import Chat, Row, field, prompt_of, text_of
 from areal_megatron.data.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ class Pair:
     """The prompt without the chat template."""
     where: str = ""
     """`path:row`, for messages."""
+    digest: bytes = b""
+    """`digest_of` what the row says, by which a resumed run knows it."""
 
 
 def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
@@ -53,10 +56,11 @@ def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
             rejected=np.array([*tokens, *worse], np.int32),
             prompt_length=len(tokens),
             source=record.source,
-            text=text_of(prompt),
+            text=text_of(said[0]),
             where=record.where,
+            digest=digest_of(record.id, *said),
         )
-        for record, (prompt, _, _), tokens, better, worse in zip(found, read, prompts, chosen, rejected, strict=True)
+        for record, said, tokens, better, worse in zip(found, read, prompts, chosen, rejected, strict=True)
         if better != worse
     ]
     if not pairs:

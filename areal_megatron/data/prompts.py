@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.drawing import Drawing, digest_of, joined, settings_of
 from areal_megatron.data.files import Record, records, row_shares, rows
 from areal_megatron.data.formats import Item, field, prompt_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
@@ -40,6 +40,8 @@ class Prompt:
     """Share of right answers, measured before the run; None: not known."""
     where: str = ""
     """`path:row`, for messages."""
+    digest: bytes = b""
+    """`digest_of` what the row says, by which a resumed run knows it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Example:
     """The prompt without the chat template."""
     where: str = ""
     """`path:row`, for messages."""
+    digest: bytes = b""
+    """`digest_of` what the row says, by which a resumed run knows it."""
 
 
 @dataclass
@@ -151,9 +155,15 @@ def read_prompts(
             reward=item.reward,
             pass_rate=pass_rate_of(record),
             where=record.where,
+            digest=digest_of_prompt(record, item),
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]
+
+
+def digest_of_prompt(record: Record, item: Item) -> bytes:
+    """Returns `Prompt.digest`."""
+    return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"))
 
 
 def _item(record: Record, seed: int, function: str, problem_with: Callable[[str], str]) -> Item:
@@ -182,6 +192,7 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
             source=record.source,
             text=text_of(prompt),
             where=record.where,
+            digest=digest_of(record.id, prompt, record.row["response"]),
         )
         for record, prompt, tokens, response in zip(found, asked, prompts, responses, strict=True)
     ]
@@ -246,38 +257,27 @@ class Cursor:
         return members
 
 
-class Drawing(msgspec.Struct, kw_only=True):
-    """Where the drawing of rows stands, as a checkpoint keeps it, and what their order depends on."""
-
-    rows: int
-    """Number of rows of data.train."""
-    seed: int
-    mixture: list[tuple[int, int]]
-    """(rows, rows drawn an epoch) of each file of data.train, if the files have weights."""
-    cursor: tuple[int, int]
-    """`Cursor.at`."""
-
-    def check(self, rows: int, seed: int, mixture: Sequence[tuple[int, int]]) -> None:
-        """Raises ConfigError if this data and seed give another order."""
-        if self.rows != rows:
-            raise ConfigError(
-                f"data.train: {rows} rows, but the checkpoint was made with {self.rows}: continue with the same file, "
-                "or start a new run from the exported model"
-            )
-        if self.seed != seed:
-            raise ConfigError(f"seed: {seed}, but the checkpoint was made with {self.seed}, which orders the rows")
-        if self.mixture != list(mixture):
-            raise ConfigError(
-                "data.train: the checkpoint was made with other weights, which order the rows: continue with the "
-                "same, or start a new run from the exported model"
-            )
-
-
 def cursor(config: Config, members: Sequence[Any], at: tuple[int, int] = (0, 0)) -> Cursor:
     """Returns a cursor over the prompts, examples or pairs of data.train. Raises ConfigError for the reasons that
     `shares` does."""
     ranks = ranks_of(config, (member.pass_rate for member in members))
     return Cursor(len(members), config.seed, at, row_shares(config, members), ranks)
+
+
+def drawing_of(config: Config, members: Sequence[Any], tokenizer: Tokenizer | None = None) -> Drawing:
+    """Returns the drawing of the prompts, examples or pairs of data.train from its beginning; without a tokenizer that
+    and its template are unknown. Raises ConfigError for the reasons that `shares` does."""
+    drawn, (own, template) = cursor(config, members), tokenizer.digests if tokenizer else ("", "")
+    return Drawing(
+        rows=len(members),
+        seed=config.seed,
+        mixture=drawn.shares,
+        order=drawn.order,
+        digests=joined(members),
+        tokenizer=own,
+        template=template,
+        environments=settings_of(config),
+    )
 
 
 def ranks_of(config: Config, pass_rates: Iterable[float | None]) -> list[float]:

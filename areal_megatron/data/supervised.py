@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config
+from areal_megatron.data.drawing import SUPERVISED, Drawing, goes_on, read
 from areal_megatron.data.files import source_names
 from areal_megatron.data.pairs import Pair, read_pairs
-from areal_megatron.data.prompts import Drawing, Example, cursor, read_examples
+from areal_megatron.data.prompts import Example, cursor, drawing_of, read_examples
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import decoder, store
-
-_STATE = "examples.msgpack"
-"""Where a checkpoint says which rows come next."""
-_decode = decoder(Drawing).decode
+from areal_megatron.data.trajectory import store
 
 
 def read_items(config: Config, key: str, tokenizer: Tokenizer) -> list[Example] | list[Pair]:
@@ -35,14 +32,15 @@ class SupervisedData:
         SupervisedData(config, tokenizer, resumed=folder).next()  # the batch after that
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, resumed: str | Path = ""):
-        """`resumed`: the folder of the checkpoint with which the run goes on."""
-        self._items, self._size, self._seed = read_items(config, "train", tokenizer), config.batch_size, config.seed
-        self._cursor = cursor(config, self._items)
+    def __init__(self, config: Config, tokenizer: Tokenizer, resumed: str | Path = "", own: bool = True):
+        """`resumed`: the folder of the checkpoint with which the run goes on; `own`: this run has made it."""
+        self._items, self._size = read_items(config, "train", tokenizer), config.batch_size
+        self._drawing = drawing_of(config, self._items, tokenizer)
         if resumed:
-            drawing = _read(Path(resumed) / _STATE)
-            drawing.check(len(self._items), self._seed, self._cursor.shares)
-            self._cursor = cursor(config, self._items, drawing.cursor)
+            saved = read(Path(resumed) / SUPERVISED, Drawing)
+            if goes_on(saved, self._drawing, self._items, resumed, own):
+                self._drawing.cursor = saved.cursor
+        self._cursor = cursor(config, self._items, self._drawing.cursor)
         self.held_out: dict[str, list[Example] | list[Pair]] = {}
         """The items of each file of data.eval, by `source_names`."""
         if config.data.eval:
@@ -57,17 +55,9 @@ class SupervisedData:
     @property
     def drawing(self) -> Drawing:
         """What a run that goes on from here has to know."""
-        found = self._cursor
-        return Drawing(rows=len(self._items), seed=self._seed, mixture=found.shares, cursor=found.at)
+        return replace(self._drawing, cursor=self._cursor.at)
 
 
 def write(drawing: Drawing, folder: Path) -> None:
     """Writes into the folder of a checkpoint which rows come next. Raises OSError."""
-    store(drawing, folder / _STATE)
-
-
-def _read(path: Path) -> Drawing:
-    try:
-        return _decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError) as e:
-        raise ConfigError(f"{path}: no readable state of a supervised run: {e}") from None
+    store(drawing, folder / SUPERVISED)

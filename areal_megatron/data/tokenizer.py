@@ -21,6 +21,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.data import chat_template
 from areal_megatron.data.chat_template import ChatTemplate, TemplateRefused
 from areal_megatron.data.control_words import ControlWords, Hidden, any_of, tags
+from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.formats import Chat
 from areal_megatron.errors import printable
 from areal_megatron.json_input import parse_json
@@ -37,6 +38,9 @@ _NOT_FOLLOWED = {
     "split_special_tokens": "the template's control words are tokens",
     "fix_mistral_regex": "tokenizer.json alone says how texts are split; save it with the fix",
 }
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""What is said of an added token."""
 
 
 class Tokenizer:
@@ -157,6 +161,19 @@ class Tokenizer:
                 "is no end token (eos_token, generation_config.json): the model's answers go on after it"
             )
         return found
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Digests of the tokenizer, with the tokens that end answers, and of the chat template, with the special tokens
+        that it may write: equal in all folders that make the same tokens of the same text."""
+        described = self._json("tokenizer.json") | {"truncation": None, "padding": None}
+        described["model"] = described["model"] | {"dropout": None}
+        described["added_tokens"] = sorted(
+            [number, token.content, *(getattr(token, flag) for flag in _FLAGS)]
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+        )
+        template = self._template.written if self._template else None
+        return digest_of(described, self.stop_tokens).hex(), digest_of(template).hex()
 
     def longest_token(self) -> int:
         """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""
@@ -453,9 +470,8 @@ _decode_file = msgspec.json.Decoder(_File).decode
 
 def _added(said: Any) -> tokenizers.AddedToken | None:
     """Returns a token as tokenizer_config.json describes it, None if it is no description."""
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     if not isinstance(said, dict) or not isinstance(said.get("content"), str):
         return None
     return tokenizers.AddedToken(
-        said["content"], **{flag: said[flag] for flag in flags if type(said.get(flag)) is bool}
+        said["content"], **{flag: said[flag] for flag in _FLAGS if type(said.get(flag)) is bool}
     )

@@ -5,6 +5,8 @@ Needs numpy and msgspec only, no torch.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """int32 [R], policy version that sampled each token"""
     loss_mask: np.ndarray
     """uint8 [R], 1 where the token is trained"""
+    asked: int | None = None
+    """`checksum` of the tokens that the engine was sent for its first token; None in dumps of earlier releases."""
     reward: float
     truncated: bool
     """Whether the answer was cut at rollout.max_new_tokens."""
@@ -50,6 +54,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.response)
+
+
+def checksum(tokens: Sequence[int] | np.ndarray) -> int:
+    """Returns the CRC-32 of tokens as int32, little-endian."""
+    return zlib.crc32(np.asarray(tokens, "<i4").tobytes())
 
 
 class Excerpt(msgspec.Struct, kw_only=True):

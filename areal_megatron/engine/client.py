@@ -58,6 +58,8 @@ class Completion:
     """`stop`, `length` (cut at max_tokens) or `abort`."""
     routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
     """uint8 or uint16 [tokens, layers, k], flat: the experts of the tokens from `routes_from` to the last but one."""
+    asked: int | None = None
+    """`checksum` (data/trajectory.py) of the tokens before the first one, as workflows note it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
-from areal_megatron.data.trajectory import BatchPart
+from areal_megatron.data.trajectory import BatchPart, checksum
 from areal_megatron.model_check import check_model, trained_config
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
@@ -402,10 +402,14 @@ class Trainer:
             "incarnation": self.run.incarnation,
             "version": part.version,
             "max_staleness": self.config.rollout.max_staleness,
+            "replicas": self.config.trainer.dp,
+            "group_size": self.config.rollout.group_size,
             "applied": applied,
             "prompts": [[t.epoch, t.prompt_id] for t in part.trajectories],
             "uids": [t.uid for t in part.trajectories],
             "admission_versions": [t.admission_version for t in part.trajectories],
+            "sampled_from": [t.asked for t in part.trajectories],
+            "trained_from": [checksum(t.prompt) for t in part.trajectories],
             "tokens": sum(int(t.loss_mask.sum()) for t in part.trajectories),
         }
         self._ledger.write(json.dumps(line).encode() + b"\n")

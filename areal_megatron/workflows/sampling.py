@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from areal_megatron.config import RolloutConfig
+from areal_megatron.data.trajectory import checksum
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ async def _generate_once(sampling: Sampling, request: GenerationRequest, n: int,
     for completion in completions:
         if completion.finish_reason not in ends or not np.isfinite(completion.logprobs).all():
             raise EngineError(f"{client.name} did not complete {request_id}: finish reason {completion.finish_reason}")
-    return completions
+    asked = checksum(request.tokens)
+    return [replace(completion, asked=asked) for completion in completions]
 
 
 def sampling_seed(seed: int, purpose: Literal["train", "eval"], *key: int) -> int:

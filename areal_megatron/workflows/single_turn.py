@@ -52,4 +52,4 @@ async def _resume(
         name: np.concatenate((getattr(interrupted, name), getattr(more, name)))
         for name in ("tokens", "logprobs", "versions", "routes")
     }
-    return Completion(**joined, finish_reason=more.finish_reason)
+    return Completion(**joined, finish_reason=more.finish_reason, asked=interrupted.asked)

@@ -40,6 +40,8 @@ class Transcript:
     """Whether the model ended the last answer itself."""
     truncated: bool = False
     """Whether no token was left to end the last answer, or to answer the message after it."""
+    asked: int | None = None
+    """`checksum` of what the engine was sent for the first answer; None before one."""
 
     @property
     def length(self) -> int:
@@ -102,7 +104,8 @@ class Transcript:
         """Returns this transcript with another answer."""
         segment = _Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
         ended = completion.finish_reason == "stop"
-        return replace(self, segments=(*self.segments, segment), ended=ended, truncated=truncated)
+        asked = self.asked if self.answers else completion.asked
+        return replace(self, segments=(*self.segments, segment), ended=ended, truncated=truncated, asked=asked)
 
     def with_observation(self, tokens: Sequence[int], stop_tokens: Collection[int] = ()) -> Transcript:
         """Returns this transcript with tokens of the environment. If both they begin and the last answer ends with a

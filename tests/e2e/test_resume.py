@@ -4,22 +4,27 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from areal_megatron.audit import audit, drawing, surviving
+from areal_megatron.audit import audit, surviving
 from areal_megatron.checkpoint.folder import complete, newest
 from areal_megatron.config_file import load
-from areal_megatron.controller.state import read
+from areal_megatron.controller.state import ControllerState, read
+from areal_megatron.convert import to_hf
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
+from areal_megatron.data.trajectory import checksum
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch.records import read_record
@@ -54,9 +59,53 @@ def rated(world) -> str:
     return f"{world / 'rated-train.jsonl'}:0.8,{world / 'rated-heldout.jsonl'}:0.2"
 
 
-def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world):
+def with_an_edited_row(world) -> str:
+    """The mixture of `rated`, with another answer to its fifth prompt."""
+    lines = (world / "rated-train.jsonl").read_text().splitlines(keepends=True)
+    lines[4] = json.dumps(json.loads(lines[4]) | {"answer": "7"}) + "\n"
+    (world / "edited.jsonl").write_text("".join(lines))
+    return f"{world / 'edited.jsonl'}:0.8,{world / 'rated-heldout.jsonl'}:0.2"
+
+
+def with_the_time(world, folder) -> Path:
+    """The model with a template that shows the second of the launch: no launch renders a prompt as the one before."""
+    shutil.copytree(world / "model", folder / "model")
+    template = "{{ strftime_now('%H %M %S') }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "model" / "chat_template.jinja").write_text(template)
+    return folder / "model"
+
+
+def check_resumed(kept: ControllerState, run: Run, weights: Path) -> None:
+    """Interrupted answers were trained after the prompt that they were sampled from; on both sides of the interruption
+    the tokens of its version have the log-probabilities that transformers computes with `weights`."""
+    model, version = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32), kept.schedule.version
+    trained = {t.uid: t for path in dumped(run.trajectories).values() for t in read_dump(path).trajectories}
+    found = [
+        (trained[number * 4 + k], group.prompt, answer)
+        for number, group in kept.resumable.items()
+        for k, answer in enumerate(group.answers)
+        if number * 4 + k in trained and answer.finish_reason == "abort" and len(answer.tokens)
+    ]
+    compared = Counter()
+    for answer, prompt, before in found:
+        count = len(before.tokens)
+        assert answer.prompt.tolist() == prompt.tolist() and answer.asked == checksum(prompt)
+        assert answer.response[:count].tolist() == before.tokens.tolist()
+        tokens = torch.from_numpy(np.concatenate((prompt, answer.response))).long()
+        with torch.no_grad():
+            scores = model(tokens[None, :-1]).logits[0].log_softmax(-1)
+        expected = scores.gather(1, tokens[1:, None])[len(prompt) - 1 :, 0].numpy()
+        for side, place in (("before", slice(count)), ("after", slice(count, None))):
+            own = answer.versions[place] == version
+            compared[side] += own.sum()
+            assert np.abs(answer.logprobs[place] - expected[place])[own].max(initial=0) < 1e-5
+    assert min(compared["before"], compared["after"]) > 3, compared
+
+
+def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     """A launcher that is killed ends everything (trainers and engines are killed in test_faults.py). Asked to stop, the
-    run keeps what was sampled. The bound becomes another one, and prompts are drawn from the easiest on."""
+    run keeps what was sampled. The bound becomes another one, as do the trainers' sizes, prompts are drawn from the
+    easiest on, and each launch renders them otherwise."""
     changes = CHANGES | {
         "updates": 1000,
         "checkpoint.every": 2,
@@ -69,6 +118,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world):
         "rollout.dump": True,
         "rollout.max_running": 4,
     }
+    changes["model.path"] = with_the_time(world, tmp_path)
     settings = small(world, **changes)
     started = local_run("killed", *settings, "rollout.max_staleness=4")
     run = Run(started.folder)
@@ -80,14 +130,21 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world):
     # No bound that is reached and several groups: answers are always under way, however slow trainers are.
     settings += ["rollout.max_staleness=100", "rollout.max_running=32"]
     begun = time.time()
-    stopped = local_run("killed", *settings)
+    stopped = local_run("killed", *settings, "trainer.dp=2", "machine.slots=3")
     stopped.wait_for(lambda: last_update(run) > begun and read_status(run).get("running_groups"))
     assert run.incarnation == 1
     run.stop.touch()
     assert stopped.wait() == 75, stopped.output
     assert "resuming from" in stopped.output
+    kept_by = complete(run)[-1]
+    kept_state = read(kept_by / "controller.msgpack")
+    to_hf(kept_by, tmp_path / "kept")
+    refused = local_run("killed", *settings, f"data.train={with_an_edited_row(world)}", output="refused")
+    assert refused.wait() == 2 and run.incarnation == 1
+    words = rf"error: data\.train: 1 of 800 rows .* is \S+/edited\.jsonl:5: .*: name=… resume={kept_by}\n"
+    assert re.search(words, refused.output), refused.output
     last = 10 * (len(trained(run)) // 10 + 1)
-    again = local_run("killed", *settings, f"updates={last}")
+    again = local_run("killed", *settings, f"updates={last}", "trainer.tp=2", "machine.slots=3")
     assert again.wait() == 0, again.output
     assert f"{last} of {last} updates done" in again.output
     assert "resuming from" in again.output
@@ -102,8 +159,8 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world):
     batches, _ = surviving(run, config)
     dumps = [read_dump(path) for path in dumped(run.trajectories).values()]
     assert [sorted(t.uid for t in dump.trajectories) for dump in dumps] == [sorted(batch.uids) for batch in batches]
-    ids, cursor = drawing(config)
-    saved = read(complete(run)[-1] / "controller.msgpack", len(ids), config.seed, cursor.shares, cursor.order)
+    check_resumed(kept_state, run, tmp_path / "kept")
+    saved = read(complete(run)[-1] / "controller.msgpack")
     kinds = Counter(kind for *_, kind in saved.schedule.dispositions)
     assert kinds["trained"] == 8 * last and kinds["skipped: pass rate 1"] > 100 and kinds["filtered"] > 0
     assert len(complete(run)) == 2 and complete(run)[-1].name == f"version-{last:06d}"

@@ -3,14 +3,15 @@
 import json
 
 import pytest
+from msgspec.structs import asdict
 
-from areal_megatron.audit import audit, main
+from areal_megatron.audit import audit, main, rows_of
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, DataConfig, ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from areal_megatron.config_file import save
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.data.prompts import Cursor
+from areal_megatron.data.prompts import Cursor, drawing_of
 from areal_megatron.run import Run
 
 PROMPTS, GROUP, BATCH = 7, 2, 4
@@ -44,7 +45,7 @@ class Past:
         self.schedule = Schedule(batch_size=BATCH, group_size=GROUP, max_staleness=1, updates=self.updates)
         self.cursor, self.batches, start = Cursor(PROMPTS, seed=1), 0, {}
         if checkpoint:
-            saved = state.read(checkpoint.controller, PROMPTS, 1)
+            saved = state.read(checkpoint.controller)
             assert not self.schedule.restore(saved.schedule)
             self.cursor, self.batches = Cursor(PROMPTS, 1, saved.cursor), checkpoint.batches
             start = {
@@ -82,13 +83,10 @@ class Past:
     def save(self, change=lambda saved: saved):
         """A checkpoint of this moment."""
         saved = state.ControllerState(
-            prompts=PROMPTS,
-            seed=1,
-            cursor=self.cursor.at,
+            **asdict(drawing_of(self.config, rows_of(self.config))) | {"cursor": self.cursor.at},
             again=[],
             schedule=self.schedule.save(),
             trajectories={},
-            interrupted={},
             prompts_too_long=0,
         )
         self.run.check_current()
@@ -146,6 +144,10 @@ def test_a_crash_in_the_middle_of_a_line_is_no_fault(past):
         (lambda past: past.edit(0, 6, version=7), "batch 4 trained version 7, the policy was at 4"),
         (lambda past: past.edit(0, 6, applied=True), "batch 4: replicas disagree"),
         (lambda past: past.edit(1, 1, admission_versions=[-1, 1]), "admitted at version -1"),
+        (
+            lambda past: past.edit(1, 1, sampled_from=[7, 8], trained_from=[7, 9]),
+            "trajectory 7 was trained after another prompt than it was sampled from",
+        ),
         (lambda past: past.edit(1, 2, prompts=[[0, 0]]), "1 answers in batch 2"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "prompt 9 of epoch 9 was trained, but is unknown"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "counts as trained, but no trainer trained it"),
@@ -164,6 +166,52 @@ def test_each_batch_is_held_to_the_bound_of_its_incarnation(past):
     assert audit(past.run) == []
     past.edit(0, 2, max_staleness=1)
     assert "trajectory 8, admitted at version 0, was trained by version 2" in audit(past.run)
+
+
+def test_each_batch_is_held_to_the_sizes_of_its_incarnation(past):
+    """Another number of replicas, and of answers in a group, than the run has now."""
+    past.config.trainer.dp, past.config.rollout.group_size = 1, 4
+    save(past.config, past.run.config)
+    for replica in range(2):
+        for line in range(9):
+            past.edit(replica, line, replicas=2, group_size=GROUP)
+    assert audit(past.run) == []
+
+
+def test_rows_that_have_changed_since_are_named(past):
+    """The ledgers are checked all the same."""
+    past.edit(0, 5, uids=[0, 1])
+    rows = ['{"prompt": "1+1=", "answer": "2"}'] * (PROMPTS - 1)
+    (past.run.folder.parent / "data.jsonl").write_text("\n".join([*rows, '{"prompt": "1+1=", "answer": "3"}']))
+    *double, other = audit(past.run)
+    assert "trajectory 0 was trained 2 times" in double
+    assert other.startswith("data.train: 1 of 7 rows are not those of the checkpoint, the first is ")
+
+
+def test_a_checkpoint_is_at_most_as_old_as_the_run_says(past):
+    """Two are missing only if one was lost."""
+    past.config.checkpoint.every = 2
+    save(past.config, past.run.config)
+    past.train(4)
+    assert audit(past.run) == []
+    past.train(1)
+    (fault,) = audit(past.run)
+    assert fault == (
+        "the newest checkpoint, of version 6, is 5 versions older than the newest batch that was trained; "
+        "checkpoint.every is 2"
+    )
+    past.config.checkpoint.every = 0
+    save(past.config, past.run.config)
+    assert audit(past.run) == []
+
+
+def test_checkpoints_that_are_all_missing_are_named(tmp_path):
+    past = Past(tmp_path)
+    past.config.checkpoint.every = 2
+    save(past.config, past.run.config)
+    past.train(5)
+    (fault,) = audit(past.run)
+    assert fault.startswith("the newest checkpoint is missing, 5 versions before the newest batch that was trained; ")
 
 
 def without_one(saved):

@@ -98,9 +98,9 @@ def test_a_resumed_run_draws_what_the_other_would_have_drawn(config, tmp_path):
     after = [[pair.where for _ in range(5) for pair in each.next()] for each in (data, again)]
     assert after[0] == after[1] and set(before[:10]) == {*before} and len(set(before)) == 10
     save(tmp_path / "pairs.jsonl", [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])
-    with pytest.raises(ConfigError, match=r"data.train: 1 rows, but the checkpoint was made with 10: "):
+    with pytest.raises(ConfigError, match=r"data.train: 1 rows, .* made with 10; 1 are other ones, "):
         SupervisedData(config, tokenizer, tmp_path / "checkpoint")
-    with pytest.raises(ConfigError, match="no readable state of a supervised run"):
+    with pytest.raises(ConfigError, match="no readable state of a run"):
         SupervisedData(config, tokenizer, tmp_path)
 
 

@@ -9,10 +9,6 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
-from areal_megatron.controller.schedule import Schedule
-from areal_megatron.controller.state import ControllerState
-from areal_megatron.controller.state import read as read_state
-from areal_megatron.controller.state import write as write_state
 from areal_megatron.data.check import check_data
 from areal_megatron.data.prompts import Cursor, cursor, ranks_of, read_examples, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
@@ -396,29 +392,6 @@ def test_training_draws_from_several_files_by_weight(folder, tmp_path):
     assert sorted(text for text in epoch if text[0] == "a") == ["a0", "a1", "a2", "a3"] and order.next()[0] == 1
     with pytest.raises(ConfigError, match=r"data.eval: an evaluation asks every prompt; leave the weights out"):
         check_data(config(folder, train=mixed.data.train, eval=mixed.data.train))
-
-
-def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
-    saved = ControllerState(
-        prompts=40,
-        seed=3,
-        cursor=(1, 2),
-        again=[],
-        schedule=Schedule(batch_size=4, group_size=2, max_staleness=1, updates=3).save(),
-        trajectories={},
-        interrupted={},
-        prompts_too_long=0,
-        mixture=MIXTURE,
-    )
-    write_state(saved, tmp_path / "state")
-    assert read_state(tmp_path / "state", 40, 3, MIXTURE).cursor == (1, 2)
-    with pytest.raises(
-        ConfigError, match=r"rollout.easiest_first: the checkpoint was made with prompts in another order"
-    ):
-        read_state(tmp_path / "state", 40, 3, MIXTURE, order=7)
-    for other in ([], [(10, 5), (30, 5)]):
-        with pytest.raises(ConfigError, match=r"data.train: the checkpoint was made with other weights"):
-            read_state(tmp_path / "state", 40, 3, other)
 
 
 def test_a_built_in_reward_for_another_format_is_refused(folder, tmp_path):

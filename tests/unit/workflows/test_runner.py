@@ -20,6 +20,7 @@ from areal_megatron.controller.environment import Environment
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
+from areal_megatron.controller.state import InterruptedGroup
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import multi_turn, sampling, tool_use
@@ -420,12 +421,13 @@ def test_groups_that_are_interrupted_are_admitted_again_and_those_of_a_single_tu
         return subject.save()
 
     state = asyncio.run(stopped())
-    assert len(state.again) == 6 and not state.interrupted and not state.trajectories
+    assert len(state.again) == 6 and not state.resumable and not state.trajectories
 
     group = Group(0, 0, 1, 0, 0, 2)
     interrupted = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "abort")
+    kept = {0: InterruptedGroup(prompt=np.ones(1, np.int32), answers=[interrupted] * 2)}
     state = msgspec.structs.replace(
-        state, schedule=replace(state.schedule, interrupted=[group]), interrupted={0: [interrupted] * 2}, again=[]
+        state, schedule=replace(state.schedule, interrupted=[group]), resumable=kept, again=[]
     )
     schedule, subject = generation_of(world, tmp_path, world.client)
     subject.restore(state)

@@ -1,6 +1,7 @@
 """Seeds: a prompt is sampled with the same one whenever, wherever and however often it is asked."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,10 @@ from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
+from areal_megatron.controller.state import read as read_state
+from areal_megatron.controller.state import write as write_state
 from areal_megatron.data.prompts import Prompt
+from areal_megatron.data.trajectory import checksum
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
@@ -145,15 +149,16 @@ class Resuming(Asked):
 
 
 def test_answers_that_were_interrupted_are_resumed_with_random_numbers_of_their_own(tmp_path):
+    """And after the tokens that they were sampled from, although the prompts are rendered otherwise now."""
     config, sampler = setting(tmp_path, Slow())
     config.rollout.max_new_tokens = 24
 
-    def generation():
+    def generation(prompts):
         schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
-        return schedule, Generation(config, schedule, sampler, PROMPTS[:3], Changed())
+        return schedule, Generation(config, schedule, sampler, prompts, Changed())
 
     async def stopped():
-        schedule, subject = generation()
+        schedule, subject = generation(PROMPTS[:3])
         schedule.add_engine(0, 0)
         running = asyncio.create_task(subject.run())
         await asyncio.sleep(0.05)
@@ -161,14 +166,15 @@ def test_answers_that_were_interrupted_are_resumed_with_random_numbers_of_their_
         running.cancel()
         return subject.save()
 
-    state = asyncio.run(stopped())
-    assert not state.again and len(state.schedule.interrupted) == len(state.interrupted) == 6
+    write_state(asyncio.run(stopped()), tmp_path / "state")
+    state = read_state(tmp_path / "state")
+    assert not state.again and len(state.schedule.interrupted) == len(state.resumable) == 6
     (engine,) = sampler.engines
     first, client = engine.client.seeds, Resuming()
     engine.client = client
 
     async def resumed():
-        schedule, subject = generation()
+        schedule, subject = generation([replace(prompt, tokens=[7, *prompt.tokens]) for prompt in PROMPTS[:3]])
         subject.restore(state)
         schedule.version = 1
         schedule.add_engine(0, 1)
@@ -182,6 +188,8 @@ def test_answers_that_were_interrupted_are_resumed_with_random_numbers_of_their_
     for group, (whole, joined) in finished:
         mark = sampling_seed(11, "train", group.epoch, group.prompt_id) % 97
         assert whole.response.tolist() == [mark] * 5 and joined.response.tolist() == [mark] * 3 + [98] * 2
+        for answer in (whole, joined):
+            assert answer.prompt.tolist() == PROMPTS[group.prompt_id].tokens and answer.asked == checksum(answer.prompt)
         assert joined.versions.tolist() == [0, 0, 0, 1, 1] and joined.logprobs.tolist() == [-0.5] * 3 + [-1.0] * 2
         assert whole.admission_version == joined.admission_version == group.admission_version == 0
 
