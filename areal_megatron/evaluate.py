@@ -103,11 +103,15 @@ class OfflineEvaluation:
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings on which answers depend, apart from the order in which an engine happens to batch them."""
+        """The settings on which answers depend, apart from the order in which an engine happens to batch them; and
+        where the rows are."""
         config = self.config
-        items = [[p.id, p.tokens, p.answer, p.response_tokens, self.rewards[p.id]] for p in self.prompts]
+        items = [[prompt.digest.hex(), self.rewards[prompt.id]] for prompt in self.prompts]
+        tokenizer, template = self.tokenizer.digests
         return {
             "model": config.model.path,
+            "tokenizer": tokenizer,
+            "template": template,
             "model_files": files_digest(Path(config.model.path)),
             "data": config.data.eval,
             "rewards": sorted(set(self.rewards.values())),

@@ -20,7 +20,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import files
 from areal_megatron.data.check import check_data
 from areal_megatron.data.drawing import Member, goes_on, saved_in
-from areal_megatron.data.dumps import check_tokens, recorded
+from areal_megatron.data.dumps import check_same, check_tokens, recorded
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.prompts import drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
@@ -271,6 +271,8 @@ def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) 
     folder = Path(config.data.train)
     if folder.absolute().is_relative_to(run.folder):
         raise ConfigError(f"name: {config.name} is the run whose batches are replayed; choose another name=…")
+    if checkpoint and checkpoint.folder.parent == run.checkpoints:
+        check_same(folder, checkpoint.folder)
     first = recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)[0]
     check_tokens(read_dump(first), first, read_config(config.model.path)["vocab_size"])
 

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.service import Refusal, Service
-from areal_megatron.data.dumps import Dump, check_tokens, read, recorded
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.dumps import REPLAYED, Dump, Replayed, check_same, check_tokens, read, recorded, with_crc
+from areal_megatron.data.trajectory import Trajectory, store
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
@@ -30,6 +31,7 @@ from areal_megatron.protocol import (
     CheckpointWritten,
     Links,
     NextBatch,
+    NotWritten,
     Ok,
     Publish,
     Reply,
@@ -47,14 +49,17 @@ class Recording:
     def __init__(self, files: Sequence[Path], version: int, vocabulary: float = math.inf):
         self.version, self._vocabulary = version, vocabulary
         self.left = deque(files)
+        self._formed: Replayed | None = None
+        self.trained: Replayed | None = None
 
     def form_batch(self) -> list[Dump] | None:
         """Returns the next dump. Raises ConfigError for a file that holds no batch, or a token that the model does not
         have; RunError for another version than the trainers'."""
         if not self.left:
             return None
-        dump = read(path := self.left.popleft())
+        dump, crc = read(path := self.left.popleft(), with_crc)
         check_tokens(dump, path, self._vocabulary)
+        self._formed = Replayed(number=dump.number, crc=crc)
         if dump.version != self.version:
             raise RunError(
                 f"{path} trained version {dump.version}, but the replay is at version {self.version}: an update "
@@ -66,10 +71,11 @@ class Recording:
         return 0
 
     def applied(self) -> None:
-        self.version += 1
+        self.version, self.trained = self.version + 1, self._formed
 
     def rejected(self, reason: str) -> None:
         """The version stays."""
+        self.trained = self._formed
 
 
 def _trajectories(dump: Dump) -> list[Trajectory]:
@@ -85,6 +91,8 @@ class Replay:
     def __init__(self, config: Config, run: Run):
         self.config, self.run = config, run
         start = run.start
+        if start.after is not None:
+            check_same(Path(config.data.train), Path(start.checkpoint))
         files = recorded(Path(config.data.train), start.batches, config.batch_size)
         described = read_config(config.model.path)
         self._recording = Recording(files, start.version, described["vocab_size"])
@@ -96,6 +104,7 @@ class Replay:
             version = start.version if start.checkpoint else -1
             self._metrics.write("resume", version, {"incarnation": start.incarnation})
         self._started_at, self._last, self._bye = time.monotonic(), {}, asyncio.Event()
+        self._saved: Replayed | None = None
 
     async def live(self) -> None:
         """Runs until the trainers' Bye. Raises RunError or ConfigError."""
@@ -119,8 +128,11 @@ class Replay:
                 return self._trained(message)
             case Publish():
                 return Links([])
-            case CheckpointBegin() | CheckpointWritten():  # the trainers' part is all there is
+            case CheckpointBegin():
+                self._saved = self._recording.trained
                 return Ok()
+            case CheckpointWritten():
+                return await self._written(message)
             case CheckpointDone():
                 self._metrics.write("checkpoint", message.version, message.figures)
                 return Ok()
@@ -128,6 +140,16 @@ class Replay:
                 self._bye.set()
                 return Ok()
         raise Refusal(f"{type(message).__name__} is not for a replay")
+
+    async def _written(self, message: CheckpointWritten) -> Reply:
+        """Writes which batch was trained last, the replay's own part of a checkpoint."""
+        if self._saved:
+            path = checkpoint_folder.partial(self.run, message.version) / REPLAYED
+            try:
+                await asyncio.to_thread(store, self._saved, path)
+            except OSError as e:
+                return NotWritten(e.strerror or str(e))
+        return Ok()
 
     def _trained(self, message: Trained) -> Reply:
         self._last = self._batches.trained(message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,17 @@ class Dump(msgspec.Struct, kw_only=True):
     """All of the batch, in the order from which it was split into micro-batches."""
 
 
-_decode = decoder(Dump).decode
+class Replayed(msgspec.Struct, kw_only=True):
+    """The batch that a replay has trained last, by which its checkpoints recognise the recording."""
+
+    number: int
+    crc: int
+    """CRC-32 of its file."""
+
+
+REPLAYED = "replay.msgpack"
+"""The file of a checkpoint that holds it."""
+_decode, _decode_replayed = decoder(Dump).decode, decoder(Replayed).decode
 
 
 def write(dump: Dump, folder: Path, most_bytes: float = math.inf) -> None:
@@ -69,6 +80,11 @@ def check_tokens(dump: Dump, path: Path, vocabulary: float) -> None:
             )
 
 
+def with_crc(content: bytes) -> tuple[Dump, int]:
+    """Decodes a file for `read`: the dump, and the file's CRC-32. Raises msgspec.MsgspecError."""
+    return _decode(content), zlib.crc32(content)
+
+
 def dumped(folder: Path) -> dict[int, Path]:
     """Returns the file of each batch by its number, in ascending order. Raises ConfigError if there is none."""
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else ()
@@ -93,6 +109,20 @@ def recorded(folder: Path, first: int, batch_size: int) -> list[Path]:
     if (size := len(read(found[first]).trajectories)) != batch_size:
         raise ConfigError(f"batch_size: {batch_size}, but batches of {folder} have {size} trajectories: set it to that")
     return list(found.values())
+
+
+def check_same(folder: Path, checkpoint: Path) -> None:
+    """Raises ConfigError if the batch that the replay of a checkpoint has trained last is not that of the folder."""
+    if not (path := checkpoint / REPLAYED).exists():  # it has trained none, or is of an earlier release
+        return
+    last = read(path, _decode_replayed)
+    found = dumped(folder).get(last.number)
+    if found is None or zlib.crc32(read(found, bytes)) != last.crc:
+        problem = "is not the one that was trained" if found else "is missing, by which a replay knows its recording"
+        raise ConfigError(
+            f"data.train: batch {last.number} of {folder} {problem}: continue with the same folder, or have a new run "
+            f"begin there: name=… resume={checkpoint}"
+        )
 
 
 def forget(folder: Path, first: int) -> None:

@@ -32,6 +32,15 @@ class Sampled(msgspec.Struct, kw_only=True):
     response: str
 
 
+_PLACE = "data"
+"""The setting that says where the rows are: they may be elsewhere if their digest is the same."""
+_DIGESTS = {
+    "rows": "other rows",
+    "tokenizer": "another tokenizer",
+    "template": "another chat template",
+    "model_files": "other files of the model",
+}
+"""What an evaluation was begun with if a setting that is a digest is another one."""
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Sampled).decode
 
@@ -95,11 +104,9 @@ class Folder:
         except ValueError as e:
             raise ConfigError(f"{file}: not JSON: {e}") from None
         for key, value in settings.items():
-            if begun.get(key) != value:
-                raise ConfigError(
-                    f"{self.path}: was begun with {key}={begun.get(key)}, not {value}; choose another --out, or "
-                    "the same settings"
-                )
+            if key != _PLACE and begun.get(key) != value:
+                other = _DIGESTS.get(key) or f"{key}={begun.get(key)}, not {value}"
+                raise ConfigError(f"{self.path}: was begun with {other}; choose another --out, or the same settings")
 
     def _read(self) -> dict[tuple[int, int], Sampled]:
         path, answers = self.path / "answers.jsonl", {}

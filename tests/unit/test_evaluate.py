@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -201,6 +202,32 @@ def test_another_setting_is_refused_in_one_line_and_changes_nothing(tmp_path):
         ((key, value),) = change.items()
         assert f"{key}={SETTINGS[key]}, not {value}" in str(error.value) and "\n" not in str(error.value)
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_evaluation_goes_on_with_the_same_rows_wherever_they_are_and_with_no_others(world, tmp_path):
+    """The template shows the second: what it renders is no setting."""
+    model, data, out = tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "out"
+    shutil.copytree(world / "model", model)
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%f') }}{{ messages[0]['content'] }}")
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2=", "answer": 3}\n')
+
+    def go_on(place):
+        evaluation = evaluate.OfflineEvaluation(evaluate._options([str(model), str(place), "--max-new-tokens", "8"]))
+        with Folder(out, evaluation.settings):
+            pass
+
+    go_on(data)
+    moved, edited = tmp_path / "moved.json", tmp_path / "edited.jsonl"
+    moved.write_text('[{"answer": "2", "prompt": "1+1="}, {"answer": "3", "prompt": "1+2="}]')
+    go_on(moved)
+    for line in ('{"prompt": "1+3=", "answer": 3}', '{"prompt": "1+2=", "answer": 4}'):
+        edited.write_text('{"prompt": "1+1=", "answer": 2}\n' + line)
+        with pytest.raises(ConfigError, match=r"out: was begun with other rows; choose another --out"):
+            go_on(edited)
+    template.write_text("{{ strftime_now('%f') }} {{ messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match=r"out: was begun with another chat template; choose another --out"):
+        go_on(data)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, PPOConfig, RewardConfig, RolloutConfig
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.replay import Recording
-from areal_megatron.data.dumps import Dump, check_tokens, dumped, forget, read, recorded, write
-from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder
+from areal_megatron.data.dumps import REPLAYED, Dump, check_same, check_tokens, dumped, forget, read, recorded, write
+from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder, store
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, Stop, Trained
 from areal_megatron.run import RunError
 
@@ -125,6 +126,32 @@ def test_a_recording_gives_the_batches_in_their_order_and_they_are_dumped_again(
     for number in range(1, 5):
         name = f"batch-{number:06d}.msgpack"
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_checkpoint_of_a_replay_knows_its_recording(folder, tmp_path):
+    async def play():
+        recording = Recording(recorded(folder, 0, BATCH), version=0)
+        subject = batches(recording)
+        assert recording.trained is None
+        await trained(subject, 0, 0)
+        await trained(subject, 1, 1)
+        await subject.next(NextBatch(0, 2, 2))  # formed, and not yet trained
+        return recording.trained
+
+    last, other, checkpoint = asyncio.run(play()), tmp_path / "other", tmp_path / "version-000002"
+    check_same(folder, checkpoint)  # of an earlier release: it says nothing
+    store(last, checkpoint / REPLAYED)
+    shutil.copytree(folder, other)
+    check_same(other, checkpoint)
+    edited = dump(1)
+    edited.trajectories[0].reward += 1
+    write(edited, other)
+    cure = rf"continue with the same folder, or have a new run begin there: name=… resume={checkpoint}$"
+    with pytest.raises(ConfigError, match=rf"^data\.train: batch 1 of {other} is not the one that was trained: {cure}"):
+        check_same(other, checkpoint)
+    (other / "batch-000001.msgpack").unlink()
+    with pytest.raises(ConfigError, match=rf"^data\.train: batch 1 of {other} is missing, .*: {cure}"):
+        check_same(other, checkpoint)
 
 
 def test_an_update_that_only_one_of_both_applied_is_told(folder):
