@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Callable
 
 from areal_megatron.reward.code import parse_tests
+from areal_megatron.reward.math import right_answers
+from areal_megatron.reward.numeral import LONGEST_BARE, bare
 
 
 def problem_with_answers(function: str) -> Callable[[str], str]:
     """Returns a function of a row's answer that says what keeps `reward.function` from using it; "" if nothing does."""
-    return {"choice": _not_a_letter, "code": _no_tests}.get(function, _empty)
+    return {"choice": _not_a_letter, "code": _no_tests, "math": _no_formula}.get(function, _empty)
 
 
 def _empty(answer: str) -> str:
     return "" if answer.strip() else "it is empty"
+
+
+def _no_formula(answer: str) -> str:
+    if not answer.strip():
+        return "it is empty"
+    for one in right_answers(answer):
+        text = bare(one)
+        if len(text) > LONGEST_BARE:
+            return f"it has {len(text):,} characters, and an answer of more than {LONGEST_BARE:,} is never right"
+        if not re.search(r"\w|\\", text) and text not in ("∞", "∅"):
+            return "it holds no number, symbol or word to compare with"
+    return ""
 
 
 def _not_a_letter(answer: str) -> str:
