@@ -1,83 +1,96 @@
-"""Compares mathematical expressions by math-verify, if they are answers and not computations.
+"""Compares mathematical expressions, if they are answers and not computations.
 
-What an expression leaves to be worked out are its steps: a sum of two numbers, a power of a number, an integral, a
-logarithm. An answer may leave those that the known answer leaves too, and no others.
+Both are read whole into trees (formula.py) and compared by values where they have some, part by part where they have
+none, and as texts where one of them cannot be read. An answer may leave those steps to be worked out that the known
+answer leaves too, and no others; and it may not repeat an expression of the question.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import math_verify
-from sympy import Add, Basic, MatrixBase, Mul, Pow, Rational, Symbol
-from sympy.core.function import AppliedUndef
-
+from areal_megatron.reward.form import is_expanded, key_of, leaves, shape, steps
+from areal_megatron.reward.formula import Formula, read
 from areal_megatron.reward.no_score import AnswerRefused
-from areal_megatron.reward.numeral import LONGEST_BARE, bare, is_name, numeral, words
+from areal_megatron.reward.numeral import LONGEST_BARE, bare, is_unit
+from areal_megatron.reward.question import asked_for, repeats
+from areal_megatron.reward.tokens import NotRead, prepared, tokens_of
+from areal_megatron.reward.value import NoValue, Values, is_constant, names_of
 
-_DEEPEST = 12
-"""Brackets within brackets."""
 _LONGEST_NUMBER = 60
+_LONG_NUMBER = re.compile(rf"[0-9]{{{_LONGEST_NUMBER + 1}}}")
 _LARGEST_EXPONENT = 20
-
-_COMMANDS = words(
-    "frac sqrt pi cdot times div infty in cup le ge leq geq leqslant geqslant lt gt ne neq pm mp text textbf textrm "
-    "textit mathrm mathbf mathit mathbb mathcal mbox begin end circ degree emptyset varnothing mid lor land langle "
-    "rangle overline vec hat bar alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda "
-    "mu nu xi rho sigma tau upsilon phi varphi chi psi omega Delta Theta Lambda Xi Sigma Phi Psi Omega"
-)
-"""The commands of LaTeX that any answer may hold; others only if the known answer holds them."""
-_COMMAND = re.compile(r"\\([A-Za-z]+)(?: ?\{((?:[bpvBV]|small)?matrix|cases|array|aligned)\})?")
-_FUNCTION = re.compile(
+_WORDS_OF_TEXT = re.compile(
     r"(?<![A-Za-z\\])(?:sum|prod|int|integral|lim|limit|det|binom|binomial|gcd|lcm|mod|log|ln|exp|(?:arc|a)?(?:sin|cos|tan)h?"
     r"|sec|csc|cot|max|min|abs|floor|ceil|factorial|diff|integrate|choose|root|cbrt|totient|trace|rank|tr)(?![A-Za-z])"
 )
 _WRAPPER = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox) ?\{([^{}]*)\}")
-_SEPARATOR = re.compile(r"[,;&]|\\\\|\b(?:and|or)\b")
-_RELATION = re.compile(r"=|[<>]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|in)(?![A-Za-z])")
 _EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)\}|\(([^()]*)\)|([-+]?[0-9]+))")
-_NESTED_EXPONENT = re.compile(r"(?:\^|\*\*) ?[{(][^{}()]*(?:\^|\*\*|[{(])")
-_FACTORIAL = re.compile(r"[0-9]+ ?!|[^0-9 ] ?!")
+_SAME = [
+    (r"\\(?:left|right|displaystyle|limits|[,;:!])(?![A-Za-z])", ""),
+    (r"\\(?:text|textrm|textbf|mathrm|mbox) ?\{([^{}]*)\}", r" \1 "),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\(?:cdots|dots|dotsc|dotsb)(?![A-Za-z])|\.\.\.|…", r"\\ldots"),
+    (r"\\leq(?:slant)?(?![A-Za-z])|≤", r"\\le"),
+    (r"\\geq(?:slant)?(?![A-Za-z])|≥", r"\\ge"),
+    (r"\\neq(?![A-Za-z])|≠", r"\\ne"),
+    (r"\{([A-Za-z0-9])\}", r"\1"),
+]
+"""Ways to write one thing, for texts that cannot be read."""
+_INEQUALITIES = {"<": "<", "≤": "<", ">": ">", "≥": ">"}
+_TURNED = {"<": ">", "≤": "≥", ">": "<", "≥": "≤", "=": "=", "≠": "≠"}
+_SCALAR = ("number", "name", "sum", "product", "quotient", "negative", "power", "root", "call")
+_INFINITY = Formula("name", value="∞")
+_EMPTY = Formula("name", value="emptyset")
+_REALS = ("mathbb R",)
 
-_KINDS = words(
-    "Integer Rational Half Zero One NegativeOne Float Symbol Dummy Pi Exp1 ImaginaryUnit Infinity NegativeInfinity "
-    "Interval FiniteSet Union EmptySet Tuple Equality Unequality LessThan GreaterThan StrictLessThan StrictGreaterThan "
-    "And Or BooleanTrue BooleanFalse Reals Integers Naturals Naturals0 Rationals Complexes UniversalSet Str"
-)
-"""sympy's classes of what is worked out."""
 
+def same_expression(found: str, answer: str, prompt: str = "") -> bool:
+    """Whether two expressions are equal.
 
-def same_expression(found: str, answer: str) -> bool:
-    """Whether two expressions are equal. Raises AnswerRefused if `found` leaves more to be worked out than `answer`."""
-    found, answer = (bare(text).replace("\\varnothing", "\\emptyset") for text in (found[: LONGEST_BARE + 1], answer))
+    Raises AnswerRefused if `found` leaves more to be worked out than `answer`, or repeats an expression of `prompt`.
+    """
+    found, answer = bare(found[: LONGEST_BARE + 1]), bare(answer)
     if _compact(found) == _compact(answer):
         return True
     if len(found) > LONGEST_BARE:
         raise AnswerRefused(f"The final answer must be shorter than {LONGEST_BARE} characters.")
     if _is_text(answer):
         return _letters(found) == _letters(answer)
-    names, _, value = found.rpartition("=")
-    if is_name(names) and not _RELATION.search(answer):
-        found = value
     if problem := _problem(found, answer):
-        raise AnswerRefused(f"The final answer must be worked out: {problem}.")
-    known, given = _parsed(answer), math_verify.parse(f"\\boxed{{{found}}}", parsing_timeout=None)
-    if left := _all_steps(given) - _all_steps(known):
-        raise AnswerRefused(f"The final answer must be worked out: {min(left)} is left.")
-    return bool(math_verify.verify(known, given, timeout_seconds=None))
+        raise _refused(problem)
+    known, given = _read(answer), _read(found)
+    if known is None or given is None:
+        return _normalised(found) == _normalised(answer)
+    return _Comparison(found, given, known, prompt).is_right()
+
+
+def _refused(left: str) -> AnswerRefused:
+    return AnswerRefused(f"The final answer must be worked out: {left}.")
 
 
 def _compact(text: str) -> str:
     return "".join(text.split())
 
 
+def _normalised(text: str) -> str:
+    """Returns a text with one way to write it for each of several; spaces between words and digits remain."""
+    for pattern, one in _SAME:
+        text = re.sub(pattern, one, text)
+    return re.sub(r" *(?<![A-Za-z0-9]) | (?![A-Za-z0-9])|[$]|\.$", "", " ".join(text.split()))
+
+
 def _is_text(text: str) -> bool:
     """Whether a text is no formula but words, such as \\text{even} or Tuesday."""
     plain, letters = _WRAPPER.sub(r"\1", text), _letters(text)
     return (
-        letters.isalpha() and "\\" not in plain and (plain != text or len(letters) > 3) and not _FUNCTION.search(plain)
+        letters.isalpha()
+        and "\\" not in plain
+        and (plain != text or len(letters) > 3)
+        and not _WORDS_OF_TEXT.search(plain)
     )
 
 
@@ -86,116 +99,462 @@ def _letters(text: str) -> str:
 
 
 def _problem(found: str, answer: str) -> str:
-    """Returns what of an answer's text leaves more to be worked out than that of the known answer; "" if nothing does.
-
-    This also keeps from math-verify what it evaluates at once, and what it takes long for.
-    """
-    depth = 0
-    for bracket in re.finditer(r"[{(\[]|[})\]]", found):
-        depth += 1 if bracket[0] in "{([" else -1
-        if depth > _DEEPEST:
-            return "too many brackets within brackets"
-    if re.search(rf"[0-9]{{{_LONGEST_NUMBER + 1}}}", found):
-        return f"a number of more than {_LONGEST_NUMBER} digits"
-    if _NESTED_EXPONENT.search(found) and not _NESTED_EXPONENT.search(answer):
-        return "a power in an exponent"
+    """Returns what of an answer's text is too large to be worked out here; "" if nothing is."""
+    if _LONG_NUMBER.search(found) and not _LONG_NUMBER.search(answer):
+        return f"a number of more than {_LONGEST_NUMBER} digits is left"
     largest = max([_LARGEST_EXPONENT, *_exponents(answer)])
-    if any(exponent > largest for exponent in _exponents(found)):
-        return f"an exponent above {largest}"
-    if new := _names(found) - _names(answer) - _COMMANDS:
-        return f"{min(new)} is left"
-    if not set(_FACTORIAL.findall(found)) <= set(_FACTORIAL.findall(answer)):
-        return "a factorial is left"
-    if found.count("\\begin") > answer.count("\\begin") or (
-        "\\cup" in found and not re.search(r"\\cup|[<>]|\\[lg]e", answer)
-    ):
-        return "an operation is left"
-    known = {_compact(piece) for piece in _pieces(answer)}
-    for piece in _pieces(found):
-        number = numeral(piece)
-        if number and not number.simple and _compact(piece) not in known:
-            return "a fraction that is not in lowest terms"
-    return "" if _is_solved(found, answer) else "an equation is left"
-
-
-def _names(text: str) -> set[str]:
-    """Returns the names of commands, environments and functions in a text."""
-    commands = {name for found in _COMMAND.finditer(text) for name in found.groups() if name}
-    matrices = {"pmatrix", "bmatrix", "matrix", "smallmatrix"}
-    return (commands | set(_FUNCTION.findall(_WRAPPER.sub(r" \1 ", text)))) - (
-        matrices if commands & matrices else set()
-    )
+    return f"an exponent above {largest} is left" if any(e > largest for e in _exponents(found)) else ""
 
 
 def _exponents(text: str) -> Iterator[int]:
     for found in _EXPONENT.finditer(text):
-        for number in re.findall(r"[0-9]+", found[0]):
+        for number in re.findall(r"(?<![0-9.])[0-9]+", found[0]):
             yield int(number[:9])
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yields the elements of a tuple, set, list, interval or matrix, without what stands before `=`."""
-    for piece in _SEPARATOR.split(text):
-        piece = re.sub(r"\\begin ?\{[a-z]*\}|\\end ?\{[a-z]*\}", "", _RELATION.split(piece)[-1]).strip()
-        yield re.sub(r"^(?:[(\[]|\\\{|\s)+|(?:[)\]]|\\\}|\s)+$", "", piece)
+@functools.lru_cache(maxsize=64)
+def _read(text: str) -> Formula | None:
+    """Returns the tree of a text, without a unit behind a number; None if it cannot be read whole."""
+    try:
+        text = prepared(text)
+        for token in tokens_of(text):
+            if token.kind == "word" and token.at and is_unit(text[token.at :]):
+                with_unit = read(text[: token.at])
+                value = with_unit.parts[-1] if with_unit.kind == "relation" else with_unit
+                if is_constant(value):
+                    return _multiplied(with_unit)
+        return _multiplied(read(text))
+    except NotRead:
+        return None
 
 
-def _is_solved(found: str, answer: str) -> bool:
-    """Whether all relations of `found` say what a symbol is, unless those of `answer` do not either; and whether one
-    of several equal expressions alone is more than a symbol."""
-    relations, known = (
-        [[side.strip(" ()") for side in _RELATION.split(piece)] for piece in _SEPARATOR.split(text)]
-        for text in (_WRAPPER.sub(r" \1 ", found), _WRAPPER.sub(r" \1 ", answer))
-    )
-    solved = all(any(map(is_name, sides)) for sides in known if len(sides) > 1)
-    for sides in relations:
-        if len(sides) > 1 and solved and not any(map(is_name, sides)):
+def _multiplied(node: Formula) -> Formula:
+    """Returns a formula with the numbers before a matrix multiplied in."""
+    parts = tuple(map(_multiplied, node.parts))
+    node = Formula(node.kind, parts, node.value)
+    if node.kind not in ("product", "negative", "quotient") or [part.kind for part in parts].count("matrix") != 1:
+        return node
+    (matrix,) = (part for part in parts if part.kind == "matrix")
+    if node.kind == "quotient" and parts[1] is matrix:
+        return node
+    cells = (Formula(node.kind, tuple(cell if part is matrix else part for part in parts)) for cell in matrix.parts)
+    return Formula("matrix", tuple(cells), matrix.value)
+
+
+def _is_name(node: Formula) -> bool:
+    """Whether a formula names what a value is given to: x, x_1, f(2), AB, m + n, \\text{Area}, (x, y)."""
+    if node.kind in ("name", "word", "derivative", "applied"):
+        return node.value not in ("∞", "π", "e", "i", "emptyset")
+    if node.kind == "call":
+        return node.value in ("abs", "degree", "norm", "max", "min", "gcd", "lcm", "det") and all(
+            map(_is_name, node.parts)
+        )
+    compound = node.kind in ("product", "sum", "phrase", "quotient") or (node.kind == "bracket" and node.value == "()")
+    return compound and all(_is_name(part) or part.kind == "command" for part in node.parts)
+
+
+def _relations(node: Formula) -> Iterator[Formula]:
+    for part in node.parts if node.kind in ("list", "cases", "bracket", "phrase") else (node,):
+        if part.kind == "relation":
+            yield part
+
+
+def _is_solved(given: Formula, known: Formula) -> bool:
+    """Whether all relations say what a symbol is, unless those of the known answer do not either; and whether one of
+    several equal expressions alone is more than a symbol."""
+    solved = all(any(map(_is_name, relation.parts)) for relation in _relations(known))
+    chained = any("=" in relation.value and len(relation.parts) > 2 for relation in _relations(known))
+    for relation in _relations(given):
+        if solved and not any(map(_is_name, relation.parts)):
             return False
-        if len(sides) > 2 and "=" in found and not all(map(is_name, sides[:-1])):
+        if (
+            not chained
+            and "=" in relation.value
+            and len(relation.parts) > 2
+            and not all(map(_is_name, relation.parts[:-1]))
+        ):
             return False
     return True
 
 
-@functools.lru_cache(maxsize=64)
-def _parsed(answer: str) -> list[Basic | MatrixBase | str]:
-    return math_verify.parse(f"${answer}$", parsing_timeout=None)
+@dataclass(frozen=True)
+class _Item:
+    """One of the values that an answer lists."""
+
+    name: Formula | None
+    value: Formula
 
 
-def _all_steps(parsed: Iterator[Basic | MatrixBase | str]) -> set[str]:
-    return {step for expression in parsed if not isinstance(expression, str) for step in _steps(expression)}
+class _Comparison:
+    """Compares an answer with the known one, and refuses it where its form is not that of an answer."""
+
+    def __init__(self, text: str, given: Formula, known: Formula, prompt: str) -> None:
+        self.text, self.given, self.known, self.prompt = text, given, known, prompt
+
+    def is_right(self) -> bool:
+        if not _is_solved(self.given, self.known):
+            raise _refused("an equation is left")
+        if left := steps(_without_names(self.given)) - self._allowed():
+            raise _refused(f"{min(left)} is left")
+        if key_of(self.given) == key_of(self.known):
+            return True
+        right = self._same_answers(self.given, self.known)
+        same_form = key_of(_value_of(self.given)) == key_of(_value_of(self.known))
+        if right and not same_form and repeats(self.prompt, self.text, self.given):
+            raise _refused("an expression of the question")
+        return right
+
+    def _allowed(self) -> set[str]:
+        allowed = steps(self.known)
+        if any(part.kind == "relation" and set(part.value) & {"<", "≤", ">", "≥", "≠"} for part in self.known.all()):
+            allowed.add("a union")
+        if any(part.kind == "relation" and "≠" in part.value for part in self.known.all()):
+            allowed.add("an operation")
+        if "a trigonometric function" in allowed:
+            allowed.add("a root")
+        if "an operation" in allowed:
+            allowed.add("a union")
+        return allowed
+
+    def _same_answers(self, given: Formula, known: Formula) -> bool:
+        """Compares whole answers: intervals in all their forms, lists of values with or without names, relations."""
+        if _is_set_of_one(known) and known.parts[0] != _EMPTY:
+            known, given = known.parts[0], given.parts[0] if _is_set_of_one(given) else given
+        ours, theirs = _intervals(given), _intervals(known)
+        if ours and theirs and (given.kind, known.kind) != ("bracket", "bracket"):
+            names = [name for name, _ in (ours, theirs) if name]
+            return len(set(names)) < 2 and self._matched(ours[1], theirs[1])
+        if given.kind == known.kind == "list" and _conflict(given, known):
+            return False
+        ours, theirs = _items(given), _items(known)
+        if ours is None or theirs is None or {given.kind, known.kind} == {"matrix", "bracket"}:
+            return self._same(given, known)
+        return self._same_items(*ours, *theirs)
+
+    def _same_items(self, given: list[_Item], around: str, known: list[_Item], expected: str) -> bool:
+        if len(given) != len(known):
+            return False
+        values, wanted = [item.value for item in given], [item.value for item in known]
+        names, theirs = ([key_of(item.name) for item in items if item.name] for items in (given, known))
+        if len(names) == len(theirs) == len(known):
+            if len(known) == 1:
+                return self._same_named(given[0], known[0])
+            pairs = [Formula("named", (item.name, item.value)) for item in given]
+            return self._matched(pairs, [Formula("named", (item.name, item.value)) for item in known])
+        if any(len(some) not in (0, len(known)) for some in (names, theirs)):
+            return self._same(self.given, self.known)
+        distinct = len(set(names or theirs)) > 1
+        if names and len(set(names)) == 1 and expected == "()":
+            return False
+        if len(known) == 1 and not (names or theirs):
+            return around == expected and self._same(values[0], wanted[0])
+        if distinct:
+            return "{}" not in (around, expected) and self._in_order(values, wanted)
+        if {around, expected} <= {"", "{}"}:
+            return self._matched(values, wanted)
+        if (
+            around == expected
+            or {around, expected} == {"", "()"}
+            or ("{}" not in (around, expected) and len(known) > 2)
+        ):
+            return self._in_order(values, wanted)
+        return False
+
+    def _same_named(self, given: _Item, known: _Item) -> bool:
+        """Compares x = 1 with x = 1, but also f(t) = t with f(x) = x, and y = x with f(x) = x."""
+        name, other, value = given.name, known.name, given.value
+        if name.kind == other.kind == "applied" and name.parts[0] == other.parts[0]:
+            return self._same(_renamed(value, name.parts[1], other.parts[1]), known.value)
+        return (name.kind != other.kind or key_of(name) == key_of(other)) and self._same(value, known.value)
+
+    def _in_order(self, given: Sequence[Formula], known: Sequence[Formula]) -> bool:
+        return len(given) == len(known) and all(map(self._same, given, known))
+
+    def _matched(self, given: Sequence[Formula], known: Sequence[Formula]) -> bool:
+        """Whether there is one for each, in any order."""
+        left = list(known)
+        if len(given) != len(left):
+            return False
+        for one in given:
+            match = next((at for at, other in enumerate(left) if self._same(one, other)), None)
+            if match is None:
+                return False
+            del left[match]
+        return True
+
+    def _same(self, given: Formula, known: Formula) -> bool:
+        """Whether two parts are equal: by value where they have one, else part by part."""
+        if key_of(given) == key_of(known):
+            return True
+        if {given.kind, known.kind} <= set(_SCALAR):
+            try:
+                equal = Values(given, known).same(given, known)
+            except NoValue:
+                equal = None
+            if equal:
+                self._check_form(given, known)
+            if equal is not None:
+                return equal
+        if {given.kind, known.kind} == {"matrix", "bracket"}:
+            matrix, bracket = (given, known) if given.kind == "matrix" else (known, given)
+            one_line = 1 in matrix.value and bracket.value == "()"
+            return one_line and self._in_order(given.parts, known.parts)
+        if given.kind == known.kind == "relation":
+            return self._same_relation(given, known)
+        if given.kind == known.kind == "congruence":
+            return self._same_congruence(given, known)
+        if given.kind != known.kind or given.value != known.value or not given.parts:
+            return False
+        unordered = given.kind in ("list", "cases") or given.value in ("{}", "∪", "∩")
+        return (self._matched if unordered else self._in_order)(given.parts, known.parts)
+
+    def _same_relation(self, given: Formula, known: Formula) -> bool:
+        if len(given.parts) == len(known.parts) == 2 and given.value[0] in _TURNED and known.value[0] in _TURNED:
+            sides = [Formula("sum", (node.parts[0], Formula("negative", (node.parts[1],)))) for node in (given, known)]
+            try:
+                sign = Values(*sides).proportional(*sides)
+            except NoValue:
+                sign = None
+            if sign is not None:
+                relation = given.value[0] if sign > 0 or not sign else _TURNED[given.value[0]]
+                equal = bool(sign) and relation == known.value[0]
+                if equal:
+                    self._check_length(given, known)
+                return equal
+        if given.value == known.value:
+            return self._in_order(given.parts, known.parts)
+        turned = tuple(_TURNED.get(one, "") for one in reversed(given.value))
+        return turned == known.value and self._in_order(given.parts[::-1], known.parts)
+
+    def _same_congruence(self, given: Formula, known: Formula) -> bool:
+        *ours, modulus = given.parts
+        *theirs, expected = known.parts
+        if not self._same(modulus, expected):
+            return False
+        if ours and theirs and len(theirs) == 2 and len(ours) == 1:
+            ours = [theirs[0], *ours]
+        if len(ours) != len(theirs) or not self._in_order(ours[:-1], theirs[:-1]):
+            return False
+        residues = ours[-1], theirs[-1]
+        if (
+            all(node.kind == "number" and node.value.denominator == 1 for node in (*residues, modulus))
+            and modulus.value
+        ):
+            small = abs(residues[0].value) < abs(modulus.value) or residues[0] == residues[1]
+            return small and (residues[0].value - residues[1].value) % modulus.value == 0
+        return self._same(*residues)
+
+    def _check_form(self, given: Formula, known: Formula) -> None:
+        """Refuses an equal formula that is the question's, or has not the form that the question asks for."""
+        if given is not self.given and repeats(self.prompt, "", given):
+            raise _refused("an expression of the question")
+        asked = asked_for(self.prompt)
+        if "no root below" in asked and _has_root_below(given) and not _has_root_below(known):
+            raise _refused("a root is left below")
+        shapes = asked & {"product", "sum", "quotient"}
+        if shapes and shape(given) != shape(known) and not (len(shapes) == 1 and shape(given) in shapes):
+            raise _refused("the form that is asked for")
+        if "product" in shapes and _factor_count(given) < _factor_count(known):
+            raise _refused("a factor is left")
+        if "sum" in shapes and is_expanded(known) and not is_expanded(given):
+            raise _refused("a sum is left")
+        self._check_length(given, known)
+
+    @staticmethod
+    def _check_length(given: Formula, known: Formula) -> None:
+        if not is_expanded(given) and leaves(given) > 1.5 * leaves(known) + 1:
+            raise _refused("an expression that can be simplified is left")
 
 
-def _steps(expression: Basic | MatrixBase) -> Iterator[str]:
-    """Yields what is left to be worked out."""
-    parts = [expression]
-    while parts:
-        part = parts.pop()
-        parts += part.flat() if isinstance(part, MatrixBase) else part.args
-        if isinstance(part, Add):
-            if sum(isinstance(term, Rational) for term in part.args) > 1:
-                yield "a sum of numbers"
-        elif isinstance(part, Mul):
-            factors = list(_factors(part))
-            if sum(isinstance(factor, Rational) and abs(factor) != 1 for factor in factors) > 1:
-                yield "a product of numbers"
-            if sum(isinstance(factor, Add) and _is_number(factor) for factor in factors) > 1:
-                yield "a product of sums"
-        elif isinstance(part, Pow):
-            base, exponent = part.args
-            if isinstance(exponent, Rational) and not exponent.is_integer:
-                yield "a root"
-            elif _is_number(base) and exponent != -1 and not (base.is_Atom and not isinstance(base, Rational | Symbol)):
-                yield "a power of a number"
-            elif isinstance(base, Add) and _is_number(base):
-                yield "a fraction of a sum"
-        elif not isinstance(part, MatrixBase | AppliedUndef) and type(part).__name__ not in _KINDS:
-            yield type(part).__name__
+def _factor_count(node: Formula) -> int:
+    while node.kind == "negative":
+        node = node.parts[0]
+    if node.kind == "product":
+        return sum(map(_factor_count, node.parts))
+    if node.kind == "power" and node.parts[1].kind == "number" and node.parts[1].value.denominator == 1:
+        return int(node.parts[1].value) * _factor_count(node.parts[0])
+    return 0 if node.kind == "number" else 1
 
 
-def _factors(product: Mul) -> Iterator[Basic]:
-    for factor in product.args:
-        yield from _factors(factor) if isinstance(factor, Mul) else [factor]
+def _has_root_below(node: Formula) -> bool:
+    return any(
+        (part.kind == "quotient" and any(inner.kind == "root" for inner in part.parts[1].all()))
+        or (part.kind == "root" and part.parts[0].kind == "quotient")
+        or (
+            part.kind == "power"
+            and part.parts[1].kind == "number"
+            and part.parts[1].value < 0
+            and any(inner.kind == "root" for inner in part.parts[0].all())
+        )
+        for part in node.all()
+    )
 
 
-def _is_number(expression: Basic) -> bool:
-    return all(symbol.name == "i" for symbol in expression.free_symbols)
+def _is_set_of_one(node: Formula) -> bool:
+    return node.kind == "bracket" and node.value == "{}" and len(node.parts) == 1
+
+
+def _without_names(node: Formula) -> Formula:
+    """Returns an answer without what only says what its values are called."""
+    if node.kind in ("list", "cases"):
+        return Formula(node.kind, tuple(map(_without_names, node.parts)), node.value)
+    if node.kind == "relation":
+        return Formula("relation", tuple(part for part in node.parts if not _is_name(part)), node.value)
+    return node
+
+
+def _value_of(node: Formula) -> Formula:
+    item = _item(node)
+    return item.value if item else node
+
+
+def _renamed(node: Formula, old: Formula, new: Formula) -> Formula:
+    if old.kind != "name" or new.kind != "name":
+        return node
+    return (
+        new if node == old else Formula(node.kind, tuple(_renamed(part, old, new) for part in node.parts), node.value)
+    )
+
+
+def _item(node: Formula) -> _Item | None:
+    """Returns the name and the value that an equation gives it; None for other relations."""
+    if node.kind != "relation":
+        return _Item(None, node)
+    if set(node.value) - {"=", "∈"}:
+        return None
+    *names, value = node.parts
+    if len(names) == 1 and node.value == ("=",) and _is_name(value) and not _is_name(names[0]):
+        names, value = [value], names[0]
+    if not all(map(_is_name, names)):
+        return None
+    return _Item(names[0], value)
+
+
+def _items(node: Formula) -> tuple[list[_Item], str] | None:
+    """Returns the values that an answer lists, each with its name, and the brackets around them; None for relations."""
+    around = ""
+    if node.kind == "cases" and not any(part.kind == "case" for part in node.parts):
+        parts: Sequence[Formula] = node.parts
+    elif node.kind == "list":
+        parts = node.parts
+    elif node.kind == "bracket":
+        parts, around = node.parts, str(node.value)
+    elif (only := _item(node)) and only.name and only.value.kind in ("bracket", "list") and only.value.value == "{}":
+        return [_Item(only.name, part) for part in only.value.parts], ""
+    elif only and only.name and only.name.kind == "bracket" and only.value.kind == "bracket":
+        if len(only.name.parts) != len(only.value.parts) or only.value.value != "()":
+            return None
+        return list(map(_Item, only.name.parts, only.value.parts)), ""
+    else:
+        parts = (node,)
+    items = []
+    for part in parts:
+        item = _item(part)
+        if item is None:
+            return None
+        items += [_Item(item.name, value) for value in _alternatives(item.value)]
+    if len(items) > 1 and items[0].name and not any(item.name for item in items[1:]) and not around:
+        items = [_Item(items[0].name, item.value) for item in items]  # x = 1, 2
+    return items, around
+
+
+def _alternatives(node: Formula) -> list[Formula]:
+    """Returns the two values of one with ±."""
+    if node.kind not in (*_SCALAR, "either") or not any(part.kind == "either" for part in node.all()):
+        return [node]
+    return [_chosen(node, "±"), _chosen(node, "∓")]
+
+
+def _chosen(node: Formula, positive: str) -> Formula:
+    parts = tuple(_chosen(part, positive) for part in node.parts)
+    if node.kind == "either":
+        return parts[0] if node.value == positive else Formula("negative", parts)
+    return Formula(node.kind, parts, node.value)
+
+
+def _conflict(given: Formula, known: Formula) -> bool:
+    """Whether one list says "and" and the other "or", of what is not just values."""
+    worded = any(
+        part.kind in ("phrase", "word") or (part.kind == "relation" and part.value != ("=",))
+        for part in given.parts + known.parts
+    )
+    return worded and given.value != known.value and "," not in (given.value, known.value)
+
+
+def _intervals(node: Formula) -> tuple[str, list[Formula]] | None:
+    """Returns the symbol ("" if there is none) and the intervals and sets that it is in; None for anything else."""
+    if node.kind == "bracket":
+        return ("", [node]) if node.value == "{}" or len(node.parts) == 2 else None
+    if node.kind == "name" and node.value in _REALS:
+        return "", [_interval("(", Formula("negative", (_INFINITY,)), _INFINITY, ")")]
+    if node.kind == "relation":
+        return _intervals_of_relation(node)
+    if node.kind == "sets" and node.value == "∖" and len(node.parts) == 2 and _intervals(node.parts[0]):
+        whole, left = node.parts
+        if whole.kind == "name" and left.kind == "bracket" and left.value == "{}" and len(left.parts) == 1:
+            return "", _around(left.parts[0])
+        return None
+    if (node.kind == "sets" and node.value == "∪") or node.kind == "list":
+        found = [_intervals(part) for part in node.parts]
+        if None in found or len({name for name, _ in found}) > 1:
+            return None
+        if node.kind == "list" and not all(part.kind == "relation" for part in node.parts):
+            return None
+        pieces = [piece for _, some in found for piece in some]
+        if node.kind == "list" and (node.value == "and" or (node.value == "," and _bounded(pieces))):
+            return (found[0][0], [_intersection(*pieces)]) if _bounded(pieces) else None
+        return found[0][0], pieces
+    return None
+
+
+def _interval(opened: str, low: Formula, high: Formula, closed: str) -> Formula:
+    return Formula("bracket", (low, high), opened + closed)
+
+
+def _around(point: Formula) -> list[Formula]:
+    minus = Formula("negative", (_INFINITY,))
+    return [_interval("(", minus, point, ")"), _interval("(", point, _INFINITY, ")")]
+
+
+def _intervals_of_relation(node: Formula) -> tuple[str, list[Formula]] | None:
+    sides, relations = node.parts, node.value
+    if relations == ("∈",) and sides[0].kind == "name":
+        found = _intervals(sides[1])
+        return (str(sides[0].value), found[1]) if found and not found[0] else None
+    if relations == ("≠",) and sides[0].kind == "name" and is_constant(sides[1]):
+        return str(sides[0].value), _around(sides[1])
+    if not set(relations) <= set(_INEQUALITIES) or len({_INEQUALITIES[one] for one in relations}) > 1:
+        return None
+    if _INEQUALITIES[relations[0]] == ">":
+        sides, relations = sides[::-1], tuple(_TURNED[one] for one in reversed(relations))
+    opened, closed = "(" if relations[0] == "<" else "[", ")" if relations[-1] == "<" else "]"
+    if len(sides) == 3 and sides[1].kind == "name":
+        return str(sides[1].value), [_interval(opened, sides[0], sides[2], closed)]
+    if len(sides) == 2 and sides[0].kind == "name" and sides[0] != _INFINITY and not _holds(sides[1], sides[0]):
+        return str(sides[0].value), [_interval("(", Formula("negative", (_INFINITY,)), sides[1], closed)]
+    if len(sides) == 2 and sides[1].kind == "name" and sides[1] != _INFINITY and not _holds(sides[0], sides[1]):
+        return str(sides[1].value), [_interval(opened, sides[0], _INFINITY, ")")]
+    return None
+
+
+def _holds(node: Formula, name: Formula) -> bool:
+    return str(name.value) in names_of(node)
+
+
+def _bounded(pieces: list[Formula]) -> bool:
+    """Whether two half-lines have an interval between two numbers in common."""
+    ends = [
+        tuple(part == _INFINITY or part == Formula("negative", (_INFINITY,)) for part in piece.parts)
+        for piece in pieces
+    ]
+    if sorted(ends) != [(False, True), (True, False)]:
+        return False
+    low, high = pieces[ends.index((False, True))].parts[0], pieces[ends.index((True, False))].parts[1]
+    if low.kind == high.kind == "number":
+        return low.value < high.value
+    return True
+
+
+def _intersection(one: Formula, other: Formula) -> Formula:
+    upward, downward = (one, other) if one.parts[1] == _INFINITY else (other, one)
+    return _interval(str(upward.value)[0], upward.parts[0], downward.parts[1], str(downward.value)[1])

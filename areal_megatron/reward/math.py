@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from fractions import Fraction
 
 from areal_megatron.data.boxed import BOX, last_boxed
 from areal_megatron.json_input import parse_json
 from areal_megatron.reward.no_score import AnswerRefused
-from areal_megatron.reward.numeral import LONGEST, bare, numeral
+from areal_megatron.reward.numeral import LONGEST, Numeral, bare, numeral
 
 _SAYS = re.compile(r"####|<answer>|(?i:answers?+\s*+(?:is|are|:|=))")
 _SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n|</answer>))")
@@ -27,6 +28,8 @@ _OTHER_NUMBER = re.compile(
     r"|(?:\b(?i:not|never|neither|nor)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?$"
 )
 """Before a number: it is one of several, the end of an expression, or denied."""
+_PERCENT = re.compile("percent|%", re.IGNORECASE)
+_PERCENTAGE = re.compile(r"(?<![0-9.])([0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.])\$? ?(?:\\?%|percent)", re.IGNORECASE)
 _TAIL = 2 * LONGEST
 """How many of the last characters of a response are searched for an answer without a box."""
 
@@ -34,12 +37,21 @@ _TAIL = 2 * LONGEST
 def score(prompt: str, response: str, answer: str) -> float:
     """Returns 1.0 if the final answer of the response equals `answer`, else 0.0.
 
-    If `answer` is a plain number so must the response's be, and they are compared exactly; everything else is compared
-    by math-verify. An `answer` that is a JSON list of texts holds several right ones. Raises AnswerRefused for an
-    answer that is not worked out.
+    If `answer` is a plain number so must the response's be; other formulas are read whole and compared by value. An
+    `answer` that is a JSON list of texts holds several right ones. Raises AnswerRefused for an answer that is not
+    worked out, such as an expression that `prompt` holds.
     """
     found = final_answer(response)
-    return 0.0 if found is None else max(_equal(found, one) for one in right_answers(answer))
+    refusal = None
+    for one in right_answers(answer) if found is not None else ():
+        try:
+            if _equal(found, one, prompt):
+                return 1.0
+        except AnswerRefused as e:
+            refusal = e
+    if refusal:
+        raise refusal
+    return 0.0
 
 
 def right_answers(answer: str) -> list[str]:
@@ -52,20 +64,28 @@ def right_answers(answer: str) -> list[str]:
     return [answer.rpartition("####")[2]]
 
 
-def _equal(found: str, answer: str) -> float:
+def _equal(found: str, answer: str, prompt: str) -> bool:
     known = numeral(answer)
     if known is None:
-        from areal_megatron.reward.expression import same_expression  # sympy takes a while to import
+        from areal_megatron.reward.expression import same_expression  # mpmath takes a while to import
 
-        return float(same_expression(found, answer))
+        return same_expression(found, answer, prompt)
     number = numeral(found)
     if number is None:
         if re.search("[0-9]", found):
             raise AnswerRefused("The final answer must be one plain number.")
-        return 0.0
+        return False
     if not number.simple and bare(found) != bare(answer):
         raise AnswerRefused("The final answer must be worked out: a fraction in lowest terms, or a decimal.")
-    return float(number.answers(known))
+    return number.answers(known) or (number.percent and _percent_of(prompt, number) == known.value)
+
+
+def _percent_of(prompt: str, number: Numeral) -> Fraction | None:
+    """Returns the 50 of 50% where a question asks for a percentage, but does not itself hold this one; else None."""
+    if not _PERCENT.search(prompt):
+        return None
+    held = (Fraction(found[1]) for found in _PERCENTAGE.finditer(prompt))
+    return None if number.value in held else number.value
 
 
 def final_answer(response: str) -> str | None:

@@ -24,6 +24,15 @@ _WRAPPED = re.compile(
     re.DOTALL,
 )
 
+_EMPTY = re.compile(r"(?:^|(?<=[0-9)}]))\{ ?\}")
+_BRACKETED = re.compile(r"\( ?((?:[^(), ]|(?<![0-9]) | (?![0-9]))+) ?\)")
+"""A number in brackets; without commas or digits in groups, since (1,234) and (1 234) are pairs."""
+_PERIOD = re.compile(
+    r"(?<=[0-9.])(?:\\dot ?(?:\{ ?([0-9]) ?\}|([0-9]))(?:([0-9]*)\\dot ?(?:\{ ?([0-9]) ?\}|([0-9])))?"
+    r"|\\(?:bar|overline) ?(?:\{ ?([0-9]+) ?\}|([0-9]))|(?<=[.0-9])\(([0-9]+)\))$"
+)
+r"""What repeats in 0.\dot{3}, 0.\dot{1}4\dot{2}, 0.\bar{3}, 0.\overline3 and 0.(3)."""
+
 _INTEGER = r"(?:[0-9]{1,3}(?:[ ,][0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 _PART = rf"[-+]? ?{_DECIMAL}"
@@ -63,7 +72,9 @@ _NO_UNITS = words(
     "around least most more less between from through till until plus minus times divided over by mod modulo "
     "squared cubed factorial choose hundred thousand million billion trillion dozen score half third quarter "
     "twice double triple root log ln exp sin cos tan sec csc cot max gcd lcm pi zero one two three four five six "
-    "seven eight nine ten eleven twelve wrong incorrect otherwise undefined none no any all other also"
+    "seven eight nine ten eleven twelve wrong incorrect otherwise undefined none no any all other also "
+    "when whenever where unless only while until because since given provided providing with without such even odd "
+    "for every both whose which that"
 )
 
 
@@ -96,7 +107,8 @@ def bare(text: str) -> str:
     if len(text) > LONGEST_BARE:
         return text
     text = text.replace("{,}", ",").replace("−", "-")
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPACE.sub(" ", _FORMATTING.sub("", text))).strip()
+    text = _EMPTY.sub("", _FORMATTING.sub("", text))
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPACE.sub(" ", text)).strip()
     while True:
         inner = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
         if wrapped := _WRAPPED.fullmatch(inner):
@@ -113,9 +125,15 @@ def numeral(text: str) -> Numeral | None:
     text = bare(text)
     if "=" in text:
         names, _, text = text.rpartition("=")
+        if "=" not in names and is_name(text):
+            names, text = text, names
         if not is_name(names):
             return None
         text = bare(text)
+    if bracketed := _BRACKETED.fullmatch(text):
+        text = bracketed[1]
+    if "." in text and (period := _PERIOD.search(text)):
+        text = f"{text[: period.start()]}\\overline{{{''.join(filter(None, period.groups()))}}}"
     found = _NUMBER.match(text)
     unit = found and _unit(text[found.end() :])
     if not found or unit is None:
@@ -129,7 +147,7 @@ _NAME = (
     r"|\\(?:text|textbf|textrm|mathrm|mathbf|mathit|operatorname|overline|vec|hat|bar) ?\{[A-Za-z .'-]*+\})"
 )
 _ARGUMENTS = r"(?: ?_ ?(?:\{[A-Za-z0-9, ]*+\}|[A-Za-z0-9]))?+'*+(?: ?\([A-Za-z0-9, ]*+\))?+"
-_NAMES = re.compile(rf"[ |]*+(?:{_NAME}{_ARGUMENTS}[ |,+=-]*+)++")
+_NAMES = re.compile(rf"[ |]*+(?:{_NAME}{_ARGUMENTS}[ |+=-]*+)++")
 
 
 def is_name(text: str) -> bool:
@@ -167,6 +185,11 @@ def _value(found: re.Match[str]) -> tuple[Fraction, bool] | None:
 def _decimal(text: str) -> Fraction:
     text = re.sub(r"[ ,]", "", text)
     return Fraction(text.removesuffix(".") if text.endswith(".") else text)
+
+
+def is_unit(text: str) -> bool:
+    """Whether a text behind a number says no more than in what it is measured."""
+    return len(text) <= LONGEST and _unit(text) is not None
 
 
 def _unit(text: str) -> str | None:

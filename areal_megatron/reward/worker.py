@@ -36,7 +36,7 @@ something within that."""
 _LONGEST_PROBLEM = 500
 """Characters of an exception's text that are logged: it may quote a response."""
 MEMORY_MB = 512
-"""What `math` may allocate beyond what its worker has loaded; it gives a computer algebra system a policy's text."""
+"""What `math` may allocate beyond what its worker has loaded; it evaluates what a policy wrote."""
 
 
 class Ready(msgspec.Struct):
@@ -114,7 +114,7 @@ def serve(
         replies.flush()
 
     def worn_out() -> bool:
-        """Whether answers have left half of the limit in use, as after a MemoryError that math-verify caught."""
+        """Whether answers have left half of the limit in use, as after a MemoryError that the function caught."""
         return limit is not None and _held_bytes() > limit - (MEMORY_MB << 19)
 
     def text_of(tokens: bytes) -> str:

@@ -40,6 +40,9 @@ TEXTS = {
     "powers": "9^",
     "fractions": "\\frac{1}{2}",
     "formulas": "$1$ ",
+    "sums of roots": "\\sqrt{x+y}\\ln(x+z)+",
+    "towers": "9^{9^{9}}+x!",
+    "cases": "\\begin{cases}1&x>0\\end{cases}",
     "sentences": "the answer is A or B ",
     "words": "so we try it again ",
 }
@@ -48,6 +51,8 @@ GRADERS: dict[str, list[Callable[[str], object]]] = {
         lambda text: math.score("", text, "42"),
         lambda text: math.score("", f"\\boxed{{{text}}}", "42"),
         lambda text: math.score("", f"\\boxed{{{text}}}", "x^2"),
+        lambda text: math.score("", f"\\boxed{{{text[:900]}}}", r"\sqrt{x+1}"),
+        lambda text: math.score(text, "\\boxed{x(x+1)}", "x^2+x"),
     ],
     "choice": [lambda text: choice.score("", text, "C"), lambda text: choice.score("", f"\\boxed{{{text}}}", "C")],
     "code": [code.last_program, lambda text: code.same_output(text, text + "x")],
@@ -66,7 +71,7 @@ def grade_ms(readers: list[Callable[[str], object]], text: str) -> float:
 
 def measure(characters: int, repetitions: int) -> dict[str, dict[str, dict[str, Figure | float]]]:
     """Returns grader → text → `ms`, `half_ms` and `ratio`."""
-    expression.same_expression("y", "x^2")  # loads the computer algebra system
+    expression.same_expression("y", "x^2")  # loads what compares formulas
     found: dict[str, dict[str, dict[str, Figure | float]]] = {}
     for grader, readers in GRADERS.items():
         found[grader] = {}

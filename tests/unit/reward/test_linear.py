@@ -13,7 +13,7 @@ import pytest
 import areal_megatron.reward
 import areal_megatron.workflows
 from areal_megatron.data import formats
-from areal_megatron.reward import choice, code, expression, function, math, numeral, worker
+from areal_megatron.reward import choice, code, expression, formula, function, math, numeral, question, tokens, worker
 from areal_megatron.reward.sandbox import ProgramResult
 from areal_megatron.workflows import openai_messages, tool_use
 
@@ -67,7 +67,7 @@ def hostile(length):
 
 
 def quietly(read, *arguments):
-    with contextlib.suppress(math.AnswerRefused, openai_messages.BadCall, formats.ConfigError):
+    with contextlib.suppress(tokens.NotRead, math.AnswerRefused, openai_messages.BadCall, formats.ConfigError):
         read(*arguments)
 
 
@@ -77,6 +77,8 @@ READERS = {
     math.score: [
         lambda text: quietly(math.score, "", text, "42"),
         lambda text: quietly(math.score, text, text, "x^2"),
+        lambda text: quietly(math.score, text, "\\boxed{x(x+1)}", "x^2+x"),
+        lambda text: quietly(math.score, text, "\\boxed{7\\%}", "7"),
         lambda text: quietly(math.score, "", text, "\\text{even}"),
     ],
     math.final_answer: [math.final_answer],
@@ -86,6 +88,13 @@ READERS = {
     numeral.bare: [numeral.bare],
     numeral.is_name: [numeral.is_name],
     numeral.words: [numeral.words],
+    tokens.prepared: [lambda text: quietly(tokens.prepared, text)],
+    tokens.tokens_of: [lambda text: quietly(tokens.tokens_of, text)],
+    formula.read: [lambda text: quietly(formula.read, text)],
+    numeral.is_unit: [numeral.is_unit],
+    question.asked_for: [question.asked_for],
+    question.formulas_in: [question.formulas_in],
+    question.repeats: [lambda text: question.repeats(text, text[:500], None)],
     expression.same_expression: [lambda text: quietly(expression.same_expression, text, "x^2")],
     choice.score: [lambda text: choice.score("", text, "C")],
     choice.chosen: [choice.chosen],

@@ -24,7 +24,7 @@ def spends(prompt, response, answer):
     return os.getpid()
 
 def score(prompt, response, answer):
-    # math-verify too catches what it raises
+    # a function may catch what it raises
     if answer == "limit":
         return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**20
     if answer == "crash": os.abort()

@@ -1,0 +1,727 @@
+"""Answers that are known to be equal or unequal, one kind of answer a line, and answers to questions.
+
+Parts of a line are separated by " ~ ".
+"""
+
+# ruff: noqa: E501
+
+EQUAL = [
+    line.split(" ~ ")
+    for line in r"""
+n \equiv 1 \pmod{4} ~ n\equiv 1\pmod 4 ~ n \equiv 1 (\text{mod } 4) ~ n\equiv1\mod 4 ~ n \equiv -3 \pmod 4 ~ 1 \pmod 4 ~ n ≡ 1 (mod 4)
+\text{All primes } p \equiv 1 \pmod 4 ~ \text{all primes }p\equiv 1 \pmod{4}
+1, 2, \ldots, n ~ 1,2,\dots,n ~ 1, 2, ..., n ~ 1,2,…,n ~ \{1,2,\ldots,n\}
+2, 4, \ldots, 2n ~ 2,4,\dots,n\cdot 2
+1+2+\cdots+n ~ 1 + 2 + \dots + n ~ 1+2+...+n
+1:2:3 ~ 1 : 2 : 3
+5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd} ~ 5 \text{ if $n$ is even, } 6 \text{ if } n \text{ is odd} ~ 6 \text{ if } n \text{ is odd}, 5 \text{ if } n \text{ is even} ~ 5 \text{ if n is even}, 6 \text{ if n is odd} ~ 5 if n is even, 6 if n is odd
+\begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases} ~ \begin{cases}1&x>0\\0&x\leq 0\end{cases} ~ \begin{cases} 1, & x>0 \\ 0, & x \leqslant 0 \end{cases} ~ \begin{cases} 0 & x\le 0 \\ 1 & x>0\end{cases} ~ \begin{cases} 1 & \text{if } x>0 \\ 0 & \text{if } x\le 0\end{cases}
+\begin{cases} 1 & \text{if } n \text{ is even} \\ \frac12 & \text{otherwise}\end{cases} ~ \begin{cases} 1, & \text{if } n \text{ is even}, \\ 0.5, & \text{otherwise}. \end{cases}
+f(x)=x, f(x)=0 ~ f(x)=0, f(x)=x ~ f(x)=x \text{ or } f(x)=0 ~ f(x)=0 \text{ and } f(x)=x ~ x, 0 ~ f(x) = x\text{ and }f(x) = 0
+f(x)=2x+1 ~ 2x+1 ~ f(x) = 1+2x ~ y=2x+1
+a=1, b=2 ~ b=2,a=1 ~ 1, 2 ~ (1,2) ~ a = 1 \text{ and } b = 2
+x=2 \text{ or } x=3 ~ x=3,x=2 ~ 2,3 ~ 3, 2 ~ \{2,3\} ~ x \in \{2,3\} ~ x = 2, 3
+x=\pm 2 ~ \pm 2 ~ 2,-2 ~ -2, 2 ~ x=2 \text{ or } x=-2 ~ x = -2, x=2
+(1,2),(3,4) ~ (3,4), (1,2) ~ (1,2) \text{ and } (3,4) ~ \{(1,2),(3,4)\}
+x+y=3, x-y=1 ~ x-y=1, x+y=3 ~ y+x=3,x-y=1
+(-\infty, 3) ~ x<3 ~ x \in (-\infty,3) ~ 3>x ~ \left(-\infty,3\right)
+[1,2] ~ 1\le x\le 2 ~ x\in[1,2] ~ 2 \ge x \geq 1
+(1,2] ~ 1<x\le 2 ~ x\in (1,2]
+x<1 \text{ or } x>2 ~ (-\infty,1)\cup(2,\infty) ~ x \in (2,\infty)\cup(-\infty,1) ~ x>2 \text{ or } x<1
+\mathbb{R} ~ (-\infty,\infty) ~ x\in\mathbb{R} ~ \Bbb{R}
+x\ne 0 ~ x \neq 0 ~ (-\infty,0)\cup(0,\infty) ~ \mathbb{R}\setminus\{0\}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} ~ \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} ~ (1,2) ~ \langle 1,2 \rangle
+\frac{1}{5}\begin{pmatrix}1&2\\3&4\end{pmatrix} ~ \begin{pmatrix}1/5&2/5\\3/5&4/5\end{pmatrix} ~ \begin{pmatrix}0.2&0.4\\0.6&0.8\end{pmatrix}
+3\frac12 ~ 3.5 ~ \frac72 ~ 7/2 ~ 3 1/2
+50\% ~ 0.5 ~ 50 ~ \frac12 ~ 50 \%
+90^\circ ~ 90 ~ 90^{\circ} ~ 90°
+30^\circ, 60^\circ ~ 60^\circ, 30^\circ ~ 30,60 ~ 30°, 60°
+1.5\times10^{8} ~ 150000000 ~ 150,000,000 ~ 1.5e8 ~ 1.5 \cdot 10^8
+0.\overline{3} ~ 1/3 ~ \frac13 ~ 0.\dot{3} ~ 0.\bar{3} ~ 0.(3)
+0.1\overline{6} ~ \frac16 ~ 0.1\dot{6} ~ 0.1\bar 6
+0.\overline{142857} ~ \frac17 ~ 0.\dot{1}4285\dot{7}
+42 ~ (42) ~ \left(42\right) ~ 42{} ~ {42} ~ {}42 ~ \boxed{42} ~ \text{42} ~ (42). ~ +42
+\sqrt{2} ~ 2^{1/2} ~ 2^{0.5} ~ \sqrt2 ~ √2 ~ sqrt(2) ~ \frac{2}{\sqrt{2}} ~ 2^{\frac{1}{2}}
+\frac{\sqrt{3}}{3} ~ \frac{1}{\sqrt{3}} ~ \sqrt{3}/3 ~ \frac{1}{3}\sqrt{3} ~ \frac13 \sqrt 3
+\pi ~ π ~ pi
+\frac{\pi}{6} ~ π/6 ~ \frac{1}{6}\pi ~ pi/6
+e^{2x} ~ (e^x)^2 ~ e^{x\cdot 2}
+\ln 3 ~ \ln{3} ~ \log_e 3 ~ \ln(3)
+2\ln 3 ~ \ln 9 ~ 2 \ln{3}
+\log_2 3 ~ \frac{\ln 3}{\ln 2} ~ \log_{2}(3) ~ \frac{\log 3}{\log 2}
+\log_{10} 2 ~ \log 2 ~ \lg 2
+\sin 2x ~ 2\sin x\cos x ~ \sin(2x) ~ \sin{2x}
+\tan x ~ \frac{\sin x}{\cos x}
+\cos^2 x ~ (\cos x)^2 ~ 1-\sin^2 x ~ \cos^{2}(x)
+\arctan 2 ~ \tan^{-1} 2 ~ \tan^{-1}(2) ~ arctan(2) ~ \arctan(2)
+\sqrt[3]{2} ~ 2^{1/3} ~ \sqrt[3]2 ~ 2^{\frac13}
+\sqrt{5}-1 ~ -1+\sqrt5 ~ -(1-\sqrt{5})
+1-\sqrt{2}, 1+\sqrt{2} ~ 1\pm\sqrt2 ~ 1+\sqrt2,1-\sqrt2 ~ x = 1 \pm \sqrt{2} ~ \{1-\sqrt2, 1+\sqrt2\}
+\frac{-1\pm\sqrt{5}}{2} ~ \frac{-1+\sqrt5}{2},\frac{-1-\sqrt5}{2} ~ -\frac12\pm\frac{\sqrt5}{2}
+\frac{3+i}{2} ~ \frac32+\frac12 i ~ 1.5+0.5i ~ \frac{3}{2}+\frac{i}{2}
+1+2i, 1-2i ~ 1\pm 2i ~ 1 - 2i, 1+2i
+10^{20}+1 ~ 100000000000000000001 ~ 1+10^{20}
+2^{100} ~ 1267650600228229401496703205376 ~ 2^{100}
+2^{n+1} ~ 2\cdot 2^n ~ 2^{1+n}
+(-1)^n ~ (-1)^{n}
+n! ~ n!
+\frac{n!}{2} ~ n!/2 ~ \frac12 n!
+\binom{n}{2} ~ \frac{n(n-1)}{2} ~ \binom n2
+\frac{n(n+1)}{2} ~ \frac{n^2+n}{2} ~ \frac12 n(n+1) ~ n(n+1)/2
+x^2+2x+1 ~ (x+1)^2 ~ 1+2x+x^2 ~ (1+x)^2 ~ (x+1)(x+1)
+(x-2)(x-3) ~ x^2-5x+6 ~ (x-3)(x-2) ~ (2-x)(3-x)
+\frac{x}{y} ~ x/y ~ xy^{-1} ~ \dfrac{x}{y}
+\frac{1}{x+1} ~ 1/(x+1) ~ (x+1)^{-1} ~ \frac{1}{1+x}
+|x-1| ~ \left|x-1\right| ~ \lvert x-1\rvert ~ |1-x|
+\sqrt{x^2+y^2} ~ (x^2+y^2)^{1/2} ~ \sqrt{y^2+x^2}
+y = \frac{1}{2}x + 3 ~ y=0.5x+3 ~ y=\frac{x}{2}+3 ~ y = x/2+3
+x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~ 25=x^2+y^2
+2x+3y=6 ~ 3y+2x=6 ~ 2x+3y-6=0 ~ 4x+6y=12
+x > 3 ~ 3<x ~ (3,\infty) ~ x\in(3,\infty)
+x+y \le 4 ~ 4 \ge x+y ~ y+x\leq 4
+\text{odd} ~ odd ~ Odd
+\text{no solution} ~ No solution ~ \text{No solution.}
+\text{true} ~ True
+\emptyset ~ \varnothing ~ \{\} ~ ∅
+12\pi \text{ cm}^2 ~ 12\pi ~ 12\pi\text{ square centimeters} ~ 12 \pi \, \text{cm}^2
+2\sqrt{3} \text{ m} ~ 2\sqrt3
+5 \text{ cm} ~ 5 ~ 5cm ~ 5 \text{ centimeters}
+\$5.50 ~ 5.5 ~ 5.50 ~ \$5.5
+1:2 ~ 1 : 2
+3:4:5 ~ 3 : 4 : 5
+(0,0,1) ~ (0, 0, 1) ~ \left(0,0,1\right)
+x_1 + x_2 ~ x_{1}+x_{2} ~ x_2+x_1
+a_n = 2n-1 ~ 2n-1 ~ a_{n}=2n-1
+\alpha+\beta ~ \beta+\alpha ~ α+β
+\frac{a+b}{c} ~ (a+b)/c ~ \frac{a}{c}+\frac{b}{c}
+\{x \mid x>0\} ~ \{x : x > 0\} ~ \{ x | x>0 \}
+\{(1,2)\} ~ (1,2)
+2^{\sqrt{2}} ~ 2^{\sqrt2}
+\sqrt{2+\sqrt{3}} ~ \frac{\sqrt6+\sqrt2}{2} ~ \sqrt{2 + \sqrt 3}
+\sqrt{6}-\sqrt{2} ~ -\sqrt2+\sqrt6
+1e-12x ~ 1e-12x
+\frac{1}{2}, -\frac{1}{3} ~ 0.5, -\frac13 ~ -1/3, 1/2 ~ x=\frac12, x=-\frac13
+(2,3) ~ x=2, y=3 ~ 2,3 ~ (x,y)=(2,3)
+\left(\frac12,\frac{\sqrt3}{2}\right) ~ (1/2, \sqrt{3}/2) ~ (0.5,\frac{\sqrt{3}}{2})
+\infty ~ +\infty ~ ∞ ~ inf
+-\infty ~ -∞
+k\pi, k\in\mathbb{Z} ~ k \pi, k \in \mathbb{Z} ~ \pi k, k\in \mathbb Z
+x = \frac{\pi}{2} + k\pi ~ x=k\pi+\frac{\pi}{2} ~ \frac{\pi}{2}+\pi k
+p^2q ~ qp^2 ~ q p^{2}
+3x^{2}y ~ 3yx^2 ~ 3 \cdot x^2 \cdot y
+-x ~ -1x ~ - x
+\frac{-x+1}{2} ~ \frac{1-x}{2} ~ -\frac{x-1}{2}
+100! ~ 100!
+\lfloor n/2 \rfloor ~ \left\lfloor \frac{n}{2} \right\rfloor
+\triangle ABC ~ \triangle ABC
+\text{A and B} ~ A and B
+\sum_{k=1}^n k^2 ~ \sum_{k=1}^{n} k^2
+\int_0^1 f(x)\,dx ~ \int_0^1 f(x) dx
+\overline{AB} ~ \overline{AB}
+x=1,y=2,z=3 ~ (1,2,3) ~ 1,2,3 ~ z=3,y=2,x=1
+(a,b,c)=(1,2,3) ~ (1,2,3) ~ a=1,b=2,c=3
+\{1,2\}\cup\{5\} ~ \{1,2\} \cup \{5\}
+n=4k+1 ~ n = 1+4k
+\frac{dy}{dx}=2x ~ 2x
+f^{-1}(x)=\frac{x-1}{2} ~ \frac{x-1}{2} ~ f^{-1}(x) = (x-1)/2
+f'(x)=2x ~ 2x ~ f'(x) = x\cdot 2
+1000000 ~ 1{,}000{,}000 ~ 1,000,000 ~ 1e6
+\frac{3}{8} ~ .375 ~ 3/8 ~ 37.5\%
+\frac{n^2(n+1)^2}{4} ~ \left(\frac{n(n+1)}{2}\right)^2 ~ \frac14 n^2(n+1)^2
+\frac{x^{2}-1}{x^2+1} ~ 1-\frac{2}{x^2+1}
+3+2\sqrt{2} ~ 2\sqrt2+3 ~ 3 + \sqrt{8}
+\frac{5\pm\sqrt{13}}{2} ~ \frac{5+\sqrt{13}}{2}, \frac{5-\sqrt{13}}{2} ~ \frac{5}{2}\pm\frac{\sqrt{13}}{2} ~ x=\frac{5\pm\sqrt{13}}{2}
+\cos\theta ~ \cos(\theta) ~ \cos{\theta}
+2\cos^2\theta-1 ~ \cos 2\theta ~ \cos(2\theta)
+(x+2y)(x-2y) ~ x^2-4y^2
+\frac{a}{b+c} ~ a/(b+c) ~ a(b+c)^{-1}
+x^{3/2} ~ x\sqrt{x} ~ \sqrt{x^3} ~ x^{1.5}
+\sqrt{\frac{2}{3}} ~ \frac{\sqrt6}{3} ~ \frac{\sqrt{2}}{\sqrt{3}}
+e^{-x} ~ \frac{1}{e^x} ~ 1/e^x
+\frac{1}{2}\ln 2 ~ \frac{\ln 2}{2}
+-\frac{\sqrt{3}}{2} ~ \frac{-\sqrt{3}}{2} ~ -\sqrt3/2
+(4,-3) ~ (4, -3) ~ \left( 4 , -3 \right) ~ x=4,y=-3
+\left[-\frac12,\frac12\right] ~ [-1/2,1/2] ~ -\frac12\le x\le\frac12 ~ [-0.5,0.5]
+[0,1)\cup(2,3] ~ (2,3]\cup[0,1)
+(-\infty,-1]\cup[1,\infty) ~ x\le-1 \text{ or } x\ge 1 ~ x\leq -1, x\geq 1 ~ x\in(-\infty,-1]\cup[1,+\infty)
+\{-1,0,1\} ~ -1,0,1 ~ \{0,\pm1\} ~ 0, \pm 1
+x=-1,0,1 ~ -1, 0, 1 ~ x=0,x=1,x=-1
+y=-\frac{2}{3}x+4 ~ y=4-\frac{2x}{3} ~ y = -\frac23 x + 4
+(x-1)^2+(y+2)^2=9 ~ (y+2)^2+(x-1)^2=9 ~ 9=(x-1)^2+(y+2)^2
+\frac{x^2}{9}+\frac{y^2}{4}=1 ~ \frac{y^2}{4}+\frac{x^2}{9}=1 ~ 4x^2+9y^2=36
+a_n=2^n-1 ~ 2^n-1 ~ a_n = -1+2^n
+n\equiv 1,3\pmod 8 ~ n \equiv 1,3 \pmod{8}
+x\equiv 2\pmod{5} ~ x\equiv2\pmod5 ~ x \equiv -3 \pmod 5
+120^\circ ~ 120 ~ 120° ~ 120\text{ degrees}
+\text{Monday} ~ Monday ~ monday
+\text{Yes} ~ yes ~ \text{yes}
+6.022\times10^{23} ~ 6.022e23 ~ 6.022 \cdot 10^{23}
+\$1{,}234.50 ~ 1234.5 ~ 1,234.50 ~ \$1,234.50
+2:30 ~ 2:30
+2\frac{3}{4} ~ 2.75 ~ \frac{11}{4} ~ 11/4
+-2\frac{3}{4} ~ -2.75 ~ -\frac{11}{4}
+\frac{1}{3},\frac{2}{3} ~ 1/3, 2/3 ~ \frac23,\frac13
+\begin{pmatrix} a & b \\ c & d\end{pmatrix} ~ \begin{bmatrix}a&b\\c&d\end{bmatrix} ~ \left(\begin{array}{cc} a & b \\ c & d \end{array}\right)
+\begin{pmatrix} 1/2 \\ -1 \end{pmatrix} ~ \begin{pmatrix}\frac12\\-1\end{pmatrix} ~ \begin{pmatrix}0.5\\-1\end{pmatrix}
+\mathbf{i}+2\mathbf{j} ~ \mathbf{i} + 2\mathbf{j} ~ 2\mathbf j+\mathbf i
+x^2+xy+y^2 ~ y^2+xy+x^2 ~ x^2+yx+y^2
+p=2, q=3 ~ q=3, p=2 ~ (p,q)=(2,3) ~ p=2\text{ and }q=3 ~ 2, 3
+(p,q)=(2,3) ~ p=2,q=3 ~ (2,3)
+10\sqrt{2}\text{ units} ~ 10\sqrt2 ~ 10\sqrt{2} \text{ units}
+\sqrt{2}:1 ~ \sqrt2 : 1
+1:\sqrt{3}:2 ~ 1 : \sqrt3 : 2
+f(x)=\begin{cases}x&x\ge0\\-x&x<0\end{cases} ~ \begin{cases}x&x\ge0\\-x&x<0\end{cases} ~ f(x)=\begin{cases} x, & x \geq 0, \\ -x, & x < 0. \end{cases}
+\begin{cases} x=1 \\ y=2 \end{cases} ~ x=1, y=2 ~ (1,2)
+n \text{ is even} ~ n\text{ is even} ~ n is even ~ \text{n is even}
+\text{all even } n ~ \text{all even n} ~ all even n
+\text{all real numbers} ~ \text{All real numbers} ~ all real numbers
+1, \frac12, \frac14, \ldots ~ 1, 0.5, 0.25, \dots
+x_1, x_2, \ldots, x_n ~ x_1,x_2,\dots,x_n
+1 \cdot 2 \cdot 3 \cdots n ~ 1\cdot2\cdot3\cdots n
+a_1 + a_2 + \cdots + a_n ~ a_1+a_2+\dots+a_n
+n>5 ~ 5<n ~ n \gt 5
+2 < x < 5 ~ (2,5) ~ 5>x>2 ~ x \in (2,5)
+x \ge 2 \text{ and } x < 5 ~ 2\le x<5 ~ [2,5)
+k \in \mathbb{Z} ~ k\in\mathbb Z
+\frac{(2n)!}{n!} ~ \frac{(2n)!}{n!} ~ (2n)!/n!
+\binom{2n}{n} ~ \binom{2n}{n}
+\overline{z} ~ \bar z
+\log_{3}{5} ~ \log_3 5
+\log x^2 ~ 2\log x
+\sin\frac{\pi}{5} ~ \sin(\pi/5) ~ \sin 36^\circ
+\tan 15^\circ ~ 2-\sqrt3 ~ \tan(15^\circ)
+2-\sqrt{3} ~ -\sqrt3+2
+|x|+|y| ~ |y|+|x|
+\max(a,b) ~ \max\{a,b\} ~ \max(b,a)
+\gcd(m,n) ~ \gcd(n,m)
+x=5 ~ 5 ~ 5=x
+\dfrac{2}{3} ~ 2/3 ~ \frac{2}{3} ~ \tfrac23
+\frac{2\pi}{3} ~ \frac23\pi ~ 2\pi/3
+0.\overline{27} ~ \frac{3}{11} ~ 0.\overline{2727}
+12.5\% ~ 0.125 ~ \frac18 ~ 12.5
+1\,000\,000 ~ 1000000
+\sqrt[4]{x^3} ~ x^{3/4} ~ x^{0.75}
+2^{-n} ~ \frac{1}{2^n} ~ \left(\frac12\right)^n ~ (1/2)^n
+(a+b)^3 ~ a^3+3a^2b+3ab^2+b^3
+x^4+x^2+1 ~ (x^2+x+1)(x^2-x+1)
+A=\frac{1}{2}bh ~ \frac12 bh ~ A = bh/2
+v=\sqrt{2gh} ~ \sqrt{2gh} ~ v=(2gh)^{1/2}
+""".strip().splitlines()
+]
+"""The known answer, then other ways to write it."""
+
+UNEQUAL = [
+    line.split(" ~ ")
+    for line in r"""
+1 ~ n \equiv 1 \pmod{4}
+n \equiv 1 \pmod 3 ~ n \equiv 1 \pmod{4}
+n \equiv 3 \pmod 4 ~ n \equiv 1 \pmod{4}
+m \equiv 1 \pmod 4 ~ n \equiv 1 \pmod{4}
+n = 1 ~ n \equiv 1 \pmod{4}
+4 ~ n \equiv 1 \pmod{4}
+2 ~ 1, 2, \ldots, n
+n ~ 1, 2, \ldots, n
+1,2,n ~ 1, 2, \ldots, n
+1, 3, \ldots, n ~ 1, 2, \ldots, n
+1, 2, \ldots, 2n ~ 1, 2, \ldots, n
+1, 2, \ldots ~ 1, 2, \ldots, n
+1+2+\cdots+2n ~ 1+2+\cdots+n
+1+3+\cdots+n ~ 1+2+\cdots+n
+1:2:4 ~ 1:2:3
+1:2 ~ 1:2:3
+1 ~ 1:2
+1/2 ~ 1:2:3
+2:1 ~ 1:2
+3:01 ~ 3:00
+5 ~ 5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd}
+6 ~ 5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd}
+5,6 ~ 5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd}
+5 \text{ if } n \text{ is odd}, 6 \text{ if } n \text{ is even} ~ 5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd}
+5 \text{ if } n \text{ is even} ~ 5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd}
+5 \text{ if } n \text{ is even}, 7 \text{ if } n \text{ is odd} ~ 5 \text{ if } n \text{ is even}, 6 \text{ if } n \text{ is odd}
+5 ~ 5 \text{ if even}
+5 \text{ if odd} ~ 5 \text{ if even}
+5 \text{ when even} ~ 5
+5 \text{ for even } n ~ 5
+5 ~ 5 \text{ for } n>2
+1 ~ \begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}
+0 ~ \begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}
+1,0 ~ \begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}
+\begin{cases} 1 & x>0 \\ 5 & x \le 0\end{cases} ~ \begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}
+\begin{cases} 1 & x\ge 0 \\ 0 & x < 0\end{cases} ~ \begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}
+\begin{cases} 0 & x>0 \\ 1 & x \le 0\end{cases} ~ \begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}
+0 ~ f(x)=x, f(x)=0
+x ~ f(x)=x, f(x)=0
+f(x)=x ~ f(x)=x, f(x)=0
+f(x)=0 ~ f(x)=x, f(x)=0
+f(x)=x, f(x)=1 ~ f(x)=x, f(x)=0
+f(x)=x, g(x)=0 ~ f(x)=x, f(x)=0
+g(x)=2x ~ f(x)=2x
+2,1 ~ a=1, b=2
+a=2,b=1 ~ a=1, b=2
+a=1 ~ a=1, b=2
+\{1,2\} ~ a=1, b=2
+(2,1) ~ a=1, b=2
+2 ~ x=2 \text{ or } x=3
+x=2 ~ x=2 \text{ or } x=3
+2 ~ \pm 2
+-2 ~ \pm 2
+\pm 2 ~ 2
+x=2,y=-2 ~ x=\pm 2
+(2,1),(3,4) ~ (1,2),(3,4)
+(3,2) ~ (2,3)
+\{2,3\} ~ (2,3)
+[2,3] ~ (2,3)
+(2,3] ~ (2,3)
+(2,3) ~ [2,3]
+x<3 ~ x\le 3
+(-\infty,3] ~ x<3
+(3,\infty) ~ x<3
+x>1 \text{ and } x<3 ~ x>1 \text{ or } x<3
+x<1 \text{ and } x>2 ~ x<1 \text{ or } x>2
+y<3 ~ x<3
+1<x<3 ~ 1<x\le 3
+(1,3) ~ x>1
+\mathbb{R}\setminus\{1\} ~ \mathbb{R}\setminus\{0\}
+\mathbb{Z} ~ \mathbb{R}
+\mathbb{R} ~ \mathbb{R}\setminus\{0\}
+0 ~ x\ne 0
+x=0 ~ x\ne 0
+\begin{pmatrix}1&2\\3&5\end{pmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&3\\2&4\end{pmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&2&3&4\end{pmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{vmatrix}1&2\\3&4\end{vmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+4 ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+-2 ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&2\end{pmatrix} ~ \begin{pmatrix}1\\2\end{pmatrix}
+(2,1) ~ \begin{pmatrix}1\\2\end{pmatrix}
+3\frac13 ~ 3\frac12
+3 ~ 3\frac12
+\frac32 ~ 3\frac12
+5\% ~ 50\%
+500 ~ 50\%
+30 ~ 30^\circ, 60^\circ
+30^\circ, 61^\circ ~ 30^\circ, 60^\circ
+\frac{\pi}{6} ~ 30^\circ
+30^\circ ~ \frac{\pi}{6}
+0.333 ~ \frac13
+0.3333333333333333 ~ \frac13
+\frac13 ~ 0.333
+1.414214 ~ \sqrt{2}
+1.4142135623730951 ~ \sqrt{2}
+\sqrt2 ~ 1.414214
+3.14159265358979 ~ \pi
+\frac{22}{7} ~ \pi
+3.14 ~ \pi
+\pi ~ 3.14
+2.718281828 ~ e
+1.0986 ~ \ln 3
+1.0986122886681098 ~ \ln 3
+0 ~ 10^{-12}
+10^{-12} ~ 0
+10^{-300} ~ 0
+1e-12 ~ 0
+0 ~ 1e-12
+10^{-12}\sqrt2 ~ 10^{-13}\sqrt2
+10^{20} ~ 10^{20}+1
+100000000000000000000 ~ 10^{20}+1
+10^{20}+2 ~ 10^{20}+1
+10^{20}\sqrt{2}+1 ~ 10^{20}\sqrt{2}+2
+\sqrt{2} ~ \sqrt{2}+10^{-30}
+x ~ x+10^{-30}
+1.0000000000001x ~ x
+x+1e-9 ~ x
+0.999999999999 ~ 1
+0.\overline{9} ~ 2
+2^{99} ~ 2^{100}
+2^{100}+1 ~ 2^{100}
+\sqrt{3} ~ \sqrt{2}
+\sqrt{2} ~ -\sqrt{2}
+\sqrt{2} ~ 2
+\sqrt[3]{2} ~ \sqrt{2}
+\sqrt[3]{2} ~ \sqrt[4]{2}
+e^{\pi\sqrt{163}} ~ 262537412640768744
+640320^3+744 ~ e^{\pi\sqrt{163}}
+262537412640768744 ~ e^{\pi\sqrt{163}}
+\ln 2 ~ \log 2
+\log_3 2 ~ \log_2 3
+\sin x ~ \cos x
+\sin x^2 ~ \sin^2 x
+x^2+2x ~ x^2+2x+1
+(x+1)^3 ~ (x+1)^2
+(x-2)(x+3) ~ (x-2)(x-3)
+x/y ~ y/x
+\sqrt{x^2} ~ x
+|x| ~ x
+x ~ |x|
+x^2 ~ |x|
+y=2x+3 ~ y=2x+1
+2x+1 ~ y=2x+3
+z=2x+1 ~ y=2x+1
+x^2+y^2=16 ~ x^2+y^2=25
+x^2-y^2=25 ~ x^2+y^2=25
+25 ~ x^2+y^2=25
+x^2+y^2 ~ x^2+y^2=25
+x+y \ge 4 ~ x+y \le 4
+x+y < 4 ~ x+y \le 4
+x+y = 4 ~ x+y \le 4
+even ~ \text{odd}
+\text{not odd} ~ \text{odd}
+\text{no solutions} ~ \text{one solution}
+\text{5 solutions} ~ \text{no solution}
+13\pi \text{ cm}^2 ~ 12\pi \text{ cm}^2
+12 ~ 12\pi \text{ cm}^2
+(0,1,0) ~ (0,0,1)
+(0,1) ~ (0,0,1)
+x_2 - x_1 ~ x_1-x_2
+x_1+x_3 ~ x_1+x_2
+a_{n+1} ~ a_n
+\{x \mid x\ge 0\} ~ \{x \mid x>0\}
+\{y \mid x>0\} ~ \{x \mid x>0\}
+x>0 ~ \{x \mid x\ge0\}
+1+\sqrt2 ~ 1\pm\sqrt2
+1-\sqrt2,1+\sqrt3 ~ 1\pm\sqrt2
+1-2i ~ 1+2i
+1+2i ~ 1\pm2i
+\infty ~ -\infty
+0 ~ \infty
+\emptyset ~ \{0\}
+0 ~ \emptyset
+\{\} ~ \{0\}
+\{\emptyset\} ~ \emptyset
+k\pi ~ k\pi, k\in\mathbb{Z}
+2k\pi, k\in\mathbb{Z} ~ k\pi, k\in\mathbb{Z}
+k\pi, k\in\mathbb{N} ~ k\pi, k\in\mathbb{Z}
+\sum_{k=1}^n k ~ \sum_{k=1}^n k^2
+\sum_{k=0}^n k^2 ~ \sum_{k=1}^n k^2
+k^2 ~ \sum_{k=1}^n k^2
+\int_0^2 f(x)\,dx ~ \int_0^1 f(x)\,dx
+f(x) ~ \int_0^1 f(x)\,dx
+\overline{AC} ~ \overline{AB}
+\triangle ABD ~ \triangle ABC
+99! ~ 100!
+n!+1 ~ n!
+(n+1)! ~ n!
+\binom{n}{3} ~ \binom{n}{2}
+(-1)^{n+1} ~ (-1)^n
+1 ~ (-1)^n
+2^{n} ~ 2^{n+1}
+\lceil n/2\rceil ~ \lfloor n/2 \rfloor
+n/2 ~ \lfloor n/2 \rfloor
+1,000 ~ (1,000)
+1000 ~ (1,000)
+1234 ~ (1,234)
+1234 ~ 1,2,3,4
+12 ~ 1,2
+12 ~ (1,2)
+1.2 ~ (1,2)
+2 ~ \{1,2\}
+\{1\} ~ \{1,2\}
+\{1,2,3\} ~ \{1,2\}
+\{1,1,2\} ~ \{1,2,2\}
+x=1,y=2,z=4 ~ x=1,y=2,z=3
+3,2,1 ~ x=1,y=2,z=3
+(3,2,1) ~ (a,b,c)=(1,2,3)
+n=4k+3 ~ n=4k+1
+4k+1 ~ n=4m+1
+x ~ f'(x)=2x
+\text{A} ~ \text{B}
+\text{A and C} ~ \text{A and B}
+\text{A or B} ~ \text{A and B}
+A ~ \text{A and B}
+6 ~ 2\text{ and }3
+5 ~ 2\text{ or }3
+2 \text{ dollars and } 5 \text{ cents} ~ 2 \text{ dollars and } 6 \text{ cents}
+2 ~ 2 \text{ hours } 5 \text{ minutes}
+2 \text{ hours } 6 \text{ minutes} ~ 2 \text{ hours } 5 \text{ minutes}
+\frac{dy}{dx}=x ~ \frac{dy}{dx}=2x
+p ~ p^2
+\text{at most } 5 ~ 5
+\text{at least } 5 ~ \text{at most } 5
+5 ~ \text{at most } 5
+5 ~ x\ge5
+\ge 5 ~ 5
+\approx 5 ~ 5
+5.0001 ~ 5
+-5 ~ 5
+5i ~ 5
+5^2 ~ 5
+x^5 ~ 5
+101_2 ~ 101_3
+\frac{1}{3}, \frac12 ~ \frac13,\frac14
+n \text{ odd} ~ n
+n ~ n \text{ odd}
+n ~ n \text{ even}
+2n ~ 2n \text{ for all } n
+1 \text{ for } n=1, 2 \text{ otherwise} ~ 2 \text{ for } n=1, 1 \text{ otherwise}
+a > b > c ~ a < b < c
+a>b ~ a>b>c
+x=1 \Rightarrow y=2 ~ y=2
+2 ~ x=1 \Rightarrow y=2
+x \to 2 ~ x\to 3
+2 ~ x\to 2
+2\mid n ~ 3 \mid n
+n ~ 2\mid n
+2x ~ 2^x
+(2x) ~ 2+x
+1/2x ~ \frac{1}{2x}
+x^{1/2} ~ x^{-1/2}
+\sqrt{x+1} ~ \sqrt{x}+1
+\sqrt{x}+1 ~ \sqrt{x+1}
+-x^2 ~ (-x)^2
+\log_2 x ~ \log_3 x
+\cos 2x ~ 2\cos x
+x^{y^z} ~ (x^y)^z
+ab ~ a+b
+a-b ~ b-a
+AB ~ AC
+e^{x+1} ~ e^x+1
+\{0,\pm1\} ~ 0,1
+\{0,\pm1\} ~ \pm1
+\frac{5\pm\sqrt{13}}{2} ~ \frac{5+\sqrt{13}}{2}
+\frac{5\pm\sqrt{13}}{2} ~ \frac{5\pm\sqrt{12}}{2}
+x\equiv 2\pmod{5} ~ x\equiv 3\pmod{5}
+x\equiv 2\pmod{5} ~ x\equiv 2\pmod{7}
+x\equiv 2\pmod{5} ~ x=2
+n\equiv 1,3\pmod 8 ~ n\equiv 1,5\pmod 8
+n\equiv 1,3\pmod 8 ~ n\equiv 3\pmod 8
+n\equiv 1,3\pmod 8 ~ n\equiv 1\pmod 8
+[0,1)\cup(2,3] ~ [0,1)\cup[2,3]
+[0,1)\cup(2,3] ~ [0,1)
+[0,1)\cup(2,3] ~ [0,3]
+[0,1)\cup(2,3] ~ [0,1)\cap(2,3]
+x\le-1 \text{ or } x\ge 1 ~ -1\le x\le 1
+x\le-1 \text{ or } x\ge 1 ~ x\ge 1
+y=4-\frac{2x}{3} ~ y=4+\frac{2x}{3}
+\frac{x^2}{9}+\frac{y^2}{4}=1 ~ \frac{x^2}{4}+\frac{y^2}{9}=1
+\frac{x^2}{9}+\frac{y^2}{4}=1 ~ \frac{x^2}{9}-\frac{y^2}{4}=1
+2:30 ~ 2:31
+2:30 ~ 2
+p=2, q=3 ~ p=3, q=2
+p=2, q=3 ~ 3, 2
+(p,q)=(2,3) ~ (3,2)
+(p,q)=(2,3) ~ (q,p)=(2,3)
+1:\sqrt{3}:2 ~ 1:\sqrt3
+1:\sqrt{3}:2 ~ 1:2:\sqrt3
+\begin{cases} x=1 \\ y=2 \end{cases} ~ \begin{cases} x=2 \\ y=1 \end{cases}
+\begin{cases} x=1 \\ y=2 \end{cases} ~ x=1
+\begin{cases} x=1 \\ y=2 \end{cases} ~ (2,1)
+n \text{ is even} ~ n \text{ is odd}
+n \text{ is even} ~ n
+n \text{ is even} ~ m \text{ is even}
+\text{all even } n ~ \text{all odd } n
+\text{all even } n ~ \text{even } n
+\text{all } n \ge 3 ~ \text{all } n \ge 4
+\text{all } n \ge 3 ~ \text{all } n > 3
+3 ~ \text{all } n \ge 3
+n\ge3 ~ \text{all } n \ge 4
+1, \frac12, \frac14, \ldots ~ 1, \frac12, \frac15, \ldots
+1, \frac12, \frac14, \ldots ~ 1, \frac12
+x_1, x_2, \ldots, x_n ~ x_1, x_2, \ldots, x_m
+x_1, x_2, \ldots, x_n ~ x_1, x_2, x_n
+1 \cdot 2 \cdot 3 \cdots n ~ 1\cdot2\cdot4\cdots n
+a_1 + a_2 + \cdots + a_n ~ a_1+a_2+\cdots+a_{n-1}
+\ldots ~ 1,2,\ldots
+2^{2^n} ~ 2^{2n}
+2^{2^n}+1 ~ 2^{2^n}
+2^{-n} ~ 2^n
+\sin 36^\circ ~ \sin 36
+\tan 15^\circ ~ \tan 75^\circ
+\max(a,b) ~ \min(a,b)
+\gcd(m,n) ~ \gcd(m,k)
+\frac{a}{b+c} ~ \frac{a}{b}+c
+x^{3/2} ~ x^{2/3}
+\log x^2 ~ (\log x)^2
+10^{-20} ~ 0
+10^{-20}x ~ 0
+x+10^{-20} ~ x
+\sqrt{2}\cdot10^{-40} ~ 0
+\sqrt{2}+10^{-40} ~ \sqrt{2}
+\sqrt{2}+10^{-400} ~ \sqrt{2}
+(10^{-20})^{20}\sqrt2 ~ 0
+\sin x+10^{-18} ~ \sin x
+e^{-1000} ~ 0
+e^{-10^{20}} ~ 0
+0.1 ~ 0.10000000000000001
+0.1x ~ 0.10000000000000001x
+\pi+10^{-50} ~ \pi
+10^{100} ~ 10^{100}+1
+10^{1000}+x ~ 10^{1000}
+3^{200} ~ 3^{200}+1
+\frac{10^{30}+1}{10^{30}} ~ 1
+355/113 ~ \pi
+1.7320508075688772 ~ \sqrt{3}
+(1.732,2) ~ (\sqrt3,2)
+\{1.41421356\} ~ \{\sqrt2\}
+1.414213562373095048801688724209698078569671875376948073176679 ~ \sqrt{2}
+x<1.41421356 ~ x<\sqrt2
+2.71828^x ~ e^x
+0.6667x ~ \frac23 x
+(0.333,0.667) ~ (\frac13,\frac23)
+n^2 ~ n^3
+n^2,n ~ n^2
+n \to \infty ~ \infty
+5 \pm 0.1 ~ 5
+5 \text{ or more} ~ 5
+5+ ~ 5
+5x+ ~ 5x
+x= ~ x
+=5 ~ 6
+= ~ 5
+, ~ 5
+5, ~ 5,6
+5,6, ~ 5,6,7
+\text{none} ~ 0
+\text{undefined} ~ 0
+\text{undefined} ~ \infty
+\text{does not exist} ~ 0
+\text{zero or one} ~ \text{zero}
+x ~ \text{x axis}
+y=0 ~ x\text{-axis}
+x\text{-axis} ~ y\text{-axis}
+f(x+1) ~ f(x)+f(1)
+f(2x) ~ 2f(x)
+f(x)+c ~ f(x)
+g(f(x)) ~ f(g(x))
+f(x)=x^2 ~ f(x^2)=x
+f(-x)=f(x) ~ f(-x)=-f(x)
+f(x) ~ f(-x)
+a^{b+c} ~ a^{b}+a^{c}
+a\mid b ~ b\mid a
+a \to b ~ b\to a
+A\cup B ~ A\cap B
+A\setminus B ~ B\setminus A
+A ~ A\cup B
+A\subset B ~ B\subset A
+P\Rightarrow Q ~ Q\Rightarrow P
+\overline{AB} ~ AB
+\angle ABC ~ \angle ACB
+\triangle ABC ~ ABC
+x\in A ~ x\notin A
+\text{A: 5, B: 6} ~ \text{A: 6, B: 5}
+\text{Alice: } 5, \text{Bob: } 6 ~ \text{Alice: } 6, \text{Bob: } 5
+5 ~ \text{Alice: } 5, \text{Bob: } 6
+5 \text{ apples and } 6 \text{ pears} ~ 5 \text{ apples and } 7 \text{ pears}
+5 \text{ apples and } 6 \text{ pears} ~ 6 \text{ apples and } 5 \text{ pears}
+5,6 ~ 5 \text{ apples and } 6 \text{ pears}
+3 \text{ hours } 20 \text{ minutes} ~ 3 \text{ hours}
+3 \text{ hours } 20 \text{ minutes} ~ 20 \text{ minutes}
+\frac{d^2y}{dx^2} ~ \frac{dy}{dx}
+\frac{dy}{dx} ~ \frac{y}{x}
+\frac{d}{dx}x^3 ~ x^2
+\int x\,dx ~ x
+\lim_{x\to0} x ~ x
+\sqrt{x}\sqrt{y} ~ \sqrt{x+y}
+\{x\in\mathbb{R} \mid x>0\} ~ \{x\in\mathbb{Z} \mid x>0\}
+\{(x,y)\mid x>y\} ~ \{(x,y)\mid x<y\}
+(a,b) ~ (b,a)
+\langle 1,2\rangle ~ \langle 2,1\rangle
+[1,2,3] ~ [3,2,1]
+((1,2),3) ~ (1,(2,3))
+\{\{1\},2\} ~ \{1,2\}
+(1,2,3) ~ (1,2),3
+1\frac{1}{2} ~ 1\cdot\frac12
+2\cdot\frac{3}{4} ~ 2\frac{3}{4}
+23 ~ 2\cdot3
+2x3 ~ 6x
+0.\overline{3} ~ 0.3
+0.\overline{36} ~ 0.3\overline{6}
+0.3\overline{6} ~ 0.36
+x_{10} ~ x_1 0
+-\frac{-1}{2} ~ -\frac12
+3! ~ 3
+3!! ~ 720
+n!! ~ (n!)!
+i^2 ~ 1
+-i ~ i
+e^{i\pi} ~ 1
+e^{i\theta} ~ \cos\theta
+\infty ~ 10^{100}
+1/0 ~ \infty
+0/0 ~ 0
+""".strip().splitlines()
+]
+"""Two answers, neither of which is right for the other."""
+
+QUESTIONS = [
+    ("Expand $(x+10)(2y+10)$.", "(x+10)(2y+10)", "2xy+10x+20y+100", 0),
+    ("Expand $(x+10)(2y+10)$.", "(2y+10)(x+10)", "2xy+10x+20y+100", 0),
+    ("Expand $(x+10)(2y+10)$.", "2(x+10)(y+5)", "2xy+10x+20y+100", 0),
+    ("Expand $(x+10)(2y+10)$.", "100+20y+10x+2xy", "2xy+10x+20y+100", 1),
+    ("Expand (x+10)(2y+10).", "(x+10)(2y+10)", "2xy+10x+20y+100", 0),
+    ("Multiply: $(x+10)(2y+10)$.", "(10+x)(10+2y)", "2xy+10x+20y+100", 0),
+    ("Factor $x^2-5x+6$.", "x^2-5x+6", "(x-2)(x-3)", 0),
+    ("Factor $x^2-5x+6$.", "6+x^2-5x", "(x-2)(x-3)", 0),
+    ("Factor $x^2-5x+6$.", "x(x-5)+6", "(x-2)(x-3)", 0),
+    ("Factor $x^2-5x+6$.", "(x-3)(x-2)", "(x-2)(x-3)", 1),
+    ("Factor $x^2-5x+6$.", "(3-x)(2-x)", "(x-2)(x-3)", 1),
+    ("Factor $x^2-5x+6$.", "(x^2-5x+6)", "(x-2)(x-3)", 0),
+    ("Factor $x^2-5x+6$.", "1(x^2-5x+6)", "(x-2)(x-3)", 0),
+    ("Factor $x^2-5x+6$.", "2(\\frac{x^2}{2}-\\frac{5x}{2}+3)", "(x-2)(x-3)", 0),
+    ("Factor completely: $x^3-x$", "x(x^2-1)", "x(x-1)(x+1)", 0),
+    ("Factor completely: $x^3-x$", "x(x+1)(x-1)", "x(x-1)(x+1)", 1),
+    ("Expand $(x-2)(x-3)$", "x^2-5x+6", "x^2-5x+6", 1),
+    ("Expand $(x-2)(x-3)$", "6-5x+x^2", "x^2-5x+6", 1),
+    ("Expand $(x-2)(x-3)$", "(x-2)(x-3)", "x^2-5x+6", 0),
+    ("Expand $(x-2)(x-3)$", "x^2-2x-3x+6", "x^2-5x+6", 0),
+    ("Expand $(x-2)(x-3)$", "x(x-3)-2(x-3)", "x^2-5x+6", 0),
+    ("Expand $(x-2)(x-3)$", "x(x-5)+6", "x^2-5x+6", 0),
+    ("Simplify $(3x^2-2x)-(x^2-5x)$.", "(3x^2-2x)-(x^2-5x)", "2x^2+3x", 0),
+    ("Simplify $(3x^2-2x)-(x^2-5x)$.", "3x^2-2x-x^2+5x", "2x^2+3x", 0),
+    ("Simplify $(3x^2-2x)-(x^2-5x)$.", "x(2x+3)", "2x^2+3x", 1),
+    ("Simplify $(3x^2-2x)-(x^2-5x)$.", "3x+2x^2", "2x^2+3x", 1),
+    ("Simplify $\\frac{x^2-1}{x-1}$.", "\\frac{x^2-1}{x-1}", "x+1", 0),
+    ("Simplify $\\frac{x^2-1}{x-1}$.", "(x^2-1)/(x-1)", "x+1", 0),
+    ("Simplify $\\frac{x^2-1}{x-1}$.", "\\frac{(x-1)(x+1)}{x-1}", "x+1", 0),
+    ("Simplify $\\frac{x^2-1}{x-1}$.", "1+x", "x+1", 1),
+    ("", "\\frac{x^2-1}{x-1}", "x+1", 0),
+    ("", "(3x^2-2x)-(x^2-5x)", "2x^2+3x", 0),
+    ("Simplify $\\sqrt{12}$", "\\sqrt{12}", "2\\sqrt{3}", 0),
+    ("Simplify $\\sqrt{12}$", "2\\sqrt{3}", "2\\sqrt{3}", 1),
+    ("Simplify $\\sqrt{12}$", "12^{1/2}", "2\\sqrt{3}", 0),
+    ("Rationalize the denominator of $\\frac{1}{\\sqrt{2}}$", "\\frac{1}{\\sqrt2}", "\\frac{\\sqrt{2}}{2}", 0),
+    ("Rationalize the denominator of $\\frac{5}{\\sqrt{8}}$", "\\frac{5}{2\\sqrt2}", "\\frac{5\\sqrt{2}}{4}", 0),
+    ("Rationalize the denominator of $\\frac{1}{\\sqrt{2}}$", "\\frac12\\sqrt2", "\\frac{\\sqrt{2}}{2}", 1),
+    ("Compute $(1+\\sqrt2)^2$", "(1+\\sqrt2)^2", "3+2\\sqrt2", 0),
+    ("Solve $x^2=4$", "x^2=4", "x=2, x=-2", 0),
+    ("Solve $x^2=4$", "x=\\pm2", "x=2, x=-2", 1),
+    ("Solve $2x+1>7$", "2x+1>7", "x>3", 0),
+    ("Write $x>3$ in interval notation", "x>3", "(3,\\infty)", 0),
+    ("Solve $2x>6$", "x>3", "(3,\\infty)", 1),
+    ("Find a polynomial with roots 2,3", "(x-2)(x-3)", "x^2-5x+6", 1),
+    ("What is the sum $1+2+\\cdots+n$?", "1+2+\\cdots+n", "\\frac{n(n+1)}{2}", 0),
+    ("What is $\\binom{n}{2}$ as polynomial?", "\\binom{n}{2}", "\\frac{n(n-1)}{2}", 0),
+    ("Write $y-2=3(x-1)$ in slope-intercept form", "y-2=3(x-1)", "y=3x-1", 0),
+    ("Write $2x-y=-1$ in slope-intercept form", "y=2x+1", "y=2x+1", 1),
+    ("Write $y=2x+1$ in standard form", "y=2x+1", "2x-y=-1", 0),
+    ("By what factor does it grow, for $x$ years at 1+r?", "(r+1)^2", "1+2r+r^2", 1),
+    ("Express $0.5x$ ...", "\\frac{x}{2}", "0.5x", 1),
+    ("Combine $\\frac1x+\\frac1y$ as a single fraction", "\\frac1x+\\frac1y", "\\frac{x+y}{xy}", 0),
+    ("Combine $\\frac1x+\\frac1y$ as a single fraction", "\\frac1y+\\frac1x", "\\frac{x+y}{xy}", 0),
+    ("Combine $\\frac1x+\\frac1y$ as a single fraction", "\\frac{y+x}{xy}", "\\frac{x+y}{xy}", 1),
+    ("Which of $\\{3,5,7,9\\}$ are prime? Is it $\\{3,5,7\\}$?", "\\{3,5,7\\}", "3,5,7", 1),
+    ("what percent is 5 of 10?", "50\\%", "50", 1),
+    ("what is 7% of 100?", "7\\%", "7", 0),
+    ("how many?", "7\\%", "7", 0),
+    ("Differentiate $x^3$", "\\frac{d}{dx}x^3", "3x^2", 0),
+    ("Differentiate $x^3$", "(x^3)'", "3x^2", 0),
+    ("Convert 3\\frac12 to improper", "\\frac72", "3.5", 1),
+    ("Find the derivative of $x^2\\sin x$", "x^2\\cos x+2x\\sin x", "2x\\sin x+x^2\\cos x", 1),
+    ("Find the derivative of $x^2\\sin x$", "x(x\\cos x+2\\sin x)", "2x\\sin x+x^2\\cos x", 1),
+    ("Complete the square: $x^2+6x+5$", "x^2+6x+5", "(x+3)^2-4", 0),
+    ("Complete the square: $x^2+6x+5$", "(x+1)(x+5)", "(x+3)^2-4", 0),
+    ("Complete the square: $x^2+6x+5$", "-4+(x+3)^2", "(x+3)^2-4", 1),
+    ("Evaluate $\\log_2 8x$", "\\log_2 8+\\log_2 x", "3+\\log_2 x", 0),
+    ("Simplify $\\sin^2x+\\cos^2x+x$", "\\sin^2x+\\cos^2x+x", "1+x", 0),
+    ("Simplify $a^2\\cdot a^3$", "a^2\\cdot a^3", "a^5", 0),
+    ("Simplify $a^2\\cdot a^3$", "a^{2+3}", "a^5", 0),
+    ("Simplify $a^2 a^3$", "a^3 a^2", "a^5", 0),
+    ("Simplify $(a^2)^3$", "(a^2)^3", "a^6", 0),
+    ("Simplify $2x+3x$", "3x+2x", "5x", 0),
+    ("Simplify $2x+3x$", "(2+3)x", "5x", 0),
+    ("Simplify $2(x+3)-4$", "2(x+1)", "2x+2", 1),
+    ("Let f(x)=x+1. Find f(f(x)).", "f(f(x))=x+2", "x+2", 1),
+    ("Let f(x)=x+1. Find f(f(x)).", "(x+1)+1", "x+2", 0),
+]
+"""Question, answer, known answer and score."""
