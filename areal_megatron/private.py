@@ -16,7 +16,7 @@ WRITE = 0o022
 USE = 0o077
 
 
-class Reach(IntEnum):
+class Rights(IntEnum):
     """What others could do with a path of this user until now."""
 
     NONE = 0
@@ -26,14 +26,14 @@ class Reach(IntEnum):
     WRITTEN = 3
 
 
-def reach(mode: int, rights: int, folder: int) -> Reach:
+def reach(mode: int, rights: int, folder: int) -> Rights:
     """Returns what others can do with a path of `mode`, of whose bits they are to have none of `rights`, in a folder of
     that mode."""
     if not mode & rights:
-        return Reach.NONE
+        return Rights.NONE
     entering = (0o070 if folder & 0o010 else 0) | (0o007 if folder & 0o001 else 0)
     used = mode & rights & entering
-    return Reach.WRITTEN if used & WRITE else Reach.READ if used else Reach.HELD
+    return Rights.WRITTEN if used & WRITE else Rights.READ if used else Rights.HELD
 
 
 def take_back(paths: Iterable[Path], rights: int) -> None:

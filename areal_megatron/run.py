@@ -35,7 +35,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 from areal_megatron.json_input import read_record
-from areal_megatron.private import Reach
+from areal_megatron.private import Rights
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
@@ -178,20 +178,20 @@ class Run:
             if status.st_uid != os.geteuid():
                 raise ConfigError(f"{path} belongs to another user: choose another name=…")
             reach = private.reach(status.st_mode, private.WRITE, folder)
-            if reach == Reach.WRITTEN:
+            if reach == Rights.WRITTEN:
                 raise ConfigError(f"others may write {path}: forbid it with 'chmod -R go-w {self.folder}'")
             open_to_others += [path] * bool(reach)
         private.take_back(open_to_others, private.WRITE)
         secret = [self.folder / name for name in _PRIVATE if os.path.lexists(self.folder / name)]
         reaches = {path: private.reach(_mode_of_own(path, path.lstat()), private.USE, folder) for path in secret}
-        shut = [path for path, reach in reaches.items() if Reach.NONE < reach < Reach.WRITTEN]
+        shut = [path for path, reach in reaches.items() if Rights.NONE < reach < Rights.WRITTEN]
         private.take_back(shut, private.USE)
         if open_to_others or shut:
             names = ", ".join(path.name for path in [*open_to_others, *shut])
             read = "; whoever has read a secret may use it until the run is started again"
-            more = read * (Reach.READ in reaches.values())
+            more = read * (Rights.READ in reaches.values())
             print(f"warning: {self.folder}: others had rights on {names}, which are taken back{more}", file=sys.stderr)
-        return Reach.WRITTEN in reaches.values()
+        return Rights.WRITTEN in reaches.values()
 
     def begin(
         self,
