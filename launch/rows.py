@@ -1,7 +1,8 @@
 """Shows the first rows of a run's data as the run sees them: `python -m launch.rows CONFIG [key=value …] [--eval]`.
 
 Of each row: the prompt after the model's chat template, the right answer, and the reward that a response with the right
-answer gets. Then how many rows are left out, or would keep the run from starting, and why. Of a model on the hub only
+answer gets. Then how many rows are left out, or would keep the run from starting, and why; and which can hardly teach
+anything. Of a model on the hub only
 the description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Imports neither torch nor vllm.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.doubts import doubts, doubts_about_items
 from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
 from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ def shown(config: Config, key: str, count: int) -> Iterator[str]:
             for name, tokens in answers.items():
                 texts += [f"--- {'response' if name == 'tokens' else name}", _text(tokenizer, tokens[length:])]
             yield "\n".join(texts)
-        yield _titled(f"rows: {len(items)}")
+        yield "\n".join([_titled(f"rows: {len(items)}"), *doubts_about_items(key, items)])
         return
     refuses, config.data.unusable_rows = config.data.unusable_rows == "refuse", "skip"
     prompts = read_prompts(config, key, tokenizer, problem_with_answers, left_out)
@@ -66,6 +68,7 @@ def shown(config: Config, key: str, count: int) -> Iterator[str]:
     if left_out.counts:
         happens = "keep the run from starting (data.unusable_rows=skip leaves them out)" if refuses else "are left out"
         yield "\n".join([f"{left_out.counts.total()} rows {happens}:", *left_out.lines()])
+    yield from doubts(config, key, prompts)
 
 
 def _reward(name: str, function: RewardFunction, prompt: Prompt) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
+from areal_megatron.data.doubts import doubts, doubts_about_items
 from areal_megatron.data.drawing import Member
 from areal_megatron.data.files import sources
 from areal_megatron.data.prompts import (
@@ -103,6 +104,8 @@ def _read(
         reasons = "; ".join(left_out.lines()[:_REASONS])
         say(f"warning: data.{key}: {rows} of {rows + len(prompts)} rows cannot be used and are left out: {reasons}")
     _check_rewards(config, prompts, key)
+    for line in doubts(config, key, prompts):
+        say(f"warning: {line}")
     return prompts
 
 
@@ -112,6 +115,8 @@ def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str],
     cursor(config, train)
     if config.mode == "reward_model":
         _ = tokenizer.pad_token  # which its export names
+    for line in doubts_about_items("train", train):
+        say(f"warning: {line}")
     if config.data.eval:
         held_out = read_items(config, "eval", tokenizer)
         _check_overlap(config, compare(train, held_out, say), held_out, say)

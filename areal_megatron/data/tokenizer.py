@@ -79,8 +79,8 @@ class Tokenizer:
         text, control words included. Without a template a text is the whole prompt and tokenized as it is.
 
         Raises ConfigError if the template refuses a prompt, or if a prompt is a list of messages and the model has no
-        template. `places` are the entries of the data by which errors name prompts; with them, prompts that are
-        rendered already are refused, and those with tokens that the model does not have.
+        template, or if a prompt is rendered already. `places` are the entries of the data by which errors name prompts;
+        with them, prompts with tokens that the model does not have are refused, without them such tokens are text.
         """
         named = zip(prompts, places or [""] * len(prompts), strict=True)
         if self._template is None:
@@ -240,10 +240,10 @@ class Tokenizer:
 
     def _as_chat(self, prompt: str | Chat, place: str) -> tuple[str, Hidden]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if place and any(self._is_rendered(message["content"]) for message in messages):
+        if any(self._is_rendered(message["content"]) for message in messages):
             raise ConfigError(
-                f"{place}: the prompt is rendered by a chat template already, and that of {self._folder} would render "
-                "it again: give the user's text alone, or messages; a model folder without a template takes it as it is"
+                f"{place or 'prompt'}: the prompt is rendered by a chat template already, and that of {self._folder} "
+                "would render it again: give the user's text alone; a model folder without a template takes it as it is"
             )
         return self._rendered(messages, place=place)
 
