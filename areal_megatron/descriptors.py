@@ -10,6 +10,8 @@ from areal_megatron.config import Config, ConfigError
 _OWN = 256
 """What the controller has open besides connections: libraries, logs, pipes."""
 _PIPES_PER_WORKER = 3
+_OF_A_TRAINER = 128
+"""What a trainer rank has open, which was 122 of two on CPU. The first has a connection to each other one, too."""
 _MOST = 1 << 20
 
 
@@ -19,10 +21,15 @@ def raise_limit() -> int:
     The usual soft limit of 1,024 is kept low for programs that call select(), which none of ours does. Some containers
     allow a billion, and programs that close every number up to their limit before they start would take minutes.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(soft, min(hard, _MOST) if hard != resource.RLIM_INFINITY else _MOST)
+    limit, (_, hard) = hard_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
+
+
+def hard_limit() -> int:
+    """Returns the number of open files to which a process started here can raise its limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft, min(hard, _MOST) if hard != resource.RLIM_INFINITY else _MOST)
 
 
 def needed(config: Config) -> int:
@@ -49,4 +56,13 @@ def check(config: Config, limit: int) -> None:
             f"rollout.max_running: {rollout.engines_at_most} engines with {rollout.max_running} answers each need"
             f" {need:,} open files in the controller, whose node allows {limit:,}; raise the hard limit (ulimit -Hn)"
             " or lower rollout.max_running"
+        )
+
+
+def check_trainer(config: Config, limit: int) -> None:
+    """Raises ConfigError if `limit` is less than a trainer rank needs."""
+    if limit < (need := _OF_A_TRAINER + config.trainer_ranks):
+        raise ConfigError(
+            f"trainer: each of {config.trainer_ranks} ranks needs {need:,} open files, and their node allows"
+            f" {limit:,}; raise the hard limit (ulimit -Hn)"
         )

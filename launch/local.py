@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from areal_megatron import config_file
+from areal_megatron import config_file, descriptors
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import Replaced
 from areal_megatron.shown import guard
@@ -57,11 +57,11 @@ def this_node(config: Config) -> Node:
     it has fewer GPUs."""
     slots = config.machine.slots
     if config.machine.device != "cuda":
-        return Node("localhost", tuple(range(slots or len(os.sched_getaffinity(0)))))
+        return Node("localhost", tuple(range(slots or len(os.sched_getaffinity(0)))), files=descriptors.hard_limit())
     found = gpus.visible()
     if slots > len(found):
         raise ConfigError(f"machine.slots={slots} but this machine has {len(found)} GPUs")
-    return Node("localhost", tuple(found[: slots or None]))
+    return Node("localhost", tuple(found[: slots or None]), files=descriptors.hard_limit())
 
 
 if __name__ == "__main__":

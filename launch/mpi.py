@@ -122,7 +122,7 @@ def slots(found: Sequence[NodeHello], config: Config) -> tuple[list[Node], dict[
     nodes, places = [], {}
     for name, members in ranks.items():
         own_slots = _gpus(name, members, config) if config.machine.device == "cuda" else range(len(members))
-        nodes.append(Node(name, tuple(own_slots)))
+        nodes.append(Node(name, tuple(own_slots), files=min(own.files for own in members)))
         places |= {(name, slot): own.supervisor for slot, own in zip(own_slots, members, strict=True)}
         places[name, None] = members[0].supervisor
     return nodes, places

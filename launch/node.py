@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_megatron import descriptors
 from areal_megatron.shown import guard
 from launch import gpus
 from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
@@ -87,7 +88,8 @@ def hello(name: str, pool: str = "") -> NodeHello:
     cpus = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     own = gpus.visible()
-    return NodeHello(name, own, gpus.smallest_gib(own), cpus, machine, pool=pool, uuids=gpus.uuids(own))
+    size, uuids, files = gpus.smallest_gib(own), gpus.uuids(own), descriptors.hard_limit()
+    return NodeHello(name, own, size, cpus, machine, pool=pool, uuids=uuids, files=files)
 
 
 def main() -> int:

@@ -93,6 +93,8 @@ class NodeHello(msgspec.Struct, tag=True):
     uuids: list[str] = []
     """The UUID of each GPU, empty if unknown: in a cgroup of its own a supervisor may call another GPU 0 than others
     do."""
+    files: int = 0
+    """How many files a process may have open there; 0 if unknown."""
 
 
 class Ended(msgspec.Struct, tag=True):

@@ -34,6 +34,8 @@ class Node:
     """Numbers or names of GPUs (gpus.py), or core numbers where the pools run on cores."""
     cpus: int = 0
     """The number of cores beside the slots; 0 if unknown, or if the slots are cores."""
+    files: int = 0
+    """How many files a process there may have open; 0 if unknown."""
 
 
 @dataclass(frozen=True)

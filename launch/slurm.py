@@ -193,8 +193,8 @@ def expand(nodes: str) -> list[str]:
 def describe(hello: NodeHello, config: Config) -> Node:
     """Returns the node with the slots that the config uses; machine.device must be decided."""
     if config.machine.device != "cuda":
-        return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)))
-    return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus)
+        return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)), files=hello.files)
+    return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus, hello.files)
 
 
 class Srun:

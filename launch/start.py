@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_megatron import config_file, hub, versions
+from areal_megatron import config_file, descriptors, hub, versions
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.command import program
@@ -35,7 +35,7 @@ from areal_megatron.workflows.workflow import check_workflow
 from launch.lease import Lease
 from launch.option_check import check_options
 from launch.plan import ClusterPlan, plan
-from launch.pools import Node
+from launch.pools import Node, Placement
 
 POOLS = ("trainer", "rollout", "controller")
 _LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
@@ -158,6 +158,7 @@ def check(
             "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
             "put it on the PATH, or give each pool GPUs of its own"
         )
+    check_open_files(config, outcome.placement)
     for warning in [*outcome.warnings, *check_options(config, python)]:
         print(f"warning: {warning}", file=sys.stderr)
     members = check_input(config, weights)
@@ -172,6 +173,16 @@ def check(
         if warning := checkpoint_folder.shortage(run, config.checkpoint, size):
             print(f"warning: {warning}", file=sys.stderr)
     return Beginning(outcome.memory.recompute.apply(config), run, outcome, checkpoint)
+
+
+def check_open_files(config: Config, placement: Placement) -> None:
+    """Raises ConfigError if a process of the run may open fewer files than it needs on its node."""
+    files = {node.name: node.files for node in placement.nodes if node.files}
+    for process in placement.processes:
+        if process.pool == "controller" and config.mode == "rl" and process.node in files:
+            descriptors.check(config, files[process.node])
+        if process.pool == "trainer" and process.node in files:
+            descriptors.check_trainer(config, files[process.node])
 
 
 def check_packages(config: Config, python: Mapping[str, Sequence[str]], pools: Sequence[str] = POOLS) -> None:

@@ -1,5 +1,6 @@
 """The limit of open files: raised in every process, and checked against what the controller needs."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -10,6 +11,10 @@ from areal_megatron import descriptors
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.config_file import save
 from areal_megatron.run import Run
+from launch import slurm, start
+from launch.orders import NodeHello
+from launch.pools import Node, allocate
+from tests.conftest import ROOT
 
 
 def config(**rollout):
@@ -59,3 +64,34 @@ def test_the_controller_raises_its_soft_limit_and_says_in_one_line_if_that_does_
     else:
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert done.stderr.startswith("error: rollout.max_running: 5 engines with 256 answers each need")
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_the_launcher_refuses_before_it_starts_anything(world, tmp_path, more):
+    keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
+    keys += [f"runs_dir={tmp_path / 'runs'}", "name=x", "rollout.max_running=2000", "rollout.group_size=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.local", ROOT / "configs" / "tiny_cpu.yaml", *keys, *more, "--restarts=20"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert re.search("^error: rollout.max_running: .* whose node allows 1,024; raise the hard limit", done.stderr, re.M)
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_the_limit_that_counts_is_that_of_the_controllers_node():
+    hellos = [NodeHello(f"n{n}", [], 0, 4, "m", files=files) for n, files in enumerate((4096, 1024))]
+    made = config(workflow="multi_turn", turns=2)
+    made.machine.device = "cpu"
+    nodes = [slurm.describe(hello, made) for hello in hellos]
+    start.check_open_files(made, allocate(made, nodes))
+    with pytest.raises(ConfigError, match=r"rollout\.max_running: .* allows 1,024; raise the hard limit"):
+        start.check_open_files(made, allocate(made, nodes[::-1]))
+    start.check_open_files(made, allocate(made, [Node("n", (0, 1, 2, 3)), Node("m", (0, 1, 2, 3))]))  # unknown
+    made.mode = "replay"  # a controller without engines
+    start.check_open_files(made, allocate(made, nodes[::-1]))
+    with pytest.raises(ConfigError, match=r"trainer: each of 1 ranks needs 129 open files, and their node allows 100;"):
+        start.check_open_files(made, allocate(made, [Node("n", (0,), files=100)]))
