@@ -7,7 +7,7 @@ of huggingface_hub. No token is printed.
 
 from __future__ import annotations
 
-import logging
+import os
 import re
 import sys
 import threading
@@ -42,6 +42,8 @@ _SPLITS = {
 }
 """How files of a split are called, as the hub's own viewer and the datasets library understand them."""
 _PROGRESS_S = 10.0
+_SLACK_BYTES = 1 << 20
+"""What a file may be longer than the hub's list says."""
 
 
 @dataclass(frozen=True)
@@ -138,19 +140,34 @@ def pin(repo: HubRepo, key: str, before: Mapping[str, str]) -> HubRepo:
         return repo
     if not repo.revision and repo.name in before:
         return replace(repo, revision=before[repo.name])
-    from huggingface_hub import HfApi  # half a second
-
     with _explained(repo, key):
-        found = replace(
-            repo,
-            revision=HfApi().resolve_revision(repo.name, repo_type=repo.kind, revision=repo.revision or None).resolved,
-        )
+        found = replace(repo, revision=_resolved(repo))
     if before.get(repo.name, found.revision) != found.revision:
         raise ConfigError(
             f"{key}: {repo} is {found.revision} now, and the run began with {before[repo.name]}: write "
             f"{repo.name}@{before[repo.name]} to go on with that"
         )
     return found
+
+
+def _resolved(repo: HubRepo) -> str:
+    """Returns the commit that the revision means now; if the hub is silent, what it meant when the cache asked last."""
+    from huggingface_hub import HfApi, errors  # half a second
+
+    from areal_megatron import hub_client
+
+    with hub_client.asking(str(repo)):
+        for left in reversed(range(hub_client.TRIES)):
+            try:
+                revision = repo.revision or None
+                commit = HfApi().resolve_revision(repo.name, repo_type=repo.kind, revision=revision).resolved
+                break
+            except errors.RevisionResolutionError as e:
+                if not left or not isinstance(e.__cause__, TimeoutError | hub_client.httpx2.TimeoutException):
+                    raise
+    if not _WHOLE.fullmatch(commit):
+        raise ConfigError(f"{_hub()} calls a commit {printable(commit, 60)}")
+    return commit
 
 
 def fetch_data(data: HubData, key: str, before: Mapping[str, str]) -> HubData:
@@ -194,7 +211,7 @@ def _chosen(data: HubData, folder: str, key: str) -> list[str]:
     try:
         return split_files(_names(data.repo, Path(folder)), _card(Path(folder)), data)
     except ConfigError as e:
-        raise ConfigError(f"{key}: {e}") from None
+        raise ConfigError(f"{key}: {printable(str(e), 1000)}") from None
 
 
 def _names(repo: HubRepo, folder: Path) -> list[str]:
@@ -304,7 +321,7 @@ def _card(folder: Path) -> dict[str, Any]:
     found = re.match(r"---\s*\n(.*?)\n---", file.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
     try:
         card = yaml.safe_load(found[1]) if found else {}
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return card if isinstance(card, dict) else {}
 
@@ -315,14 +332,20 @@ def _literal(file: str) -> str:
 
 
 def _listed(repo: HubRepo) -> dict[str, int] | None:
-    """Returns name → bytes of all files of a pinned repository, if the cache has a list of them."""
+    """Returns name → bytes of all files of a pinned repository, if the cache has a list of them. Raises ConfigError if
+    a name in it leads elsewhere."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    from areal_megatron import hub_client
 
     try:
         files = get_cached_repo_tree(repo.name, repo_type=repo.kind, revision=repo.revision)
     except CachedRepoTreeNotFoundError:
         return None
+    for file in files:
+        if not (hub_client.is_name(file.path) and hub_client.is_id(file.blob_id)):
+            raise ConfigError(f"{_hub()} lists a file that would lie outside of the cache: {printable(file.path, 60)}")
     return {file.path: file.size for file in files}
 
 
@@ -330,14 +353,19 @@ def _note_listing(repo: HubRepo) -> None:
     """Has the hub's list of the files of a pinned repository noted in the cache, if the hub can be reached."""
     from huggingface_hub import snapshot_download
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which warns that no file is wanted
-    snapshot_download(repo.name, repo_type=repo.kind, revision=repo.revision, allow_patterns=[])
+    from areal_megatron import hub_client
+
+    with hub_client.asking(str(repo)):
+        snapshot_download(repo.name, repo_type=repo.kind, revision=repo.revision, allow_patterns=[])
 
 
 def _fetch(repo: HubRepo, patterns: Sequence[str], key: str, ignore: Sequence[str] = (), local: bool = False) -> str:
     """Returns the folder of a pinned repository in the cache, with all its files that match. Raises ConfigError."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import filter_repo_objects
+
+    from areal_megatron import hub_client
 
     def get(patterns: Sequence[str], **options: bool) -> str:
         return snapshot_download(
@@ -358,13 +386,25 @@ def _fetch(repo: HubRepo, patterns: Sequence[str], key: str, ignore: Sequence[st
             return get(patterns, local_files_only=True)
         folder = _folder(repo)
         wanted = filter_repo_objects(files, allow_patterns=list(patterns), ignore_patterns=list(ignore))
+        wanted = list(wanted)
         missing = [file for file in wanted if not (folder / file).exists()]
         if missing and local:
             raise ConfigError(_not_cached(repo, key, f"without {missing[0]}"))
         if missing:
-            with _progress(repo, sum(files[file] for file in missing), len(missing)):
+            sizes = [files[file] for file in missing]
+            with _progress(repo, sum(sizes), len(sizes)), hub_client.asking(str(repo), max(sizes) + _SLACK_BYTES):
                 get(patterns)
+        if astray := [file for file in wanted if not _is_cached(folder / file)]:
+            raise ConfigError(f"{key}: {folder / astray[0]} leads out of the cache {HF_HUB_CACHE}: remove it")
         return str(folder)
+
+
+def _is_cached(file: Path) -> bool:
+    """Whether the content of a file, which is a link of the cache, lies in the cache, or is not there."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = os.path.realpath(HF_HUB_CACHE)
+    return os.path.commonpath([cache, os.path.realpath(file)]) == cache
 
 
 def _folder(repo: HubRepo) -> Path:
@@ -375,7 +415,7 @@ def _folder(repo: HubRepo) -> Path:
 
 @contextmanager
 def _progress(repo: HubRepo, size: int, files: int) -> Iterator[None]:
-    """Tells of a download: in a terminal huggingface_hub does, elsewhere a line every ten seconds."""
+    """Tells of a download, in a line every ten seconds."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if not files or size < 1_000_000:
@@ -392,8 +432,7 @@ def _progress(repo: HubRepo, size: int, files: int) -> Iterator[None]:
 
     teller = threading.Thread(target=tell, daemon=True)
     begun = time.monotonic()
-    if not sys.stderr.isatty():
-        teller.start()
+    teller.start()
     try:
         yield
     finally:
@@ -418,8 +457,8 @@ def _explained(repo: HubRepo, key: str) -> Iterator[None]:
 
     try:
         yield
-    except ConfigError:
-        raise
+    except ConfigError as e:
+        raise e if str(e).startswith(f"{key}: ") else ConfigError(f"{key}: {e}") from None
     except errors.GatedRepoError:
         raise ConfigError(
             f"{key}: the {repo.kind} {repo.name} is gated: accept its terms on its page, and give the token of that "
@@ -445,7 +484,7 @@ def _explained(repo: HubRepo, key: str) -> Iterator[None]:
         )
         raise ConfigError(f"{key}: {_hub()} answers with status {status} for the {repo.kind} {repo}: {what}") from None
     except Exception as e:  # of the network, the disk and the library
-        raise ConfigError(f"{key}: the {repo.kind} {repo} cannot be had: {_said(e)}") from None
+        raise ConfigError(f"{key}: the {repo.kind} {repo} cannot be had from {_hub()}: {_said(e)}") from None
 
 
 def _not_cached(repo: HubRepo, key: str, reason: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,6 +38,8 @@ class HubServer:
         self.asked: list[str] = []
         #: Status of every answer; 0: as it should be.
         self.broken = 0
+        #: Answers every request in place of this server, by the handler that it is given; its `usual()` is this one's.
+        self.answer: Callable[[_Handler], object] = _Handler.usual
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -70,8 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
 
     def do_GET(self) -> None:
+        self.hub.asked.append(f"{self.command} {unquote(urlsplit(self.path).path)}")
+        with suppress(OSError):  # whoever asked has gone
+            self.hub.answer(self)
+
+    def usual(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append(f"{self.command} {path}")
         if self.hub.broken:
             self._answer(self.hub.broken)
             return
