@@ -16,14 +16,6 @@ from tests.e2e.test_run import small
 from tests.support.living import left_over
 
 
-def running(local_run, world, name):
-    """A run that has trained, and all its processes."""
-    started = local_run(name, *small(world, updates=100000, held_out=1))
-    run = Run(started.folder)
-    started.wait_for(lambda: run.metrics.exists() and any(x["kind"] == "update" for x in read_metrics(run)))
-    return started, started.members()
-
-
 def kill(started, victim):
     """SIGKILL to the launcher, or to one process, which the launcher then names; nothing is left of the run."""
     members, killed = started.members(), time.monotonic()
@@ -43,16 +35,9 @@ def kill(started, victim):
 @pytest.mark.soak
 def test_an_engine_that_is_killed_ends_the_run(local_run, world):
     """The others are killed in test_resume.py."""
-    started, _ = running(local_run, world, "kill-engine")
+    started = local_run("kill-engine", *small(world, updates=100000, held_out=1))
+    started.wait_for(lambda: updates(Run(started.folder)))
     kill(started, "engine-0")
-
-
-def test_interrupt_ends_everything(local_run, world):
-    started, members = running(local_run, world, "interrupt")
-    started.process.send_signal(signal.SIGINT)
-    assert started.wait(30) == 130
-    assert "interrupted" in started.output
-    assert not left_over(members)
 
 
 def test_an_engine_that_cannot_start_shows_why(local_run, world):
@@ -76,8 +61,8 @@ TWO_ENGINES = {
 }
 
 
-def test_what_dies_is_started_again_alone(local_run, world):
-    """First one engine of two, while the other keeps running; then a trainer dies under both."""
+def test_what_dies_is_started_again_alone_and_an_interrupt_ends_everything(local_run, world):
+    """First one engine of two, while the other keeps running; then a trainer dies under both; then comes Ctrl-C."""
     started = local_run("survivor", "--restarts=2", *small(world, **TWO_ENGINES))
     run = Run(started.folder)
     started.wait_for(lambda: updates(run) >= 2)
@@ -93,8 +78,11 @@ def test_what_dies_is_started_again_alone(local_run, world):
     started.wait_for(lambda: run.incarnation == 1 and updates(run) >= trained + 4)
     assert "2 engines keep running" in started.output
     assert [started.pid(f"engine-{index}") for index in range(2)] == engines
-    run.stop.touch()
-    assert started.wait() == 75, started.output
+    members = started.members()
+    started.process.send_signal(signal.SIGINT)
+    assert started.wait(30) == 130
+    assert "interrupted" in started.output
+    assert not left_over(members)
     assert audit(run) == []
 
 

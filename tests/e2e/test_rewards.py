@@ -133,6 +133,7 @@ def test_no_answer_is_trained_as_wrong_because_its_reward_failed(local_run, worl
     assert len(lines) == 8
 
 
+@pytest.mark.soak  # what ends a run, and with which line, is in tests/unit/controller/test_failures.py
 def test_a_reward_that_always_fails_ends_the_run_before_anything_is_trained(local_run, world):
     changes = {"reward.function": "tests.support.rewards:broken", "reward.retry_s": 0}
     started = local_run("broken", *small(world, held_out=1, **changes))

@@ -19,10 +19,21 @@ from areal_megatron.run import Run
 from launch.records import read_record
 from tests.support.cluster import ENDED, Cluster
 from tests.support.hub_server import HubServer
+from tests.support.soaking import with_soaked
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("train_*.sh"))
 TRAINED = "train_32b.sh"
+ALIKE = (
+    "train_1.5b.sh",
+    "train_14b.sh",
+    "train_qwen3_14b.sh",
+    "train_qwen3_32b.sh",
+    "train_glm4.5.sh",
+    "train_glm4.5_air.sh",
+    "train_moonlight.sh",
+)
+"""Scripts whose configs differ from another's in sizes, which tests/unit/launch/test_published.py plans."""
 SIZES = {
     "machine.device": "cpu",
     "machine.slots": 1,
@@ -194,7 +205,7 @@ def wait_for(cluster, job, condition, timeout_s):
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", with_soaked(SCRIPTS, ALIKE))
 def test_a_config_of_full_size_passes_every_check_with_nothing_overridden(described, isolation, tmp_path, script):
     """On the nodes and GPUs that its script asks for, which are only counted: a dry run."""
     path, config = Path("slurm") / script, config_of(script)

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import queue
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ from safetensors.torch import save_file
 
 from areal_megatron.models.architecture import read_config
 from tests.support.link_store import open_store
+from tests.support.ranks import link_rank
 from tests.support.reshard_oracle import vllm_parameters, write_model
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"tp": 2, "pp": 2}
 ENGINE_TP = 2
 TIMEOUT_S = 5.0
@@ -28,27 +26,27 @@ LONG_S = 16.0
 class Rank:
     """A process that runs link_rank.py."""
 
-    def __init__(self, setup):
+    def __init__(self, forks, setup):
         self.name = f"{setup['role']} {setup.get('engine', '')}/{setup['rank']}"
-        self.process = subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "support" / "ranks" / "link_rank.py", json.dumps(setup)],
-            text=True,
-            bufsize=1,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-
+        commands, told = multiprocessing.Pipe(duplex=False)
+        heard, events = multiprocessing.Pipe(duplex=False)
+        self.process = forks.start(link_rank.main, setup, commands, events)
+        for passed_on in (commands, events):
+            passed_on.close()
+        self._told, self._heard = (os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((told, "w"), (heard, "r")))
+        for doubled in (told, heard):
+            doubled.close()
         self._lines, self._kept = queue.SimpleQueue(), []
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
-        for line in self.process.stdout:
+        for line in self._heard:
             self._lines.put(json.loads(line))
         self._lines.put(None)
 
     def tell(self, **command):
-        self.process.stdin.write(json.dumps(command) + "\n")
+        self._told.write(json.dumps(command) + "\n")
+        self._told.flush()
 
     def hear(self, key="", timeout_s=60):
         """The next event that has `key`; events without it are kept for later."""
@@ -62,7 +60,9 @@ class Rank:
                 event = self._lines.get(timeout=deadline - time.monotonic())
             except (queue.Empty, ValueError):
                 pytest.fail(f"{self.name} said nothing about {key!r} within {timeout_s} s, but {kept}")
-            assert event is not None, f"{self.name} ended with code {self.process.wait()}"
+            if event is None:
+                self.process.join()
+                pytest.fail(f"{self.name} ended with code {self.process.exitcode}")
             kept.append(event)
 
     def ask(self, **command):
@@ -71,7 +71,8 @@ class Rank:
 
     def end(self):
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self._told.close()
 
 
 def stepped(tensor: torch.Tensor, share: float = 0.02) -> torch.Tensor:
@@ -83,7 +84,8 @@ def stepped(tensor: torch.Tensor, share: float = 0.02) -> torch.Tensor:
 class World:
     """Trainers, engines and the store between them. Trainer rank 0 tells what was delivered."""
 
-    def __init__(self, folder, dtype="bfloat16", timeout_s=TIMEOUT_S, update="full"):
+    def __init__(self, forks, folder, dtype="bfloat16", timeout_s=TIMEOUT_S, update="full"):
+        self._forks = forks
         self.folders = [folder / "a", folder / "b"]
         self.tensors = [write_model("qwen3", path, seed) for seed, path in enumerate(self.folders)]
         if update != "full":  # an update changes little
@@ -105,13 +107,14 @@ class World:
             "folder": str(self.folders[0]),
             "timeline": str(folder / "timeline.jsonl"),
         }
-        self.trainers = [Rank(self.setup | {"role": "trainer", "rank": rank}) for rank in range(4)]
+        self.trainers = [Rank(forks, self.setup | {"role": "trainer", "rank": rank}) for rank in range(4)]
         self.engines = [self._start(engine) for engine in range(2)]
         self._wait_up(self.trainers + self.engines[0] + self.engines[1])
         self.generations = [0, 0]
 
     def _start(self, engine):
-        return [Rank(self.setup | {"role": "engine", "engine": engine, "rank": rank}) for rank in range(ENGINE_TP)]
+        setup = self.setup | {"role": "engine", "engine": engine}
+        return [Rank(self._forks, setup | {"rank": rank}) for rank in range(ENGINE_TP)]
 
     def _wait_up(self, ranks):
         for rank in ranks:
@@ -168,8 +171,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("link"))
+def world(forks, tmp_path_factory):
+    world = World(forks, tmp_path_factory.mktemp("link"))
     yield world
     world.close()
 
@@ -304,8 +307,8 @@ def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):
 
 
 @pytest.fixture(scope="module")
-def delta_world(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("delta"), update="delta")
+def delta_world(forks, tmp_path_factory):
+    world = World(forks, tmp_path_factory.mktemp("delta"), update="delta")
     yield world
     world.close()
 

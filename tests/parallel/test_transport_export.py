@@ -1,10 +1,6 @@
 """Checkpoints exported by two trainer ranks, read back by transformers and safetensors."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +23,7 @@ LARGE, SMALL = 2**30, 60_000
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def world(start_ranks, tmp_path_factory):
     """A folder with models and their exports, named MODEL-LAYOUT, and the tensors that transformers wrote."""
     folder = tmp_path_factory.mktemp("export")
     written, exports = {}, []
@@ -46,16 +42,7 @@ def world(tmp_path_factory):
             )
     again = exports[0] | {"dtype": "bfloat16", "source": str(folder / "qwen2")}
     exports += [exports[0] | {"path": str(folder / "twice")}, again | {"path": str(folder / "twice")}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = ROOT / "tests" / "support" / "ranks" / "export_rank.py"
-    ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), port, json.dumps(exports)], env=environment)
-        for rank in range(2)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    start_ranks(folder, "export_checks:export_shards", 2, exports=exports)
     return folder, written
 
 

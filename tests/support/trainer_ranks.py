@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -32,10 +33,16 @@ class TrainerRanks:
 
     def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
-        checks = sorted(path.stem for path in Path(trainer_rank.__file__).parent.glob("*_checks.py"))
-        self._context.set_forkserver_preload([f"{RANKS}.{module}" for module in ("trainer_rank", *checks)])
+        modules = sorted(path.stem for path in Path(trainer_rank.__file__).parent.glob("*_*.py"))
+        self._context.set_forkserver_preload([f"{RANKS}.{module}" for module in modules])
         with _environment():
             forkserver.ensure_running()  # with that environment, which nothing else of this process gets
+
+    def start(self, function: Callable[..., None], *arguments) -> BaseProcess:
+        """Calls the function, of one of those modules, in a fork; Connections among the arguments are passed on."""
+        process = self._context.Process(target=function, args=arguments)
+        process.start()
+        return process
 
     def run(self, folder: Path, check: str, world: int, **arguments) -> None:
         """Calls <module>.<check>(folder, rank, **arguments) on `world` ranks; `check` is "module:check".
@@ -44,11 +51,8 @@ class TrainerRanks:
         """
         outputs = [folder / f"rank-{rank}.out" for rank in range(world)]
         ranks = [
-            self._context.Process(target=trainer_rank.main, args=(check, folder, rank, arguments, output))
-            for rank, output in enumerate(outputs)
+            self.start(trainer_rank.main, check, folder, rank, arguments, output) for rank, output in enumerate(outputs)
         ]
-        for process in ranks:
-            process.start()
         try:
             failed = _first_failure(ranks)
         finally:

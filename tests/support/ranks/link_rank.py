@@ -1,4 +1,4 @@
-"""A rank of a link as a process of its own, driven by JSON lines; started by test_transport.py.
+"""A rank of a link as a process of its own, driven by JSON lines; test_transport.py forks it.
 
 Trainer ranks have the parameters that the oracle gives Megatron's ranks; engine ranks start from zeros in vLLM's
 shapes. Engine 0 has `full` staging, engine 1 `streamed`.
@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -146,6 +147,14 @@ def _at_second_message(fault: str) -> None:
         return whole(*args)
 
     Link._receive = receive
+
+
+def main(setup: dict, commands: Connection, events: Connection) -> None:
+    """Reads `commands` line by line as its standard input, and writes `events` to its standard output."""
+    os.dup2(events.fileno(), 1)
+    sys.stdin = os.fdopen(commands.fileno(), closefd=False)
+    torch.set_num_threads(1)
+    {"trainer": trainer, "engine": engine}[setup["role"]](setup)
 
 
 if __name__ == "__main__":
