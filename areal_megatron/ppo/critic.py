@@ -41,11 +41,12 @@ def gae(rewards: Tensor, values: Tensor, sequences: Tensor, gamma: float, lambda
 
 
 def value_loss(current: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Returns ½ · max((V − R)², (V_before + clip(V − V_before, −ε, ε) − R)²) of each token, with `clip` for ε.
+    """Returns ½ · max((V − R)², (V_before + clip(V − V_before, −ε, ε) − R)²) of each token, float64, with `clip` for ε.
 
     A value gains nothing from moving by more than ε in one update (Schulman's PPO in openai/baselines, ppo2). ε may be
     infinite.
     """
+    current = current.double()  # squares of large errors are no float32
     near = before + (current - before).clamp(-clip, clip)
     return torch.maximum((current - returns).square(), (near - returns).square()) / 2
 

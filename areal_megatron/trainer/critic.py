@@ -108,7 +108,7 @@ class Critic:
 
     def _loss(self, values: Tensor, sampled: PPOMicroBatch, sums: TokenSums) -> Tensor:
         current = _values(values, sampled.microbatch)
-        loss = value_loss(current, sampled.values, sampled.returns, self._clip).sum()
+        loss = value_loss(current, sampled.values, sampled.returns, self._clip).sum().float()
         sums.add(
             {
                 "tokens": current.new_full((), len(current), dtype=torch.int64),

@@ -193,7 +193,7 @@ def test_routes_of_layers_without_experts_are_passed_over(folder, on_ranks, fami
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.soak),
         ({}, {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}),
         ({"tp": 2, "dp": 2, "ep": 2}, {}),
     ],

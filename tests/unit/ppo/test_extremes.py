@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from areal_megatron.ppo import diagnostics, loss
+from areal_megatron.ppo.critic import value_loss
 from areal_megatron.ppo.loss import Bounds, Tokens
 from areal_megatron.ppo.penalty import PenaltyTokens, penalty
 
@@ -111,3 +112,13 @@ def test_a_penalty_and_its_gradient_are_finite_where_those_of_the_formula_are(na
 def test_the_effective_share_of_huge_weights_is_a_number():
     assert loss.effective_share(1e200, 1e250, 10.0) == pytest.approx(1e149)
     assert loss.effective_share(1e200, math.inf, 10.0) == 0
+
+
+@pytest.mark.parametrize("clip", [0.2, math.inf])
+def test_the_loss_of_a_value_far_off_and_its_gradient_are_numbers(clip):
+    current = torch.tensor([3e25, -3e25, 1.0], requires_grad=True)
+    found = value_loss(current, torch.zeros(3), torch.tensor([1.0, -3e20, 1.0]), clip)
+    (gradient,) = torch.autograd.grad(found.sum(), current)
+    errors = [3e25, -3e25 + 3e20, 0.0 if clip == math.inf else 0.8]
+    assert found.tolist() == pytest.approx([error**2 / 2 for error in errors], rel=1e-6)
+    assert gradient.tolist() == pytest.approx([3e25, -3e25 + 3e20, 0.0], rel=1e-6)
