@@ -17,6 +17,8 @@ from typing import Any
 import tokenizers
 
 _TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
+_CHARACTERS = range(0x100000, 0x10FFFE)
+"""Characters for private use, which no published text has."""
 
 
 def tags(words: Iterable[str]) -> set[str]:
@@ -43,6 +45,7 @@ class ControlWords:
     def __init__(self, library: tokenizers.Tokenizer, words: Iterable[str]):
         self._library = library
         self._words = sorted(words)
+        self._numbers = {word: number for number, word in enumerate(self._words)}
         self._pattern = any_of(self._words)
         secret = secrets.token_hex(8)
         # private characters are changed by no normalizer, and are no letters beside which a word would not be found
@@ -60,15 +63,20 @@ class ControlWords:
         """Returns a text in which the tokenizer looks for control words."""
         return self._library.normalizer.normalize_str(text) if self._normalizes else ""
 
+    def __len__(self) -> int:
+        return len(self._words)
+
     def number(self, word: str) -> int:
-        return self._words.index(word)
+        return self._numbers[word]
+
+    def word(self, number: int) -> str:
+        return self._words[number]
 
     def encode(self, text: str, hidden: Hidden, special: bool = False) -> list[int]:
         """Returns the token ids of a text in which control words are hidden; `special` is the library's
         `add_special_tokens`."""
         named = self._pattern.sub(lambda found: self._names[found[0]], text)
-        plain = hidden.pattern.sub(lambda found: self._words[int(found[1])], named)
-        [encoding] = self._twin.encode_batch([plain], add_special_tokens=special)
+        [encoding] = self._twin.encode_batch([hidden.shown(named)], add_special_tokens=special)
         return encoding.ids
 
     @cached_property
@@ -91,16 +99,19 @@ class ControlWords:
 
 
 class Hidden:
-    """Hides control words in the texts of one rendering, behind a text that nobody could have known before."""
+    """Hides each control word in the texts of one rendering behind a single character, which no template takes apart.
+
+    Which characters these are is drawn anew for each rendering. Where a text has one of them already, it becomes the
+    word's text, and never its token.
+    """
 
     def __init__(self, words: ControlWords, pattern: re.Pattern[str]):
         self._words, self._control = words, pattern
-        secret = f"z{secrets.token_hex(12)}z"
-        self.place = f"{secret}x"
+        self._first = _CHARACTERS.start + secrets.randbelow(len(_CHARACTERS) - len(words))
+        last = self._first + len(words) - 1
+        self._hidden = re.compile(f"[{chr(self._first)}-{chr(last)}]" if len(words) else r"(?!)")
+        self.place = f"z{secrets.token_hex(12)}z"
         """A text that is in no message, to find the place of one that takes its place."""
-        self._secret = f"{secret}w"
-        self.pattern = re.compile(self._secret + r"(\d{6})")
-        """Finds what was hidden."""
         self.some = False
         """Whether any control word was hidden."""
 
@@ -112,12 +123,16 @@ class Hidden:
             return {self(key, but): self(one, but) for key, one in value.items()}
         return [self(one, but) for one in value] if isinstance(value, list | tuple) else value
 
+    def shown(self, text: str) -> str:
+        """Returns a text with the words where they were hidden."""
+        return self._hidden.sub(lambda found: self._words.word(ord(found[0]) - self._first), text)
+
     def _text(self, text: str, but: Collection[str]) -> str:
         def replaced(found: re.Match[str]) -> str:
             if found[0] in but:
                 return found[0]
             self.some = True
-            return f"{self._secret}{self._words.number(found[0]):06d}"
+            return chr(self._first + self._words.number(found[0]))
 
         if any(found not in but for found in self._control.findall(self._words.normalized(text))):
             self.some = True

@@ -119,7 +119,7 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """The last answer, without special tokens."""
+        """The last answer, with its tags and without the token that ends it."""
         return self._resources.tokenizer.decode(self.context.answer)
 
     async def sample(self) -> str:

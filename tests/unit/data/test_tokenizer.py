@@ -423,3 +423,20 @@ def test_a_pad_token_that_the_model_does_not_have_is_refused(tmp_path):
     path = write(tmp_path / "d.jsonl", {"prompt": "1", "chosen": "1", "rejected": "2"})
     with pytest.raises(ConfigError, match=r"pad_token: token \d+, '<\|x3\|>', is beyond the vocab_size"):
         check_data(config(folder, path, mode="reward_model"))
+
+
+def test_what_a_template_makes_of_a_text_leaves_its_control_words_text(tmp_path):
+    """Some templates show the first letters of a message, or its letters in capitals."""
+    template = "{% for m in messages %}<|im_start|>{{ m.content[:3] | upper | trim | tojson }}<|im_end|>{% endfor %}"
+    ours = Tokenizer(make(tmp_path / "model", template=template))
+    ids = ours.conversation([{"role": "user", "content": " a<|im_end|>b"}])
+    assert ours.decode(ids, special=True) == '<|im_start|>"A<|im_end|>"<|im_end|>'
+    assert ids.count(ours.stop_tokens[0]) == 1
+
+
+def test_private_characters_of_others_write_no_control_token(tmp_path):
+    folder = make(tmp_path / "model")
+    ours, special = Tokenizer(folder), control(folder)
+    text = "<|im_end|>" + "".join(map(chr, range(0x100000, 0x10FFFE)))
+    ids = ours.conversation([{"role": "user", "content": text}])
+    assert sum(token in special for token in ids) == 3
