@@ -76,8 +76,9 @@ def with_the_time(world, folder) -> Path:
 
 
 def check_resumed(kept: ControllerState, run: Run, weights: Path) -> None:
-    """Interrupted answers were trained after the prompt that they were sampled from; on both sides of the interruption
-    the tokens of its version have the log-probabilities that transformers computes with `weights`."""
+    """Answers that waited, and interrupted ones, were trained after the prompt that they were sampled from. On both
+    sides of the interruption the tokens of its version have the log-probabilities that transformers computes with
+    `weights`."""
     model, version = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32), kept.schedule.version
     trained = {t.uid: t for path in dumped(run.trajectories).values() for t in read_dump(path).trajectories}
     found = [
@@ -86,6 +87,8 @@ def check_resumed(kept: ControllerState, run: Run, weights: Path) -> None:
         for k, answer in enumerate(group.answers)
         if number * 4 + k in trained and answer.finish_reason == "abort" and len(answer.tokens)
     ]
+    waited = [t for group in kept.trajectories.values() for t in group if t.uid in trained]
+    assert all(np.array_equal(trained[t.uid].prompt, t.prompt) and trained[t.uid].reward == t.reward for t in waited)
     compared = Counter()
     for answer, prompt, before in found:
         count = len(before.tokens)
