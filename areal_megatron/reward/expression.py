@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from areal_megatron.reward.form import is_expanded, key_of, leaves, shape, steps
+from areal_megatron.reward.form import combines, content, is_expanded, key_of, leaves, shape, steps
 from areal_megatron.reward.formula import Formula, read
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.numeral import LONGEST_BARE, bare, is_unit
@@ -351,10 +351,14 @@ class _Comparison:
         asked = asked_for(self.prompt)
         if "no root below" in asked and _has_root_below(given) and not _has_root_below(known):
             raise _refused("a root is left below")
+        if "nothing to combine" in asked and combines(given) and not combines(known):
+            raise _refused("a sum of like terms is left")
         shapes = asked & {"product", "sum", "quotient"}
         if shapes and shape(given) != shape(known) and not (len(shapes) == 1 and shape(given) in shapes):
             raise _refused("the form that is asked for")
-        if "product" in shapes and _factor_count(given) < _factor_count(known):
+        if "product" in shapes and (
+            _factor_count(given) < _factor_count(known) or _has_common_factor(given) > _has_common_factor(known)
+        ):
             raise _refused("a factor is left")
         if "sum" in shapes and is_expanded(known) and not is_expanded(given):
             raise _refused("a sum is left")
@@ -374,6 +378,15 @@ def _factor_count(node: Formula) -> int:
     if node.kind == "power" and node.parts[1].kind == "number" and node.parts[1].value.denominator == 1:
         return int(node.parts[1].value) * _factor_count(node.parts[0])
     return 0 if node.kind == "number" else 1
+
+
+def _has_common_factor(node: Formula) -> bool:
+    """Whether all terms of one of the factors are multiples of a number."""
+    while node.kind == "negative":
+        node = node.parts[0]
+    if node.kind in ("product", "power"):
+        return any(map(_has_common_factor, node.parts))
+    return node.kind == "sum" and content(node) != 1
 
 
 def _has_root_below(node: Formula) -> bool:

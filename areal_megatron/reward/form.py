@@ -6,7 +6,7 @@ logarithm.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from math import gcd
 
@@ -22,6 +22,7 @@ _FAMILIES |= dict.fromkeys(words("sin cos tan sec csc cot"), "a trigonometric fu
 _FAMILIES |= dict.fromkeys(words("arcsin arccos arctan"), "an inverse trigonometric function")
 _FAMILIES |= dict.fromkeys(words("sinh cosh tanh"), "a hyperbolic function")
 _NO_STEPS = words("percent degree mark")
+_MOST_TERMS = 200
 _COMPOUND = words("sum product quotient power root negative call relation sets congruence either")
 
 
@@ -159,12 +160,16 @@ def _steps_of_quotient(top: Formula, bottom: Formula) -> Iterator[str]:
         value = _number(top) / divisor if divisor else None
         if value is None or not value.denominator == abs(divisor) != 1:
             yield "a fraction that is not in lowest terms"
-    elif divisor.denominator == (factor := _coefficient(top)).denominator == 1 != gcd(int(factor), int(divisor)):
+    elif divisor.denominator == _coefficient(top).denominator == 1 != gcd(content(top), int(divisor)):
         yield "a fraction that is not in lowest terms"
 
 
 def _steps_of_power(base: Formula, exponent: Formula) -> Iterator[str]:
     exact = _number(exponent) if _is_number(exponent) else None
+    if exact is not None and exact.denominator == 1 and any(map(_has_whole_exponent, _factors_of(base))):
+        yield "a power of a power"
+    if exact is not None and exact.denominator == 1 and abs(_coefficient(base)) != 1 and not _is_number(base):
+        yield "a power of a product"
     if exact is not None and exact.denominator != 1:
         yield "a root"
         if _is_number(base) and _has_root(_number(base), Formula("number", value=Fraction(exact.denominator))):
@@ -190,6 +195,14 @@ def _is_known_logarithm(name: str, argument: Formula, base: Formula | None = Non
         if (value < 1) == (argument.value > 1) and value != 1:
             return False
     return value == 1
+
+
+def content(node: Formula) -> int:
+    """Returns the greatest whole number that divides all terms of a formula; 1 if one of them has a fraction."""
+    numbers = [_coefficient(term) for term in (_terms(node) if node.kind == "sum" else (node,))]
+    if any(number.denominator != 1 for number in numbers):
+        return 1
+    return gcd(*(number.numerator for number in numbers))
 
 
 def _has_root(value: Fraction, degree: Formula) -> bool:
@@ -231,11 +244,18 @@ def _number(node: Formula) -> Fraction:
     return node.value if node.kind == "number" else node.parts[0].value / node.parts[1].value
 
 
+def _factors_of(node: Formula) -> Iterator[Formula]:
+    return _factors(node if node.kind == "product" else Formula("product", (node,)))
+
+
+def _has_whole_exponent(node: Formula) -> bool:
+    return node.kind == "power" and node.parts[1].kind == "number" and node.parts[1].value.denominator == 1
+
+
 def _coefficient(node: Formula) -> Fraction:
     """Returns the product of the numbers among the factors."""
-    factors: Iterable[Formula] = _factors(node) if node.kind == "product" else [node]
     found = Fraction(1)
-    for factor in factors:
+    for factor in _factors_of(node):
         if _is_number(factor):
             found *= _number(factor)
     return found
@@ -273,6 +293,35 @@ def is_expanded(node: Formula) -> bool:
             return False
         seen.add(monomial)
     return True
+
+
+def combines(node: Formula) -> bool:
+    """Whether a formula holds a sum in which terms with the same symbols could be put together, once it is multiplied
+    out."""
+    for part in node.all():
+        if part.kind == "sum":
+            monomials = [each for term in _terms(part) for each in _multiplied_out(term) if each]
+            if len(set(monomials)) < len(monomials):
+                return True
+    return False
+
+
+def _multiplied_out(term: Formula) -> list[tuple]:
+    """Returns the powers in each term of a product of sums."""
+    found: list[dict[Key, Fraction]] = [{}]
+    for factor in _factors_of(term):
+        terms = list(_terms(factor)) if factor.kind == "sum" else [factor]
+        if len(found) * len(terms) > _MOST_TERMS:
+            return []
+        found = [_together(powers, _monomial(key_of(term))) for powers in found for term in terms]
+    return [tuple(sorted(powers.items(), key=repr)) for powers in found]
+
+
+def _together(powers: dict[Key, Fraction], others: tuple) -> dict[Key, Fraction]:
+    joined = dict(powers)
+    for base, exponent in others:
+        joined[base] = joined.get(base, Fraction(0)) + exponent
+    return joined
 
 
 def _divided(part: Formula) -> bool:

@@ -16,17 +16,33 @@ LONGEST = 400
 LONGEST_BARE = 1000
 _LARGEST_EXPONENT = 400
 
-_FORMATTING = re.compile(r"\\(?:left|right|displaystyle|!)(?![A-Za-z])")
+_FORMATTING = re.compile(
+    r"\\(?:left|right) ?\.|\\(?:mathopen|mathclose|mathord|phantom|hspace\*?|vspace|color|textcolor) ?\{[^{}]*\}"
+    r"|\\(?:left|right|(?:display|text|script)style|!|[Bb]igg?[lr]?|large|Large|LARGE|huge|small|normalsize|bf|rm|sf|tt|it|em"
+    r"|bfseries|hfill|par|therefore|limits|ensuremath)(?![A-Za-z])"
+)
+_UNICODE = str.maketrans(
+    {"−": "-", "–": "-", "⁄": "/", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}"}
+    | {"¾": r"\frac{3}{4}"}
+)
+_OVER = re.compile(r"\{([^{}]*?)\\over(?![A-Za-z]) ?([^{}]*)\}")
+_FRACTION = re.compile(r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])")
+_NESTED = re.compile(r"(?<!\\)\{ ?\{([^{}\\]*)\} ?\}")
+_BRACED = re.compile(r"(?<![A-Za-z0-9}^_\]\\])\{([0-9.]+)\}(?![0-9.{])")
+"""Braces that change nothing around a number, as in {1}/{2}."""
 _SPACE = re.compile(r"(?:(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z])|thinspace(?![A-Za-z]))|[~\s])+")
 _WRAPPED = re.compile(
-    r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox|bf|rm)\s*\{([^{}]*)\}"
+    r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|emph|underline|boldsymbol|bm|operatorname)"
+    r"\s*\{([^{}]*)\}"
     r"|\*\*([^*]*)\*\*|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\{([^{}]*)\}",
     re.DOTALL,
 )
 
 _EMPTY = re.compile(r"(?:^|(?<=[0-9)}]))\{ ?\}")
-_BRACKETED = re.compile(r"\( ?((?:[^(), ]|(?<![0-9]) | (?![0-9]))+) ?\)")
-"""A number in brackets; without commas or digits in groups, since (1,234) and (1 234) are pairs."""
+_BRACKETED = re.compile(
+    r"([-+]?) ?\( ?((?:[^(), ]|(?<![0-9]) | (?![0-9]))++)\)((?: ?(?:\\(?!frac)|[^0-9 .\\(eE])[^()]*)?)", re.DOTALL
+)
+"""A number in brackets and its unit; without commas or digits in groups, since (1,234) and (1 234) are pairs."""
 _PERIOD = re.compile(
     r"(?<=[0-9.])(?:\\dot ?(?:\{ ?([0-9]) ?\}|([0-9]))(?:([0-9]*)\\dot ?(?:\{ ?([0-9]) ?\}|([0-9])))?"
     r"|\\(?:bar|overline) ?(?:\{ ?([0-9]+) ?\}|([0-9]))|(?<=[.0-9])\(([0-9]+)\))$"
@@ -36,7 +52,7 @@ r"""What repeats in 0.\dot{3}, 0.\dot{1}4\dot{2}, 0.\bar{3}, 0.\overline3 and 0.
 _INTEGER = r"(?:[0-9]{1,3}(?:[ ,][0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 _PART = rf"[-+]? ?{_DECIMAL}"
-_CURRENCY = r"(?:\\?\$|[€£¥₹])? ?"
+_CURRENCY = r"(?:\\?\$|[€£¥₹]|\\(?:pounds|euro|textdollar)(?![A-Za-z])|USD|EUR)? ?"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?) ?{_CURRENCY}(?P<sign2>[-+]?)(?:"
     rf"(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\overline ?\{{ ?(?P<period>[0-9]+) ?\}}"
@@ -52,10 +68,10 @@ _UNIT = re.compile(
     r" ?(?:(?P<percent>\\?%)|(?P<degree>\^ ?\{? ?\\circ ?\}?|°|\\degree(?![A-Za-z]))"
     r"|\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname) ?\{(?P<text>[^{}]*)\}"
     r"|\^ ?\{? ?(?:\\(?:text|textrm|mathrm) ?\{ ?)?(?P<ordinal>st|nd|rd|th)(?: ?\})*"
-    r"|(?P<word>[A-Za-zµ]+)|(?P<power>\^ ?\{? ?-?[1-4] ?\}?|[²³])|(?P<sign>[/·]|\\cdot(?![A-Za-z])))"
+    r"|(?P<word>[A-Za-zµ]+|¢)|(?P<power>\^ ?\{? ?-?[1-4] ?\}?|[²³])|(?P<sign>[/·]|\\cdot(?![A-Za-z])))"
 )
 _WORD = re.compile(r"[A-Za-zµ]+")
-_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%-]|\^ ?\{?-?[1-4]\}?)*")
+_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%¢-]|\\%|\^ ?\{?-?[1-4]\}?)*")
 
 
 def words(text: str) -> frozenset[str]:
@@ -106,9 +122,9 @@ def bare(text: str) -> str:
     """
     if len(text) > LONGEST_BARE:
         return text
-    text = text.replace("{,}", ",").replace("−", "-")
-    text = _EMPTY.sub("", _FORMATTING.sub("", text))
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPACE.sub(" ", text)).strip()
+    text = _FORMATTING.sub("", text.replace("{,}", ",").translate(_UNICODE))
+    text = _FRACTION.sub(r"\\frac", _OVER.sub(r"\\frac{\1}{\2}", _SPACE.sub(" ", _EMPTY.sub("", text)))).strip()
+    text = _BRACED.sub(r"\1", _NESTED.sub(r"{\1}", text)).removeprefix("=").removesuffix("\\\\").strip()
     while True:
         inner = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
         if wrapped := _WRAPPED.fullmatch(inner):
@@ -130,8 +146,9 @@ def numeral(text: str) -> Numeral | None:
         if not is_name(names):
             return None
         text = bare(text)
-    if bracketed := _BRACKETED.fullmatch(text):
-        text = bracketed[1]
+    bracketed = _BRACKETED.fullmatch(text)
+    if bracketed and not (bracketed[1] and bracketed[2][0] in "+-"):
+        text = "".join(bracketed.groups())
     if "." in text and (period := _PERIOD.search(text)):
         text = f"{text[: period.start()]}\\overline{{{''.join(filter(None, period.groups()))}}}"
     found = _NUMBER.match(text)
@@ -207,7 +224,7 @@ def _unit(text: str) -> str | None:
         elif found["text"] is not None:
             if not _UNIT_TEXT.fullmatch(found["text"]) or len(words) > 6:
                 return None
-            percent |= found["text"].strip() == "%"
+            percent |= found["text"].strip() in ("%", "\\%")
         elif found["word"] and len(found["word"]) < 3 and found["word"] not in _SHORT_UNITS:
             return None
         if not _NO_UNITS.isdisjoint(word.lower() for word in words):

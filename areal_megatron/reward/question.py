@@ -29,12 +29,15 @@ _OPERATIONS = {
         re.I,
     ),
     "quotient": re.compile(r"as a single fraction|common denominator|as one fraction", re.I),
+    "nothing to combine": re.compile(
+        r"\bsimplif|\bcombine|as a single fraction|common denominator|as one fraction", re.I
+    ),
     "no root below": re.compile(r"\brationali[sz]e", re.I),
 }
 
 
 def asked_for(prompt: str) -> set[str]:
-    """Returns the shapes that a question asks for: product, sum, quotient, no root below."""
+    """Returns the forms that a question asks for: product, sum, quotient, nothing to combine, no root below."""
     prompt = prompt[-_LONGEST:]
     return {shape for shape, phrase in _OPERATIONS.items() if phrase.search(prompt)}
 
