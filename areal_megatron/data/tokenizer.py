@@ -143,6 +143,12 @@ class Tokenizer:
             for name, why in _NOT_FOLLOWED.items()
             if self._settings.get(name)
         ]
+        missing = [text for text in self._all_named() if self._tokenizer.token_to_id(text) is None]
+        if missing:
+            found.append(
+                f"{printable(repr(missing[0]), 60)} of {self._folder / 'tokenizer_config.json'} is no token of "
+                f"tokenizer.json and so text, as are {len(missing) - 1} others: save the tokenizer again"
+            )
         around = self._tokenizer.encode("1").ids
         for name, at in (("bos_token", 0), ("eos_token", -1)) if self._template is None else ():
             wanted, token = self._settings.get(f"add_{name}"), self._tokenizer.token_to_id(self._special[name])
@@ -174,6 +180,15 @@ class Tokenizer:
         )
         template = self._template.written if self._template else None
         return digest_of(described, self.stop_tokens).hex(), digest_of(template).hex()
+
+    def _all_named(self) -> list[str]:
+        """The texts of the special tokens that tokenizer_config.json names."""
+        named: list[Any] = list(self._special.values())
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = self._settings.get(key)
+            named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+        texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+        return [text for text in texts if isinstance(text, str) and text]
 
     def longest_token(self) -> int:
         """Returns an upper bound of the UTF-8 bytes of text that one token stands for. Reads the whole vocabulary."""

@@ -161,6 +161,22 @@ def test_what_is_not_followed_is_said(tmp_path):
     assert Tokenizer(make(tmp_path / "model")).check() == []
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pad_token": "<extra>"},
+        {"unk_token": {"content": "<extra>"}},
+        {"additional_special_tokens": ["<think>", "<extra>"]},
+        {"extra_special_tokens": [{"content": "<extra>"}]},
+        {"extra_special_tokens": {"image": "<extra>"}},
+    ],
+)
+def test_a_token_that_transformers_would_add_is_said(tmp_path, settings):
+    folder = make(tmp_path / "model", settings=settings)
+    [line] = Tokenizer(folder).check()
+    assert line.startswith("'<extra>' of") and "is no token of tokenizer.json and so text" in line
+
+
 def test_numbers_that_the_library_counts_otherwise_are_refused(tmp_path):
     folder = make(tmp_path / "model")
     spaced(folder / "tokenizer.json", lambda found: found["added_tokens"][-1].update(id=900))
