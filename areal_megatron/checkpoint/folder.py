@@ -4,7 +4,8 @@
 runs/NAME/checkpoints/version-000012/
     complete.json        written last: what it is, and size and CRC of every file
     trainer/             megatron-core's torch_dist: model, optimizer, schedule, generators
-    controller.msgpack   controller/state.py
+    controller.msgpack   controller/state.py; supervised runs: examples.msgpack (data/drawing.py), replays:
+                         replay.msgpack (data/dumps.py)
     hf/                  config.json and tokenizer of the model
     damaged              only if the trainers found, as they resumed, that a file is not what was written
 ```
