@@ -165,7 +165,7 @@ class _Limited(httpx2.SyncByteStream):
             if not self._is_file:
                 self._limits.count(len(part))
                 if now - begun > REPLY_S:
-                    raise httpx2.ReadTimeout(f"the reply takes more than {REPLY_S:g} s")
+                    raise HubFault(f"a reply takes more than {REPLY_S:g} s")
             elif size > self._limits.largest:
                 raise HubFault(f"a file has more than the {self._limits.largest} bytes that were announced")
             elif now - looked > STALL_S:

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import io
 import json
 import os
 import pty
@@ -20,11 +21,12 @@ from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.errors import printable
+from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run
 from areal_megatron.shown import escaped, guard, visible
 from areal_megatron.terminal import Terminal
-from launch import calibrate, engines, fetch, live, local, plan, rows, simulate, status, submit
+from launch import calibrate, engines, fetch, live, local, output, plan, rows, simulate, status, submit
 from launch.pools import Node, Placement, Process
 from launch.processes import Log
 from launch.records import Recorder
@@ -101,8 +103,8 @@ def is_main(module):
     return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in TREES[module].body)
 
 
-UNGUARDED = {"launch.guardian", "areal_megatron.reward.sandbox_init"}
-"""They print nothing of others."""
+UNGUARDED = {"launch.guardian", "areal_megatron.reward.sandbox_init", "areal_megatron.data.chat_template"}
+"""They print nothing of others, or to a process of ours that does not pass it on as it is."""
 OF_VLLM = {"areal_megatron.engine.serving", "areal_megatron.engine.headless"}
 """They become programs of vLLM, whose output is a log."""
 
@@ -276,6 +278,28 @@ def test_a_terminal_gets_bytes_that_only_show(run):
         text = shown.decode().replace("\r\n", "\n")
         assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", text))
         assert "\\x1b" in text and ("\x1b[" in text) == (len(arguments) > 1), text
+
+
+def test_the_console_of_a_run_shows_texts_in_its_panel_and_above_it(run, monkeypatch):
+    class Tty(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Tty())
+    monkeypatch.setattr(sys, "stderr", Tty())
+    ours, restored = sys.stdout, sys.stderr
+    guard()
+    output.never_fail()
+    console = Console(run, config_file.load(run.config))
+    print(EVIL)
+    console.note(EVIL)
+    console.refresh()
+    console.close()
+    assert_harmless(restored.getvalue())
+    moves = r"\x1b\[(\d+(;\d+)*)?m|\x1b\[\?25[lh]|\x1b\[1A|\x1b\[2K|\r"
+    assert_harmless(re.sub(moves, "", ours.getvalue()))
+    assert ours.getvalue().count("\\x1b]52;") >= 2 and "\x1b[2K" in ours.getvalue()
 
 
 def test_the_live_page_gets_text_that_only_shows(run):
