@@ -6,7 +6,10 @@ folder that others may not enter is out of their reach, whatever its own mode sa
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
@@ -46,3 +49,13 @@ def take_back(paths: Iterable[Path], rights: int) -> None:
             why = e.strerror or str(e)
         if why:
             raise ConfigError(f"others may use {path}, and {why}: choose another runs_dir=…")
+
+
+def take_back_below(folder: Path, rights: int) -> None:
+    """Does so with all that is in a folder, as far as it is this user's and does not vanish meanwhile."""
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            with suppress(OSError):
+                status = path.lstat()
+                if status.st_mode & rights and not stat.S_ISLNK(status.st_mode):
+                    path.chmod(status.st_mode & 0o777 & ~rights)

@@ -182,6 +182,8 @@ class Run:
                 raise ConfigError(f"others may write {path}: forbid it with 'chmod -R go-w {self.folder}'")
             open_to_others += [path] * bool(reach)
         private.take_back(open_to_others, private.WRITE)
+        if open_to_others:  # so has all else, checkpoints too, perhaps: others may be let in later to read logs
+            private.take_back_below(self.folder, private.WRITE)
         secret = [self.folder / name for name in _PRIVATE if os.path.lexists(self.folder / name)]
         reaches = {path: private.reach(_mode_of_own(path, path.lstat()), private.USE, folder) for path in secret}
         shut = [path for path, reach in reaches.items() if Rights.NONE < reach < Rights.WRITTEN]

@@ -431,13 +431,19 @@ def test_a_run_that_others_may_change_is_refused(run, tmp_path, spoil, words):
 @pytest.mark.parametrize("share", ["a+r", "g+w", "a+rw", "a+rX"])
 def test_rights_that_chmod_has_given_are_taken_back(run, tmp_path, capsys, share):
     run.create()
+    run.checkpoints.mkdir()
+    (run.checkpoints / "version-000002").mkdir()
+    (run.checkpoints / "link").symlink_to(tmp_path)
     subprocess.run(["chmod", "-R", share, run.folder], check=True)
+    tmp_path.chmod(0o722)
     with start.lease(config(tmp_path, resume="auto")):
         secret = {path.name: path.stat().st_mode & 0o777 for path in run.folder.iterdir() if path.is_file()}
     said = capsys.readouterr().err
     assert set(secret.values()) == {0o600} and said.count("\n") == 1 and "others had rights on " in said
     assert ("whoever has read a secret" in said) == (share == "a+rX"), "others could enter the folder"
-    assert all(not path.stat().st_mode & 0o022 for path in (run.folder, run.incarnations, run.leases))
+    written = (run.folder, run.incarnations, run.leases, run.checkpoints / "version-000002")
+    assert all(not path.stat().st_mode & 0o022 for path in written)
+    assert tmp_path.stat().st_mode & 0o777 == 0o722, "what a link leads to is not the run's"
 
 
 def test_each_launcher_makes_a_secret_of_its_own(run):
