@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
@@ -26,6 +29,7 @@ from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
 from areal_megatron.data.prompts import Cursor, digest_of_prompt, drawing_of, pass_rate_of, usable_rows
 from areal_megatron.data.prompts import cursor as cursor_of
+from areal_megatron.json_input import read_record
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import IncarnationStart, Run, line_of
 from areal_megatron.shown import guard
@@ -72,7 +76,7 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
     """Returns the batches that are in the ledgers of all replicas, and faults where the ledgers disagree."""
     batches, faults = [], []
     for start, end in line_of(run.starts()):
-        own = [_lines(ledger) for ledger in _ledgers(run, config, start.incarnation)]
+        own = [_parts(ledger) for ledger in _ledgers(run, config, start.incarnation)]
         for number, parts in enumerate(itertools.zip_longest(*own), start.batches):
             if end is not None and number >= end:
                 break
@@ -80,23 +84,20 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
                 if end is not None:
                     faults.append(f"batch {number} is missing in the ledger of replica {parts.index(None)}")
                 break  # the run died before that replica had written it
-            if len({(part["version"], part["applied"]) for part in parts}) > 1:
+            if len({(part.version, part.applied) for part in parts}) > 1:
                 faults.append(f"batch {number}: replicas disagree on its version or whether it was applied")
-            merged = {
-                key: [x for part in parts for x in part[key]] for key in ("uids", "admission_versions", "prompts")
-            }
-            other = [uid for part in parts for uid in _trained_after_another_prompt(part)]
+            bound, size = parts[0].max_staleness, parts[0].group_size
             batches.append(
                 Batch(
                     number,
-                    parts[0]["version"],
-                    parts[0]["applied"],
-                    merged["uids"],
-                    merged["admission_versions"],
-                    [tuple(prompt) for prompt in merged["prompts"]],
-                    parts[0].get("max_staleness", config.rollout.max_staleness),
-                    parts[0].get("group_size", config.rollout.group_size),
-                    other,
+                    parts[0].version,
+                    parts[0].applied,
+                    [uid for part in parts for uid in part.uids],
+                    [version for part in parts for version in part.admission_versions],
+                    [prompt for part in parts for prompt in part.prompts],
+                    config.rollout.max_staleness if bound is None else bound,
+                    config.rollout.group_size if size is None else size,
+                    [uid for part in parts for uid in part.trained_after_another_prompt],
                 )
             )
         if end is not None and number_after(batches, start) < end:
@@ -230,24 +231,46 @@ def drawn_before(at: tuple[int, int], cursor: Cursor, ids: list[int]) -> set[Pro
     return drawn
 
 
+class _Part(msgspec.Struct):
+    """A line of a ledger: what one replica has trained of a batch."""
+
+    version: int
+    applied: bool
+    uids: list[int]
+    admission_versions: list[int]
+    prompts: list[Prompt]
+    max_staleness: int | None = None
+    group_size: int | None = None
+    replicas: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    sampled_from: list[Any] = []
+    """A checksum of the prompt that each trajectory was sampled from, as far as it is known."""
+    trained_from: list[Any] = []
+    """Likewise of the prompt that it was trained with."""
+
+    def __post_init__(self) -> None:
+        if len(self.uids) != len(self.admission_versions):
+            raise ValueError("lists of different lengths")
+
+    @property
+    def trained_after_another_prompt(self) -> list[int]:
+        """The uids of trajectories that were trained with another prompt than the sampler had."""
+        checksums = zip(self.uids, self.sampled_from, self.trained_from, strict=False)
+        return [uid for uid, sampled, trained in checksums if sampled is not None and sampled != trained]
+
+
 def _ledgers(run: Run, config: Config, incarnation: int) -> list[Path]:
     """Returns the ledger of each replica of an incarnation: trainer.dp may have been another one than now."""
-    first = _lines(run.ledger(0, incarnation))
-    replicas = first[0].get("replicas", config.trainer.dp) if first else config.trainer.dp
+    first = _parts(run.ledger(0, incarnation))
+    replicas = (first[0].replicas if first else None) or config.trainer.dp
     return [run.ledger(replica, incarnation) for replica in range(replicas)]
 
 
-def _trained_after_another_prompt(part: dict) -> list[int]:
-    """Returns the uids of trajectories for which a line has another checksum of the prompt than the sampler had."""
-    checksums = zip(part["uids"], part.get("sampled_from", ()), part.get("trained_from", ()), strict=False)
-    return [uid for uid, sampled, trained in checksums if sampled is not None and sampled != trained]
-
-
-def _lines(ledger: Path) -> list[dict]:
-    """Returns the complete lines; one that was being written when the run died is left out."""
+def _parts(ledger: Path) -> list[_Part]:
+    """Returns the complete lines; one that was being written when the run died is left out. Raises ConfigError."""
     if not ledger.exists():
         return []
-    return [json.loads(line) for line in ledger.read_text().split("\n")[:-1]]
+    lines = enumerate(ledger.read_bytes().split(b"\n")[:-1], 1)
+    return [read_record(line, _Part, f"{ledger}:{number}") for number, line in lines]
 
 
 def _name(prompt: Prompt) -> str:
@@ -260,15 +283,21 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="run folder")
     run = Run(parser.parse_args().run)
     try:
-        faults = audit(run)
+        return _tell(run, audit(run))
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
+    except OSError as e:
+        print(f"error: {e.filename or run.folder} cannot be read: {e.strerror}", file=sys.stderr)
+    return 2
+
+
+def _tell(run: Run, faults: list[str]) -> int:
     for fault in faults:
         print(fault)
-    batches, _ = surviving(run, config_file.load(run.config))
+    config = config_file.load(run.config)
+    batches, _ = surviving(run, config)
     checkpoint, _ = checkpoint_folder.newest(run)
-    kinds, config = Counter(), config_file.load(run.config)
+    kinds = Counter()
     if checkpoint and config.mode == "rl":
         dispositions = state.read(checkpoint.controller).schedule.dispositions
         kinds = Counter(kind.partition(":")[0] for _, _, kind in dispositions)

@@ -733,6 +733,13 @@ def _hint(f: Field, value: Any) -> str:
 def _check_run(config: Config, require: Require) -> None:
     require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
     require(
+        config.name.isprintable() and config.name == config.name.strip() and not config.name.startswith("-"),
+        "name",
+        "must be one line, and begin neither with a space nor with -, which programs read as an option",
+    )
+    length = len(config.name.encode(errors="surrogatepass"))
+    require(length <= 200, "name", f"must have at most 200 bytes, as names of files, has {length}")
+    require(
         bool(config.checkpoint.hf_every) or not config.checkpoint.hf_deltas,
         "checkpoint.hf_deltas",
         "has no meaning without exports: set checkpoint.hf_every, or leave it out",

@@ -14,7 +14,6 @@ resumed from an older checkpoint, keep the figures of their first time there.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import sys
@@ -25,11 +24,14 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import TRACKERS, Config, ConfigError, config_fields
 from areal_megatron.errors import first_line
 from areal_megatron.files import read_replaced, write_json
+from areal_megatron.json_input import read_record
 from areal_megatron.observe.metrics import MetricsReader, scalars
 from areal_megatron.observe.trackers import TrackedRun, Tracker, check_trackers, open_tracker, without_secrets
 from areal_megatron.run import Run
@@ -59,6 +61,13 @@ class Once:
         return not again
 
 
+class _Noted(msgspec.Struct):
+    """What is noted of a tracker."""
+
+    id: str
+    lines: int
+
+
 class Mirror:
     """Brings what is new in metrics.jsonl to a tracker. Not for two processes at the same time.
 
@@ -71,11 +80,11 @@ class Mirror:
         self._run, self._reader, self._once, self._read = run, MetricsReader(run), Once({}, {}), 0
         folder = run.folder / "trackers"
         self._note = folder / f"{name}.{'online' if online else 'offline'}.json"
-        noted = read_replaced(self._note, json.loads)
+        noted = read_replaced(self._note, lambda content: read_record(content, _Noted, self._note))
         fields = ((key, value) for key, _, value in config_fields(config) if not is_dataclass(value))
         settings = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in fields}
         tracked = TrackedRun(
-            id=noted["id"] if noted else secrets.token_hex(16)[:21],
+            id=noted.id if noted else secrets.token_hex(16)[:21],
             is_new=not noted,
             name=config.name,
             project=config.track.project,
@@ -83,7 +92,7 @@ class Mirror:
             online=online,
             settings=settings,
         )
-        self._shown = noted["lines"] if noted else 0
+        self._shown = noted.lines if noted else 0
         self._tracker: Tracker = open_tracker(name, tracked)
         self._save()
 

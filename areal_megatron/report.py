@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import math
 import sys
 import time
 from dataclasses import dataclass, fields, is_dataclass
@@ -27,7 +28,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from areal_megatron import config_file
 from areal_megatron.command import program
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config
 from areal_megatron.files import write_atomically
 from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.figures import GREY, HELD_OUT, THIRD, TRAIN, Figure, Section, sections
@@ -47,7 +48,7 @@ WAITS = ("wait", "publish", "pause")
 WHAT = {"sft": "supervised fine-tuning", "dpo": "direct preference optimisation", "reward_model": "reward model"}
 """Supervised modes in words."""
 
-STYLE = Path(__file__).with_name("report.css").read_text()
+STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 @dataclass
@@ -74,19 +75,29 @@ class RunData:
 
 
 def load(run: Run) -> RunData:
-    """Reads the run's files. Raises ConfigError if the folder is no run, ValueError if a line of them is malformed."""
+    """Reads the run's files. Raises ConfigError if the folder is no run, and OSError."""
     config = config_file.load(run.config)
-    records = read_metrics(run)
+    records = read_metrics(run, lambda problem: print(f"warning: {problem}", file=sys.stderr))
     advice = advise(config, since_resumed(records))
     return RunData(
         run,
         config,
         read_status(run),
         [r for r in records if r["kind"] in STEPS],
-        sorted((r for r in records if r["kind"] == "eval"), key=lambda r: r["version"]),
+        sorted((_whole(r) for r in records if r["kind"] == "eval"), key=lambda r: r["version"]),
         read_spans(run),
         advice.line if advice else "",
     )
+
+
+def _whole(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Returns the evaluation with what one of another release may lack."""
+    known = {key: value for key, value in evaluation.items() if value is not None}
+    version = evaluation["version"]
+    versions = {"version_min": version, "version_mean": version, "version_max": version}
+    lacking = math.nan  # is drawn as no point
+    figures = {"accuracy": lacking, "accuracy_low": lacking, "accuracy_high": lacking}
+    return {**figures, **versions, "n": 1, "files": {}, **known}
 
 
 def write_report(run: Run, out: Path) -> None:
@@ -140,7 +151,7 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     if evaluation["n"] == len(evaluation["files"]) == 1:
         return rows
     return rows + [
-        (f"{file}, {name}", _with_interval(**figure))
+        (f"{file}, {name}", _with_interval(*_interval(figure)))
         for file, figures in evaluation["files"].items()
         for name, figure in figures.items()
         if isinstance(figure, dict)
@@ -153,8 +164,12 @@ def _files(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return files if len(files) > 1 else []
 
 
+def _interval(figure: dict[str, Any]) -> tuple[float, ...]:
+    return tuple(math.nan if figure.get(key) is None else figure[key] for key in ("value", "low", "high"))
+
+
 def _with_interval(value: float, low: float, high: float) -> str:
-    return f"{100 * value:.1f}% ({100 * low:.1f} – {100 * high:.1f})"
+    return f"{100 * value:.1f}% ({100 * low:.1f} – {100 * high:.1f})" if math.isfinite(value + low + high) else "–"
 
 
 def _final_rows(data: RunData) -> list[tuple[str, str]]:
@@ -167,7 +182,10 @@ def _final_rows(data: RunData) -> list[tuple[str, str]]:
         for evaluation in data.evaluations:
             title = f"held-out, step {evaluation['version']}"
             for name, figures in {title: evaluation, **{f"{title}, {f}": e for f, e in _files(evaluation)}}.items():
-                rows.append((name, f"loss {figures['loss']:.4f}, accuracy {100 * figures['accuracy']:.1f}%"))
+                loss, accuracy = (
+                    math.nan if figures.get(key) is None else figures[key] for key in ("loss", "accuracy")
+                )
+                rows.append((name, f"loss {loss:.4f}, accuracy {100 * accuracy:.1f}%"))
         return [
             *rows,
             ("loss, last 10 steps", last("loss", "{:.3f}")),
@@ -296,9 +314,9 @@ def _held_out(data: RunData) -> dict[str, list[tuple[float, float, float, float]
     points: dict[str, list[tuple[float, float, float, float]]] = {}
     for evaluation in data.evaluations:
         for file, figures in evaluation["files"].items():
-            if average := figures.get(f"avg@{evaluation['n']}"):
+            if isinstance(average := figures.get(f"avg@{evaluation['n']}"), dict):
                 name = file if len(evaluation["files"]) > 1 else "held-out"
-                point = evaluation["version_mean"], average["value"], average["low"], average["high"]
+                point = evaluation["version_mean"], *_interval(average)
                 points.setdefault(name, []).append(point)
     return points
 
@@ -382,7 +400,7 @@ def _cards(data: RunData) -> str:
             (_median(data, "tokens_per_s"), "tokens/s"),
         ]
     else:
-        accuracy = [f"{100 * e['accuracy']:.0f}%" for e in data.evaluations]
+        accuracy = [f"{100 * e['accuracy']:.0f}%" for e in data.evaluations if math.isfinite(e["accuracy"])]
         cards = [
             (" → ".join([accuracy[0], accuracy[-1]][: len(accuracy)]) if accuracy else "–", "held-out accuracy"),
             (_median(data, "effective_tokens_per_s"), "effective tokens/s"),
@@ -453,7 +471,7 @@ def main() -> int:
     out = options.out or options.run / "report.html"
     try:
         write_report(Run(options.run), out)
-    except (ConfigError, ValueError) as e:
+    except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     print(out)

@@ -210,7 +210,8 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
     for trained in found:
         t = trained.trajectory
         count, reward = count + 1, reward + t.reward
-        versions = f"{min(t.versions)}–{max(t.versions)}" if len(set(t.versions.tolist())) > 1 else f"{t.versions[0]}"
+        known = sorted({*t.versions.tolist()}) or [t.admission_version]
+        versions = f"{known[0]}–{known[-1]}" if len(known) > 1 else f"{known[0]}"
         line = COLUMNS.format(
             t.uid,
             trained.version,

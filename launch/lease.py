@@ -23,6 +23,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
+from areal_megatron.json_input import read_record
 from areal_megatron.run import Replaced, Run, this_process
 
 BEAT_S = 1.0
@@ -200,9 +201,9 @@ def _end(holder: Holder, path: Path) -> None:
 def read(path: Path) -> Holder:
     """Returns who took a lease. Raises ConfigError if its file is damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Holder)
-    except msgspec.DecodeError as e:
-        raise ConfigError(f"{path} is damaged: {e}; remove it if no launcher runs {path.parent.parent}") from None
+        return read_record(path.read_bytes(), Holder, path)
+    except ConfigError as e:
+        raise ConfigError(f"{e}; remove it if no launcher runs {path.parent.parent}") from None
 
 
 def _count(path: Path) -> int | None:
@@ -217,13 +218,14 @@ def _guardian(path: Path) -> Path:
 
 
 def _read_guardian(path: Path) -> _Process | None:
-    with suppress(FileNotFoundError):
-        return msgspec.json.decode(_guardian(path).read_bytes(), type=_Process)
+    with suppress(FileNotFoundError, ConfigError):
+        return read_record(_guardian(path).read_bytes(), _Process, path)
     return None
 
 
 def _machine() -> str:
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    started = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{started} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _lives(process: _Process) -> bool:
@@ -236,7 +238,7 @@ def _begun(pid: int) -> int:
     Not psutil's create_time, which is reckoned from the wall clock.
     """
     with suppress(OSError):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         if state not in "ZX":  # dead, and its parent has not noticed
             return int(fields[18])
     return -1

@@ -81,7 +81,7 @@ class History:
         """Changes whenever anything else does."""
 
     def update(self) -> None:
-        """Reads what is new. Raises ValueError for a malformed line, and OSError."""
+        """Reads what is new. Raises OSError."""
         for record in self._reader.new():
             self.revision += 1
             if record["kind"] == "resume":
@@ -90,6 +90,10 @@ class History:
                 self.evaluations.append(record)
             elif record["kind"] in STEPS:
                 self._add(record)
+
+    @property
+    def problem(self) -> str:
+        return self._reader.problem
 
     def _add(self, record: dict[str, Any]) -> None:
         self.last = record
@@ -162,8 +166,8 @@ class Watched:
             if self.config is None and self.run.config.exists():
                 self.config = config_file.load(self.run.config)
             self.history.update()
-            self._problem = ""
-        except (ConfigError, ValueError, OSError) as e:
+            self._problem = self.history.problem
+        except (ConfigError, OSError) as e:
             self._problem = str(e)
         self._overview = self._look()
         self._seen_at = time.monotonic()
@@ -207,7 +211,8 @@ class Watched:
 
         if self.config.is_supervised:
             return [(recent("loss", "{:.3f}"), "loss"), (recent("tokens_per_s", "{:,.0f}"), "tokens/s")]
-        held_out = [f"{100 * e['accuracy']:.0f}%" for e in self.history.evaluations]
+        measured = [e["accuracy"] for e in self.history.evaluations if e.get("accuracy") is not None]
+        held_out = [f"{100 * accuracy:.0f}%" for accuracy in measured]
         bound = self.config.rollout.max_staleness
         return [
             (" → ".join([*held_out[:1], *held_out[1:][-1:]]) or "–", "held-out accuracy"),
@@ -248,13 +253,14 @@ class Watched:
             points = [list(column) for column in zip(*sorted(found), strict=True)]
             held_out = {"label": "held-out", "colour": HELD_OUT, "points": points, "marked": True}
             drawn["curves"] += [held_out] if found else []
-        if figure.kind == "accuracy" and (evaluations := self.history.evaluations[-MOST_POINTS:]):
-            whole = sorted(evaluations, key=lambda e: e["version"])
-            points = [[e["version_mean"] for e in whole], [e["accuracy"] for e in whole]]
+        if figure.kind == "accuracy":
+            keys = ("accuracy", "accuracy_low", "accuracy_high")
+            known = [e for e in self.history.evaluations if all(e.get(key) is not None for key in keys)]
+            whole = sorted(known[-MOST_POINTS:], key=lambda e: e["version"])
+            points = [[e.get("version_mean") or e["version"] for e in whole], [e["accuracy"] for e in whole]]
             interval = [[e["accuracy_low"] for e in whole], [e["accuracy_high"] for e in whole]]
-            drawn["curves"].append(
-                {"label": "held-out", "colour": HELD_OUT, "points": points, "interval": interval, "marked": True}
-            )
+            held_out = {"label": "held-out", "colour": HELD_OUT, "points": points, "interval": interval, "marked": True}
+            drawn["curves"] += [held_out] if whole else []
         return drawn
 
 

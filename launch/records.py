@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from areal_megatron.files import read_replaced, write_atomically
+from areal_megatron.json_input import read_record as read_json_record
 from areal_megatron.run import Run
 from launch.pools import Placement, Process
 from launch.processes import Log
@@ -107,7 +108,7 @@ class Pulse:
 
 def read_record(run: Run) -> LaunchRecord | None:
     """Returns the last record; None before the first, and if none can be read."""
-    return read_replaced(run.processes, lambda content: msgspec.json.decode(content, type=LaunchRecord))
+    return read_replaced(run.processes, lambda content: read_json_record(content, LaunchRecord, run.processes))
 
 
 def state_of(run: Run, record: LaunchRecord) -> str:

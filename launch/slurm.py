@@ -30,6 +30,7 @@ from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import read_replaced, write_atomically
+from areal_megatron.json_input import read_record
 from areal_megatron.network import check_network
 from areal_megatron.run import Replaced, Run
 from areal_megatron.shown import guard
@@ -177,6 +178,8 @@ def expand(nodes: str) -> list[str]:
             text=True,
             check=True,
             timeout=_CLIENT_TIMEOUT_S,
+            encoding="utf-8",
+            errors="replace",
         )
     except FileNotFoundError:
         raise ConfigError("there is no scontrol on this node: launch.slurm needs Slurm's client programs") from None
@@ -324,7 +327,7 @@ def count_fault(run: Run) -> int:
     """Notes that this job ends without having been preempted. Returns how often it has since the last checkpoint."""
     saved = checkpoint_folder.complete(run)  # unread: the time limit may be near
     faults = Faults(os.environ["SLURM_JOB_ID"], saved[-1].name if saved else "", 1)
-    before = read_replaced(run.faults, lambda content: msgspec.json.decode(content, type=Faults))
+    before = read_replaced(run.faults, lambda content: read_record(content, Faults, run.faults))
     if before and (before.job, before.saved) == (faults.job, faults.saved):
         faults.count += before.count
     if not run.folder.exists():  # the nodes of a new run have not come together
@@ -363,7 +366,9 @@ def _refusal(job: str) -> str:
     """Returns why Slurm does not requeue the job; "" if it does."""
     command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, encoding="utf-8", errors="replace"
+        )
     except subprocess.TimeoutExpired:
         return f"scontrol did not answer within {_CLIENT_TIMEOUT_S:.0f} s"
     return "" if done.returncode == 0 else done.stderr.strip() or f"scontrol ended with exit code {done.returncode}"

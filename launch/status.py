@@ -24,6 +24,7 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.advice import advise, since_resumed
+from areal_megatron.observe.console import number, percent
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from areal_megatron.shown import guard, visible
@@ -42,29 +43,38 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="of the page; default: one that is free")
     options = parser.parse_args(arguments)
     run = Run(options.run)
-    if options.web:
-        return _web(run, options.host, options.port)
+    try:
+        return _web(run, options.host, options.port) if options.web else _show(run, options.all)
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+    except OSError as e:
+        print(f"error: {e.filename or run.folder} cannot be read: {e.strerror}", file=sys.stderr)
+    return 2
+
+
+def _show(run: Run, every: bool) -> int:
     record = read_record(run)
     if record is None:
-        what = "has not been started by a launcher" if run.config.exists() else "is no run folder"
-        print(f"error: {options.run} {what}; give a folder such as runs/tiny", file=sys.stderr)
-        return 2
+        what = "is no run folder"
+        if run.config.exists():
+            what = "has not been started by a launcher"
+        if run.processes.exists():
+            what = f"has a {run.processes.name} of another release, or a damaged one"
+        raise ConfigError(f"{run.folder} {what}; give a folder such as runs/tiny")
     state = state_of(run, record)
     terminal = Terminal()
     for line in headlines(run, record, state, time.time()):
         terminal.print(line)
-    terminal.print(table(run, record, options.all))
+    terminal.print(table(run, record, every))
     return int(state not in ("running", "done", "stopped"))
 
 
 def _web(run: Run, host: str, port: int) -> int:
     from launch import live  # with what reads trajectories, it takes a second to import
 
-    try:
-        live.serve(run, host, port)
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port: must be from 0 to 65535, is {port}")
+    live.serve(run, host, port)
     return 0
 
 
@@ -77,12 +87,15 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
     if state == "lost":
         silent = _ago(now - record.time)
         yield f"the launcher on {record.launcher} has written nothing for {silent}: it was killed, or its node is lost"
-    lines = read_metrics(run)
+    problems = []
+    lines = read_metrics(run, problems.append)
+    yield from (f"warning: {problem}" for problem in problems)
     if updates := [line for line in lines if line["kind"] == "update"]:
         last = updates[-1]
         yield (
-            f"last update {_ago(now - last['time'])} ago: {last['effective_tokens_per_s']:,.0f} trained tokens/s, "
-            f"accuracy {100 * last['accuracy']:.0f}%, staleness at most {last['staleness_max']}"
+            f"last update {_ago(now - last['time'])} ago: {number(last.get('effective_tokens_per_s'), 0)} trained "
+            f"tokens/s, accuracy {percent(last.get('accuracy'))}, staleness at most "
+            f"{number(last.get('staleness_max'), 0)}"
         )
     with suppress(ConfigError):  # of a version of this project with other keys
         if advice := advise(config_file.load(run.config), since_resumed(lines)):

@@ -15,6 +15,7 @@ Hugging Face folder, or has a base in turn. Elements are compared with their CRC
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import zlib
@@ -60,6 +61,8 @@ from areal_megatron.reshard.boxes import Box, Shape, boxes, expand, numbers
 from areal_megatron.reshard.changes import ChangesError
 
 CHUNK_ELEMENTS = 2 * 2**20
+_MOST_BASES = 64
+"""Most bases below each other: twice as many as the versions of a run would ever ask for."""
 _THREADS = 2
 """Chunks whose changes are looked for while the next ones are read, which takes about as long."""
 _FILE = "delta.safetensors"
@@ -130,11 +133,15 @@ class DeltaFolder:
     def __init__(self, folder: Path, above: tuple[Path, ...] = ()):
         described = _read_description(folder)
         self._folder, self._file = folder, folder / _FILE
-        self._base_folder, self._chunk_elements = (folder / described.base).resolve(), described.chunk_elements
+        self._base_folder, self._chunk_elements = _base(folder, described), described.chunk_elements
         above = (*above, folder.resolve())
+        if len(above) > _MOST_BASES:
+            raise CheckpointError(
+                f"{above[0]} is made from more than {_MOST_BASES} others, each from the next: {_ANOTHER}"
+            )
         if self._base_folder in above:
             raise CheckpointError(f"{folder / DELTA} names {self._base_folder} as its base, which is made from it")
-        if not self._base_folder.is_dir():
+        if not os.path.isdir(self._base_folder):
             raise CheckpointError(
                 f"{folder} holds what has changed since {self._base_folder}, which is not there: bring it back, or "
                 "take another export"
@@ -316,7 +323,7 @@ def remove(export: Path) -> None:
     """Removes an export and those beside it that hold what has changed since it, which are nothing without it."""
     for _, other in _exported(export.parent):
         with contextlib.suppress(CheckpointError):  # it is whole, or damaged
-            if (other / _read_description(other).base).resolve() == export.resolve():
+            if _base(other, _read_description(other)) == export.resolve():
                 remove(other)
     shutil.rmtree(set_aside(export, "removed"), ignore_errors=True)
 
@@ -418,13 +425,20 @@ def _read_description(folder: Path) -> _Described:
         described = msgspec.json.decode(path.read_bytes(), type=_Described)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is damaged ({e}); {_ANOTHER}") from None
     if described.format != _FORMAT:
         raise CheckpointError(f"{path} has format {described.format}, not {_FORMAT}: take the release that wrote it")
     if described.chunk_elements < 1:
         raise CheckpointError(f"{path} is damaged (chunk_elements is {described.chunk_elements}); {_ANOTHER}")
     return described
+
+
+def _base(folder: Path, described: _Described) -> Path:
+    try:
+        return (folder / described.base).resolve()
+    except (OSError, ValueError, RuntimeError) as e:  # it is too long, has a NUL, or links go round
+        raise CheckpointError(f"{folder / DELTA} is damaged (base: {e}); {_ANOTHER}") from None
 
 
 def _description_crc(folder: Path) -> int:

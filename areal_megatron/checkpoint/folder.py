@@ -30,7 +30,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from areal_megatron.config import CheckpointConfig, ConfigError
+from areal_megatron.errors import first_line, printable
 from areal_megatron.files import set_aside, sync_folder, sync_path, write_atomically
 from areal_megatron.run import IncarnationStart, Run, line_of
 
@@ -78,6 +81,15 @@ class SavedCheckpoint:
     @property
     def hf(self) -> Path:
         return self.folder / "hf"
+
+
+class _Seal(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of complete.json."""
+
+    version: int
+    batches: int
+    incarnation: int
+    files: dict[str, Written]
 
 
 class _Place(NamedTuple):
@@ -151,7 +163,9 @@ def read(folder: Path) -> SavedCheckpoint:
     """
     checkpoint, files = _read_seal(folder)
     if (found := folder / _DAMAGED).exists():
-        raise ConfigError(f"checkpoint {folder} is damaged: {found.read_text().strip()} (said in {found})")
+        raise ConfigError(
+            f"checkpoint {folder} is damaged: {found.read_text(encoding='utf-8').strip()} (said in {found})"
+        )
     for name, file in files.items():
         large = name.startswith(_TRAINER) and file.size > _CRC_BYTES
         try:
@@ -299,13 +313,16 @@ def _last_whole(folders: Iterable[Path]) -> tuple[SavedCheckpoint | None, list[s
 def _read_seal(folder: Path) -> tuple[SavedCheckpoint, dict[str, Written]]:
     """Raises ConfigError."""
     try:
-        described = json.loads((folder / _SEAL).read_text())
-        files = {name: Written(*file) for name, file in described.pop("files").items()}
-        return SavedCheckpoint(folder, **described), files
+        content = (folder / _SEAL).read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no complete checkpoint: it has no {_SEAL}") from None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as e:
-        raise ConfigError(f"{folder / _SEAL} is damaged: {e}") from None
+    except OSError as e:
+        raise ConfigError(f"{folder / _SEAL} cannot be read: {e.strerror}") from None
+    try:
+        described = msgspec.json.decode(content, type=_Seal)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{folder / _SEAL} is damaged: {printable(first_line(e))}") from None
+    return SavedCheckpoint(folder, described.version, described.batches, described.incarnation), described.files
 
 
 def _number(name: str) -> tuple[bool, int, str]:

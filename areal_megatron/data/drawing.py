@@ -131,7 +131,7 @@ def read(path: Path, kind: type[Kind]) -> Kind:
     """Reads a file of a checkpoint that holds a Drawing, or more. Raises ConfigError if it cannot be read."""
     try:
         return decoder(kind).decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: no readable state of a run: {e}") from None
 
 

@@ -61,10 +61,12 @@ def read(path: Path, decode: Callable[[bytes], Content] = _decode) -> Content:
     """Reads one file, as a Dump or as what another decoder makes of it. Raises ConfigError if it cannot be read or
     holds something else."""
     try:
-        return decode(path.read_bytes())
+        found = decode(path.read_bytes())
+        _check(found[0] if isinstance(found, tuple) else found)
+        return found
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
-    except msgspec.MsgspecError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: no dump of a batch: {e}") from None
 
 
@@ -83,6 +85,15 @@ def check_tokens(dump: Dump, path: Path, vocabulary: float) -> None:
 def with_crc(content: bytes) -> tuple[Dump, int]:
     """Decodes a file for `read`: the dump, and the file's CRC-32. Raises msgspec.MsgspecError."""
     return _decode(content), zlib.crc32(content)
+
+
+def _check(dump: Dump) -> None:
+    for t in dump.trajectories:
+        if not len(t.response) == len(t.versions) == len(t.loss_mask) == len(getattr(t, "logprobs", t.response)):
+            raise ValueError(f"trajectory {t.uid}: not as many versions or log-probabilities as tokens")
+        for array in (t.prompt, t.response, t.versions):
+            if array.dtype.kind != "i" or array.min(initial=0) < 0:
+                raise ValueError(f"trajectory {t.uid}: tokens and versions must be whole numbers from 0")
 
 
 def dumped(folder: Path) -> dict[int, Path]:

@@ -30,6 +30,8 @@ TREND_WIDTH = 32
 REDRAW_S = 0.5
 LEAST_EFFECTIVE_SHARE = 0.9
 """Below it answers are too stale to learn from them as well as from fresh ones (docs/staleness.md)."""
+EVENTS = ("first_batch", "engines", "trainers")
+"""What is timed of a start (startup.py)."""
 WARNED_EVERY = 20
 """Updates from one warning of the same kind to the next, at least."""
 ADVISED_EVERY = 50
@@ -60,7 +62,7 @@ class Console:
             self._live.start()
             guard()  # what is printed above the panel
         self._drawn = float("-inf")
-        self._phase = ""
+        self._phase, self._told_of_lines = "", False
         self._steps: list[dict[str, Any]] = []
         self._resumed_after = 0
         self._warned_at: int | None = None
@@ -99,7 +101,7 @@ class Console:
         if self._config.mode == "rl":
             lines.append(f"held-out accuracy {self._held_out()}")
         elif self._steps:
-            lines.append(f"loss {_number(self._steps[0].get('loss'), 3)} → {_number(self._steps[-1].get('loss'), 3)}")
+            lines.append(f"loss {number(self._steps[0].get('loss'), 3)} → {number(self._steps[-1].get('loss'), 3)}")
             if self._evaluations:
                 lines.append(f"held-out accuracy {self._held_out()}")
         return "\n".join(lines)
@@ -114,6 +116,9 @@ class Console:
             for record in self._reader.new():
                 self._take(record)
                 self._tell(record)
+        if self._reader.problem and not self._told_of_lines:
+            self._told_of_lines = True
+            self._note(time.time(), f"warning: {self._reader.problem}")
         if self._live:
             self._live.update(self._panel(status), refresh=True)
 
@@ -134,18 +139,19 @@ class Console:
     def _tell(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
             measured = (
-                f"held-out loss {_number(record['loss'], 4)}, accuracy" if "loss" in record else "held-out accuracy"
+                f"held-out loss {number(record['loss'], 4)}, accuracy" if "loss" in record else "held-out accuracy"
             )
             self._note(
                 record["time"],
-                f"{measured} {_percent(record.get('accuracy'))} at version {record['version']}, "
+                f"{measured} {percent(record.get('accuracy'))} at version {record['version']}, "
                 f"{record.get('items', '?')} prompts{_by_file(record)}",
             )
         elif record["kind"] == "start":
+            batch, engines, trainers = (number(record.get(f"{event}_s"), 0) for event in EVENTS)
             self._note(
                 record["time"],
-                "first batch trained {first_batch_s:.0f} s after the launch; engines served after "
-                "{engines_s:.0f} s, trainers were ready after {trainers_s:.0f} s".format(**record),
+                f"first batch trained {batch} s after the launch; engines served after {engines} s, trainers were "
+                f"ready after {trainers} s",
             )
         elif record["kind"] == "checkpoint" and (said := record.get("error") or record.get("warning")):
             self._note(record["time"], said)
@@ -225,17 +231,17 @@ class Console:
     def _rl_facts(self, status: dict[str, Any]) -> dict[str, str]:
         last = self._steps[-1] if self._steps else {}
         return {
-            "accuracy": f"{_percent(last.get('accuracy')):<6}  {_trend(self._steps, 'accuracy')}",
+            "accuracy": f"{percent(last.get('accuracy')):<6}  {_trend(self._steps, 'accuracy')}",
             "held-out": self._held_out(),
-            "reward": f"{_number(last.get('reward_mean')):<6}  {_trend(self._steps, 'reward_mean')}",
-            "answers": f"{_number(last.get('response_tokens_mean'))} tokens mean, "
-            f"{_number(last.get('response_tokens_max'), 0)} longest, "
-            f"{_percent(last.get('truncated_share'))} cut",
-            "staleness": f"{_number(last.get('staleness_mean'))} mean, {_number(last.get('staleness_max'), 0)} max "
+            "reward": f"{number(last.get('reward_mean')):<6}  {_trend(self._steps, 'reward_mean')}",
+            "answers": f"{number(last.get('response_tokens_mean'))} tokens mean, "
+            f"{number(last.get('response_tokens_max'), 0)} longest, "
+            f"{percent(last.get('truncated_share'))} cut",
+            "staleness": f"{number(last.get('staleness_mean'))} mean, {number(last.get('staleness_max'), 0)} max "
             f"(bound {self._config.rollout.max_staleness})",
-            "trained": f"{_number(last.get('effective_tokens_per_s'), 0)} tokens/s",
-            "idle": f"trainer {_percent(last.get('trainer_idle_share'))}, "
-            f"engines {_percent(last.get('engine_idle_share'))}",
+            "trained": f"{number(last.get('effective_tokens_per_s'), 0)} tokens/s",
+            "idle": f"trainer {percent(last.get('trainer_idle_share'))}, "
+            f"engines {percent(last.get('engine_idle_share'))}",
             "waiting": f"{status.get('buffer_groups', 0)} groups in the buffer, "
             f"{status.get('running_groups', 0)} being answered",
         }
@@ -244,16 +250,16 @@ class Console:
         if not self._evaluations:
             return "not measured yet"
         first, last = self._evaluations[0], self._evaluations[-1]
-        accuracy = f"{_percent(first.get('accuracy'))} (version {first['version']})"
+        accuracy = f"{percent(first.get('accuracy'))} (version {first['version']})"
         if last is first:
             return accuracy
-        return f"{accuracy} → {_percent(last.get('accuracy'))} (version {last['version']})"
+        return f"{accuracy} → {percent(last.get('accuracy'))} (version {last['version']})"
 
     def _supervised_facts(self) -> dict[str, str]:
         last = self._steps[-1] if self._steps else {}
         return {
-            "loss": f"{_number(last.get('loss'), 3):<6}  {_trend(self._steps, 'loss')}",
-            "trained": f"{_number(last.get('tokens_per_s'), 0)} tokens/s",
+            "loss": f"{number(last.get('loss'), 3):<6}  {_trend(self._steps, 'loss')}",
+            "trained": f"{number(last.get('tokens_per_s'), 0)} tokens/s",
             **({"held-out": self._held_out()} if self._evaluations else {}),
             "learning rate": "–" if last.get("lr") is None else f"{last['lr']:.2e}",
         }
@@ -266,16 +272,16 @@ def _stamped(when: float, text: str) -> str:
 def _line(record: dict[str, Any], count: int, total: int) -> str:
     if record["kind"] != "update":
         return (
-            f"step {count}/{total}  loss {_number(record.get('loss'), 4)}  "
-            f"{_number(record.get('tokens_per_s'), 0)} tokens/s"
+            f"step {count}/{total}  loss {number(record.get('loss'), 4)}  "
+            f"{number(record.get('tokens_per_s'), 0)} tokens/s"
         )
     return (
-        f"update {count}/{total}  reward {_number(record.get('reward_mean'))}  "
-        f"accuracy {_percent(record.get('accuracy'))}  staleness {_number(record.get('staleness_mean'))} "
-        f"(max {_number(record.get('staleness_max'), 0)})  "
-        f"{_number(record.get('effective_tokens_per_s'), 0)} tokens/s  "
-        f"idle trainer {_percent(record.get('trainer_idle_share'))} "
-        f"engines {_percent(record.get('engine_idle_share'))}"
+        f"update {count}/{total}  reward {number(record.get('reward_mean'))}  "
+        f"accuracy {percent(record.get('accuracy'))}  staleness {number(record.get('staleness_mean'))} "
+        f"(max {number(record.get('staleness_max'), 0)})  "
+        f"{number(record.get('effective_tokens_per_s'), 0)} tokens/s  "
+        f"idle trainer {percent(record.get('trainer_idle_share'))} "
+        f"engines {percent(record.get('engine_idle_share'))}"
     )
 
 
@@ -291,8 +297,11 @@ def _facts(facts: dict[str, str]) -> Table:
 def _by_file(evaluation: dict[str, Any]) -> str:
     """The accuracy of each file, if there are several."""
     files, average = evaluation.get("files", {}), f"avg@{evaluation.get('n')}"
-    shares = {name: figures.get("accuracy", figures.get(average, {}).get("value")) for name, figures in files.items()}
-    parts = [f"{name} {_percent(share)}" for name, share in shares.items()]
+    shares = {
+        name: figures.get("accuracy", (figures.get(average) or {}).get("value"))
+        for name, figures in (files or {}).items()
+    }
+    parts = [f"{name} {percent(share)}" for name, share in shares.items()]
     return f": {', '.join(parts)}" if len(parts) > 1 else ""
 
 
@@ -303,7 +312,7 @@ def _engine_table(engines: list[EngineStatus], expected: int) -> Table | Text:
     for name in ("engine", "state", "version", "requests", "tokens/s"):
         table.add_column(name, justify="left" if name in ("engine", "state") else "right")
     for engine in engines:
-        numbers = str(engine.version), str(engine.running), _number(engine.tokens_per_s, 0)
+        numbers = str(engine.version), str(engine.running), number(engine.tokens_per_s, 0)
         table.add_row(engine.name, engine.state, *numbers)
     return table
 
@@ -327,11 +336,13 @@ def _trend(records: list[dict[str, Any]], key: str) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span)] for value in values)
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """Returns a number for people; – if it is not known."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Returns a share in per cent; – if it is not known."""
     return "–" if value is None else f"{100 * value:.0f}%"
 
 

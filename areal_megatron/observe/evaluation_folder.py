@@ -12,6 +12,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.files import drop_torn_line, write_atomically
+from areal_megatron.json_input import read_record
 
 
 class Sampled(msgspec.Struct, kw_only=True):
@@ -99,10 +100,7 @@ class Folder:
                 raise ConfigError(f"{self.path}: has answers but no settings.json; choose another --out")
             write_atomically(file, json.dumps(settings, indent=2) + "\n")
             return
-        try:
-            begun = json.loads(file.read_text())
-        except ValueError as e:
-            raise ConfigError(f"{file}: not JSON: {e}") from None
+        begun = read_record(file.read_bytes(), dict[str, Any], file)
         for key, value in settings.items():
             if key != _PLACE and begun.get(key) != value:
                 other = _DIGESTS.get(key) or f"{key}={begun.get(key)}, not {value}"
@@ -115,7 +113,7 @@ class Folder:
             for number, line in enumerate(file, 1):
                 try:
                     answer = _decode(line)
-                except msgspec.MsgspecError as e:
+                except (ValueError, RecursionError) as e:
                     raise ConfigError(f"{path}:{number}: no answer of an evaluation: {e}; remove the line") from None
                 answers[answer.item, answer.sample] = answer
         return answers

@@ -13,18 +13,26 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from areal_megatron.config import ConfigError
 from areal_megatron.files import read_replaced, write_atomically
+from areal_megatron.json_input import read_record
 from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
+from areal_megatron.observe.status import EngineStatus
 from areal_megatron.run import Run
 
+Number = Annotated[float, Meta(ge=-1e39, le=1e39)]
+"""All that a float32 may be, which no arithmetic of a reader overflows."""
 STEPS = ("update", "sft", "dpo", "reward_model")
 """The kinds of lines that tell of an update: `update` in RL, the mode in supervised runs."""
 
@@ -95,19 +103,55 @@ class StatusWriter:
         self._file.close(timeout_s)
 
 
+class _Head(msgspec.Struct):
+    time: Annotated[float, Meta(ge=0, le=1e11)]
+    kind: str
+    version: Annotated[int, Meta(ge=-1, le=2**53)]
+
+
+class _Interval(msgspec.Struct):
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+
+
+_Plain = Number | bool | str | None
+_Counts = dict[str, _Plain | dict[int, Number]]
+_CONTENTS = dict.fromkeys(STEPS, _Counts) | {
+    "eval": dict[str, _Plain | dict[str, dict[str, Number | _Interval | None]]],
+    "checkpoint": dict[str, _Plain],
+    "start": dict[str, _Plain],
+    "resume": dict[str, _Plain],
+}
+"""What a line of each kind holds."""
+_TEXTS = {"kind", "error", "warning"}
+
+
+def _read_line(content: bytes, place: str) -> dict[str, Any]:
+    """Returns a line without texts where a reader would reckon with numbers. Raises ConfigError, as `read_record`
+    does."""
+    kind = read_record(content, _Head, place).kind
+    line = read_record(content, dict[str, Any], place)
+    if kind not in _CONTENTS:
+        return line
+    read_record(content, _CONTENTS[kind], place)
+    return {key: value for key, value in line.items() if key in _TEXTS or not isinstance(value, str)}
+
+
 class MetricsReader:
-    """Reads metrics.jsonl while it grows."""
+    """Reads metrics.jsonl while it grows. Lines that cannot be read are left out: where a machine has lost its power,
+    some file systems leave zeros in the middle of a file."""
 
     def __init__(self, run: Run):
         self._path = run.metrics
         self._offset = 0
         self._lines = 0
+        self._unreadable = 0
+        self._first = ""
 
     def new(self) -> list[dict[str, Any]]:
-        """Returns the lines completed since the last call; a line that is still being written comes later.
-
-        Raises ValueError, which names the file and the line, if a completed line is not JSON.
-        """
+        """Returns the lines completed since the last call; a line that is still being written comes later. Raises
+        OSError."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -116,25 +160,38 @@ class MetricsReader:
             return []
         self._offset += len(finished) + len(newline)
         records = []
-        for line in finished.splitlines():
+        for line in finished.split(b"\n") if newline else ():
             self._lines += 1
             try:
-                records.append(json.loads(line))
-            except ValueError:
-                raise ValueError(f"{self._path}:{self._lines}: not a JSON line; remove it to continue") from None
+                records.append(_read_line(line, f"{self._path}:{self._lines}"))
+            except ConfigError as e:
+                self._unreadable += 1
+                self._first = self._first or str(e)
         return records
 
+    @property
+    def problem(self) -> str:
+        """Says how many lines were left out, and what is wrong with the first; "" if none were."""
+        if not self._unreadable:
+            return ""
+        count = f"{self._unreadable} lines are" if self._unreadable > 1 else "the line is"
+        return f"{self._first}; {count} left out"
 
-def read_metrics(run: Run) -> list[dict[str, Any]]:
-    """Returns the completed lines of metrics.jsonl, oldest first; [] before the first.
 
-    Lines after a checkpoint from which the run was later resumed are left out: that work has been done again.
+def read_metrics(run: Run, warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """Returns the completed lines of metrics.jsonl, oldest first; [] before the first. Raises OSError.
+
+    Lines after a checkpoint from which the run was later resumed are left out: that work has been done again. `warn` is
+    told in a line if others cannot be read.
     """
     kept: list[dict[str, Any]] = []
-    for record in MetricsReader(run).new():
+    reader = MetricsReader(run)
+    for record in reader.new():
         if record["kind"] == "resume":
             kept = surviving(kept, record["version"])
         kept.append(record)
+    if warn and reader.problem:
+        warn(reader.problem)
     return kept
 
 
@@ -166,9 +223,26 @@ def write_status(run: Run, status: dict[str, Any]) -> None:
     write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
 
 
+class _Status(msgspec.Struct):
+    """What is read of a status."""
+
+    phase: str = ""
+    version: int = 0
+    updates: int = 0
+    elapsed_s: Number = 0.0
+    engines: list[EngineStatus] = []
+    buffer_groups: int = 0
+    running_groups: int = 0
+
+
 def read_status(run: Run, patience_s: float = 1.0) -> dict[str, Any]:
     """Returns the last status; {} before the first, and if none can be read within patience_s."""
-    return read_replaced(run.status, json.loads, patience_s) or {}
+
+    def decode(content: bytes) -> dict[str, Any]:
+        read_record(content, _Status, run.status)
+        return read_record(content, dict[str, Any], run.status)
+
+    return read_replaced(run.status, decode, patience_s) or {}
 
 
 def _plain(value: Any) -> Any:

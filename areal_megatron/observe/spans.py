@@ -8,11 +8,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
+
+from areal_megatron.config import ConfigError
 from areal_megatron.files import write_atomically
+from areal_megatron.json_input import read_record
 from areal_megatron.run import Run
 
 Interval = tuple[float, float]
@@ -36,12 +42,32 @@ class Span:
         return self.end - self.start
 
 
+class _Event(msgspec.Struct):
+    """A line of a timeline."""
+
+    pid: str
+    tid: str
+    name: str
+    ts: Annotated[float, Meta(ge=0, le=1e17)]
+    """Microseconds since the epoch."""
+    dur: Annotated[float, Meta(ge=0, le=1e17)]
+    args: dict[str, float | bool | str | None]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.args.get("tokens", 0), str | bool | None):
+            raise ValueError("tokens is no number")
+
+
 def read_spans(run: Run) -> list[Span]:
-    """Returns the spans of all processes, ordered by start; a line torn by a killed process is left out."""
+    """Returns the spans of all processes, ordered by start. Lines that cannot be read are left out: a process was
+    killed while it wrote one, or a machine has lost its power."""
     spans = []
-    for event in _events(run):
-        start = event["ts"] / 1e6
-        spans.append(Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6, event["args"]))
+    for path in sorted((run.folder / "timeline").glob("*.jsonl")):
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            with suppress(ConfigError):
+                event = read_record(line, _Event, f"{path}:{number}")
+                start = event.ts / 1e6
+                spans.append(Span(event.pid, event.tid, event.name, start, start + event.dur / 1e6, event.args))
     return sorted(spans, key=lambda span: span.start)
 
 
@@ -141,22 +167,10 @@ def speeds_with_and_without(work: list[Span], other: list[Span]) -> tuple[float,
         (disturbed if overlap(busy.get(span.process, []), span.start, span.end) else alone).append(span)
     if len(disturbed) < FEWEST_DISTURBED or not alone:
         return None
-    return _tokens_per_s(disturbed), _tokens_per_s(alone)
+    speeds = _tokens_per_s(disturbed), _tokens_per_s(alone)
+    return speeds if min(speeds) > 0 else None
 
 
 def _tokens_per_s(spans: list[Span]) -> float:
-    return sum(span.args["tokens"] for span in spans) / sum(span.duration for span in spans)
-
-
-def _events(run: Run) -> list[dict[str, Any]]:
-    events = []
-    for path in sorted((run.folder / "timeline").glob("*.jsonl")):
-        lines = path.read_text().splitlines(keepends=True)
-        for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
-                continue
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                raise ValueError(f"{path}:{number}: not a JSON line; remove it to continue") from None
-    return events
+    seconds = sum(span.duration for span in spans)
+    return sum(span.args["tokens"] for span in spans) / seconds if seconds > 0 else 0.0

@@ -435,3 +435,11 @@ def test_two_ways_of_recomputing_are_refused(tmp_path):
     overrides = ["trainer.megatron.recompute_granularity=selective", "trainer.recompute=mlp"]
     with pytest.raises(ConfigError, match="=mlp recomputes parts of layers, too: set it to none"):
         load(tmp_path, overrides=overrides)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", "-rf", " a", "a ", "ä" * 101, "x" * 300, "a\0b", "a\u2028b"])
+def test_a_name_is_that_of_a_folder_on_any_line(name):
+    config = Config(name=name, updates=1)
+    config.model.path, config.data.train = "m", "d"
+    with pytest.raises(ConfigError, match=r"^name: [^\n]*$"):
+        check(config)

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 
@@ -90,21 +91,60 @@ def test_torn_last_line_is_not_read_and_not_continued(run):
     assert [m["version"] for m in read_metrics(run)] == [1, 2]
 
 
-def test_broken_line_in_the_middle_is_named(run):
-    run.metrics.write_text('{"kind": "update"}\nbroken\n{"kind": "update"}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
-        read_metrics(run)
+LINE = {"time": 1.0, "kind": "update", "version": 1}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"broken",
+        b"",
+        b"\0" * 100,
+        b"\xff\xfe",
+        b"[]",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"kind": "update"}',
+        json.dumps(LINE | {"kind": None}).encode(),
+        json.dumps(LINE | {"version": "1"}).encode(),
+        json.dumps(LINE | {"version": 10**400}).encode(),
+        json.dumps(LINE | {"time": 1e300}).encode(),
+        json.dumps(LINE | {"accuracy": math.nan}).encode(),
+        json.dumps(LINE | {"accuracy": [1]}).encode(),
+        json.dumps(LINE | {"accuracy": 10**400}).encode(),
+        json.dumps(LINE | {"staleness_histogram": {"x": 1}}).encode(),
+        json.dumps(LINE | {"staleness_histogram": {"1": None}}).encode(),
+        json.dumps(LINE | {"kind": "eval", "files": []}).encode(),
+        json.dumps(LINE | {"kind": "eval", "files": {"math": {"avg@1": {"low": 1}}}}).encode(),
+    ],
+)
+def test_lines_that_cannot_be_read_are_left_out_counted_and_named(run, broken):
+    lines = [json.dumps(LINE | {"version": n}).encode() for n in range(3)]
+    run.metrics.write_bytes(b"\n".join([lines[0], broken, lines[1], broken, lines[2], b'{"torn']))
+    problems = []
+    assert [line["version"] for line in read_metrics(run, problems.append)] == [0, 1, 2]
+    (problem,) = problems
+    assert problem.startswith(f"{run.metrics}:2 is of another release or damaged: ") and "\n" not in problem
+    assert problem.endswith("; 2 lines are left out")
+
+
+def test_lines_of_another_release_are_read_as_far_as_they_are_known(run):
+    lines = [LINE | {"accuracy": "high"}, LINE | {"kind": "weather", "sun": [1, "x"]}, LINE | {"more": None}]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    problems = []
+    assert read_metrics(run, problems.append) == [LINE, *lines[1:]] and problems == []
 
 
 def test_reader_follows_and_waits_for_the_end_of_a_line(run):
     reader = MetricsReader(run)
     assert reader.new() == []
     with run.metrics.open("a", buffering=1) as file:
-        file.write('{"version": 1}\n{"ver')
+        file.write('{"time": 1, "kind": "sft", "version": 1}\n{"time": 2, "kind": "sft", "ver')
         file.flush()
-        assert reader.new() == [{"version": 1}]
+        assert reader.new() == [{"time": 1, "kind": "sft", "version": 1}]
         file.write('sion": 2}\n')
-        assert reader.new() == [{"version": 2}]
+        assert reader.new() == [{"time": 2, "kind": "sft", "version": 2}]
     assert reader.new() == []
 
 
