@@ -118,11 +118,13 @@ Entry = tuple[str, yaml.Node, _Place]
 
 def _read_file(path: Path) -> list[Entry]:
     try:
-        tree = yaml.compose(path.read_text(), yaml.SafeLoader)
+        tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
     except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: not YAML: {e.reason}") from None
+        raise ConfigError(f"{path}: not YAML in UTF-8: {e.reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: no config: its sections and lists are nested too deeply") from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)

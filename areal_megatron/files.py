@@ -42,7 +42,7 @@ def write_once(path: Path, content: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("x") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -369,7 +369,7 @@ class Run:
         path, deadline = self.folder / "endpoints" / process, time.monotonic() + timeout_s
         while True:
             try:
-                return path.read_text()
+                return path.read_text(encoding="utf-8")
             except FileNotFoundError:
                 if time.monotonic() >= deadline:
                     raise RunError(

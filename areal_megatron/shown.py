@@ -6,11 +6,13 @@ Programs call `guard` first, so that no print can forget it.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 _JOINERS = "\u200c\u200d"
@@ -57,8 +59,19 @@ def _shows(c: str) -> bool:
     return not _BLANK.match(c) and (c.isprintable() or unicodedata.category(c) == "Zs")
 
 
+def speak_utf8() -> None:
+    """Has stdout and stderr escape what the encoding of the locale lacks, and Python programs that this one starts use
+    UTF-8 for all text, whatever the locale."""
+    os.environ["PYTHONUTF8"] = "1"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def guard() -> None:
-    """Has stdout and stderr write what is `visible` from now on; only the colours of terminal.Terminal pass."""
+    """Has stdout and stderr write what is `visible` from now on; only the colours of terminal.Terminal pass. Does what
+    `speak_utf8` does, too."""
+    speak_utf8()
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Guarded):
             setattr(sys, name, _Guarded(stream))

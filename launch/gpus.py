@@ -65,7 +65,9 @@ def listed() -> tuple[Gpu, ...] | None:
     CUDA_VISIBLE_DEVICES says. None if it does not answer, as where there is no driver."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
@@ -111,7 +113,7 @@ def near_cores(names: Sequence[int | str]) -> set[int]:
 def _cores_at(bus: str) -> set[int]:
     domain, _, rest = bus.lower().partition(":")
     try:
-        runs = (_DEVICES / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text().strip().split(",")
+        runs = (_DEVICES / f"{domain[-4:]}:{rest}" / "local_cpulist").read_text(encoding="utf-8").strip().split(",")
         ends = [tuple(map(int, run.split("-"))) for run in runs]
     except (OSError, ValueError):
         return set()

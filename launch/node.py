@@ -86,7 +86,7 @@ class Supervisor:
 def hello(name: str, pool: str = "") -> NodeHello:
     """Returns what this node has, found without torch."""
     cpus = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     own = gpus.visible()
     size, uuids, files = gpus.smallest_gib(own), gpus.uuids(own), descriptors.hard_limit()
     return NodeHello(name, own, size, cpus, machine, pool=pool, uuids=uuids, files=files)
@@ -187,7 +187,9 @@ def requeue_stranded_job(longest_s: float = _STRANDED_LONGEST_S, look_s: float =
 def slurm_client(*command: str) -> str:
     """Returns what the program prints; "" if it fails, as it does while Slurm records the end of the job."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -83,7 +83,9 @@ def _check(pool: str, python: Sequence[str] | None, config: Config) -> str:
         return f"{missing} is not installed here"
     command, sent = [*(python or [sys.executable]), "-m", _MODULES[pool]], config_file.text(config)
     try:
-        done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=_LIMIT_S)
+        done = subprocess.run(
+            command, input=sent, capture_output=True, text=True, timeout=_LIMIT_S, encoding="utf-8", errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         return f"{e}"
     said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

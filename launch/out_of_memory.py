@@ -24,5 +24,12 @@ class OutOfMemory:
 
     def _read(self) -> str:
         with suppress(OSError):
-            return next((line for line in self._counts.read_text().splitlines() if line.startswith("oom_kill ")), "")
+            return next(
+                (
+                    line
+                    for line in self._counts.read_text(encoding="utf-8").splitlines()
+                    if line.startswith("oom_kill ")
+                ),
+                "",
+            )
         return ""

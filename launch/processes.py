@@ -284,7 +284,9 @@ def gpu_processes() -> set[int]:
     """Returns the ids of the processes that have memory of this machine's GPUs; none if nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S).stdout.split()
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, encoding="utf-8", errors="replace"
+        ).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return set()
     return {int(pid) for pid in found if pid.isdigit()}

@@ -52,7 +52,7 @@ def mapped(processes: Iterable[psutil.Process]) -> set[Path]:
     paths = set()
     for process in processes:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines():
                 if _FOLDER in line and not line.endswith(" (deleted)"):
                     path = Path(line[line.index(_FOLDER) :])
                     if str(path.parent) == _FOLDER:

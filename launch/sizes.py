@@ -70,7 +70,7 @@ def read_header(script: Path) -> Sizes:
     """Returns the sizes that a batch script asks Slurm for. Raises ConfigError if it cannot be read, asks for nodes of
     several kinds (a heterogeneous job), or does not say how many nodes."""
     try:
-        lines = script.read_text().splitlines()
+        lines = script.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(
             f"--batch-script: cannot read {script}: {getattr(e, 'strerror', None) or 'not text'}"

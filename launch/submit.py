@@ -132,7 +132,15 @@ def submit(written: str) -> str:
     refuses it, and where there is no Slurm."""
     command = ["sbatch", "--parsable"]
     try:
-        done = subprocess.run(command, input=written, capture_output=True, text=True, timeout=_SBATCH_S)
+        done = subprocess.run(
+            command,
+            input=written,
+            capture_output=True,
+            text=True,
+            timeout=_SBATCH_S,
+            encoding="utf-8",
+            errors="replace",
+        )
     except FileNotFoundError:
         raise ConfigError(
             "there is no sbatch here: submit on a login node of the cluster; --dry-run shows the script, and areal "

@@ -35,6 +35,7 @@ from areal_megatron.audit import audit
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import CONTROLLER, Run, RunError, is_engine
+from areal_megatron.shown import speak_utf8
 from launch.start import POOLS
 from tools import chaos_world
 from tools.chaos_world import INTERFACE, World
@@ -97,7 +98,7 @@ class Victim:
         elif code in _RESUMABLE:
             self.start()
         elif code is not None:
-            last = self.output.read_text().splitlines()[-1:]
+            last = self.output.read_text(encoding="utf-8").splitlines()[-1:]
             raise NotSurvived(f"the launcher ended with exit code {code}: {''.join(last)}")
 
     def wait_for_batch(self) -> None:
@@ -203,7 +204,7 @@ class Victim:
         """Returns the name of the engine that was added; None if there is none, or none any more."""
         if self._adding is None or self._adding.poll() is not None:
             return None
-        found = re.search(r"started (engine-\d+)", self._added_output.read_text())
+        found = re.search(r"started (engine-\d+)", self._added_output.read_text(encoding="utf-8"))
         return found and found[1]
 
     def end(self) -> None:
@@ -308,7 +309,15 @@ def start_twice(victim: Victim, rng: random.Random) -> str:
     if not victim.command:
         raise NotNow
     begun = time.monotonic()
-    done = subprocess.run(victim.command, cwd=ROOT, capture_output=True, text=True, timeout=_RECOVERY_S)
+    done = subprocess.run(
+        victim.command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_RECOVERY_S,
+        encoding="utf-8",
+        errors="replace",
+    )
     seconds = time.monotonic() - begun
     if done.returncode != 2:
         raise NotSurvived(f"a second launcher ended with exit code {done.returncode}: {done.stderr[-500:]}")
@@ -334,6 +343,8 @@ def add_or_drain(victim: Victim, rng: random.Random) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     return f"{name} is to leave: {(drained.stdout + drained.stderr).strip()}"
 
@@ -435,6 +446,7 @@ def _start_command(world: World, config: str, overrides: list[str]) -> list[str]
 
 
 def main() -> int:
+    speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--minutes", type=float, help="make faults for so long")
@@ -497,7 +509,7 @@ def _disturb_and_audit(victim: Victim, options: argparse.Namespace) -> int:
         problems += audit(victim.run)
     except ConfigError as e:
         problems.append(str(e))
-    with contextlib.suppress(OSError), (victim.run.folder / "chaos.jsonl").open("a") as file:
+    with contextlib.suppress(OSError), (victim.run.folder / "chaos.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(fault) + "\n" for fault in faults)
     for problem in problems:
         print(problem)

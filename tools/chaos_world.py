@@ -71,7 +71,7 @@ class World:
     def set_clock(self, pid: int, ahead_s: int) -> None:
         """Sets the clock of a process, and of those that it has started, ahead of the machine's, or behind it."""
         clock = self._clocks / str(pid)
-        clock.with_suffix(".new").write_text(f"{ahead_s:+d}\n")
+        clock.with_suffix(".new").write_text(f"{ahead_s:+d}\n", encoding="utf-8")
         os.replace(clock.with_suffix(".new"), clock)
 
     @contextlib.contextmanager
@@ -122,7 +122,8 @@ class World:
         script.write_text(
             "#!/bin/sh\n"
             f"export LD_PRELOAD={shlex.quote(str(library))} CHAOS_CLOCK={shlex.quote(str(self._clocks))}/$$\n"
-            f'exec {shlex.quote(sys.executable)} "$@"\n'
+            f'exec {shlex.quote(sys.executable)} "$@"\n',
+            encoding="utf-8",
         )
         script.chmod(0o700)
         return str(script)

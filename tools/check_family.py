@@ -48,6 +48,7 @@ from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
+from areal_megatron.shown import speak_utf8
 from tests.support.loading import load
 from tests.support.trainer_ranks import RankFailed, TrainerRanks
 from tools.family import tiny
@@ -245,7 +246,7 @@ def run(subject: Subject) -> str:
     """Compares trainers and a real engine before and after updates in flight, and the export with the trainers'."""
     prompts = [{"prompt": f"<{10 + n}> <{20 + n}> <{30 + n}>", "answer": "<5>"} for n in range(64)]
     data = subject.folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     keys = {
         "name": "updates",
         "runs_dir": subject.folder,
@@ -261,7 +262,16 @@ def run(subject: Subject) -> str:
         "checkpoint.hf_every": 3,
     }
     command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml", *(f"{k}={v}" for k, v in keys.items())]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        encoding="utf-8",
+        errors="replace",
+    )
     if done.returncode:
         raise Fault(_why(done.stdout))
     folder = Run(subject.folder / "updates")
@@ -385,6 +395,7 @@ def _with_what_it_needs(name: str) -> set[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
+    speak_utf8()
     parser = argparse.ArgumentParser(prog="check_family.py", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", metavar="HF_DIR", type=Path)
     parser.add_argument("--only", choices=[part.name for part in PARTS], help="one part, with those that it needs")

@@ -22,6 +22,7 @@ from areal_megatron import config_file
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
+from areal_megatron.shown import speak_utf8
 from launch import local
 from tools.make_arithmetic import FAMILIES
 
@@ -31,6 +32,7 @@ CONFIG = "configs/tiny_cpu.yaml"
 
 
 def main() -> int:
+    speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the PPO run")
     parser.add_argument("--seed", type=int, default=1)

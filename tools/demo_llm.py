@@ -30,6 +30,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.hub import model_folder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
+from areal_megatron.shown import speak_utf8
 from tools.demo import ROOT, accuracy, run_step, sharing, unused
 
 CONFIG = "configs/smollm2_cpu.yaml"
@@ -43,6 +44,7 @@ SHOWN = 4
 
 
 def main() -> int:
+    speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the run")
     parser.add_argument("--seed", type=int, default=1)
@@ -111,7 +113,7 @@ def make_world(folder: Path, seed: int) -> None:
     for name, part in (("heldout", pairs[:HELDOUT_PAIRS]), ("train", pairs[HELDOUT_PAIRS:])):
         both_orders = sorted({*part, *((b, a) for a, b in part)})
         rows = [{"prompt": as_chat(a, b), "answer": str(a + b)} for a, b in both_orders]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def as_chat(a: int, b: int) -> list[dict[str, str]]:
@@ -121,7 +123,10 @@ def as_chat(a: int, b: int) -> list[dict[str, str]]:
 def show(run: Run, world: Path, model: Path) -> None:
     """Prints what the run has learned and how fast its parts were."""
     tokenizer = Tokenizer(model)
-    questions = [json.loads(line)["prompt"][0]["content"] for line in (world / "train.jsonl").read_text().splitlines()]
+    questions = [
+        json.loads(line)["prompt"][0]["content"]
+        for line in (world / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     batches = dumped(run.trajectories)
     for title, version in (("first", min(batches)), ("last", max(batches))):
         print(f"\nanswers of the {title} batch:")

@@ -30,6 +30,7 @@ from areal_megatron.models.pattern import NUMBER, taken_numbers
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.shown import speak_utf8
 
 CHANGE_BYTES = {"none": 2.1, "zstd": 1.1}
 """What a change takes of bfloat16 weights at a learning rate of 1e-6 (docs/resharding.md)."""
@@ -91,7 +92,7 @@ class Explained:
 
 def _peak_mb() -> float:
     """Returns the most memory that this program has had; getrusage would count that of its parent before the start."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
@@ -165,6 +166,7 @@ def _numbers(tensor: str, transfers: list[Transfer]) -> str:
 
 
 def main() -> None:
+    speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")

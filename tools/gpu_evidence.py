@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from areal_megatron.files import new_folder, write_json  # noqa: E402
+from areal_megatron.shown import speak_utf8  # noqa: E402
 from launch.processes import Child, Children  # noqa: E402
 
 STEPS = {
@@ -47,7 +48,7 @@ POLL_S = 0.1
 
 def versions() -> dict[str, dict[str, str]]:
     """Returns the version of each package that the figures depend on, and the one that the project is written for."""
-    pins = dict(re.findall(r"^([\w.-]+)==([^\s+]+)", LOCK.read_text(), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s+]+)", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
     found = {}
     for package in PACKAGES:
         for name in (package, f"{package}-cpu"):
@@ -114,7 +115,7 @@ def read_findings(path: Path) -> dict[str, Any]:
     """Returns by part: its status and reason, and what it has found; from the lines that tools/evidence/step.py
     writes."""
     parts: dict[str, Any] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:  # the process was ended while it wrote its last line
@@ -168,6 +169,7 @@ def shown(value: float | str) -> str:
 
 
 def main() -> None:
+    speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")

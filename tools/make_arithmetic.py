@@ -182,7 +182,7 @@ def make_world(out: Path, seed: int, family: str = "qwen3") -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_model(out / "model", seed, family)
     for name, lines in make_data(seed).items():
-        (out / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (out / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def main() -> None:

@@ -64,13 +64,17 @@ def _required(name: str, extras: frozenset[str], machine: Mapping[str, str]) -> 
 
 def pinned() -> dict[str, str]:
     """Returns package → version of requirements-cpu.lock."""
-    text = (ROOT / "requirements-cpu.lock").read_text()
+    text = (ROOT / "requirements-cpu.lock").read_text(encoding="utf-8")
     return {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s+]+)", text, re.M)}
 
 
 def listed(path: Path) -> set[str]:
     """Returns the packages in a file of lines `name`, `name==version` or `name @ address`."""
-    return {canonicalize_name(re.split(r"[=\s@]", line.strip())[0]) for line in path.read_text().splitlines() if line}
+    return {
+        canonicalize_name(re.split(r"[=\s@]", line.strip())[0])
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line
+    }
 
 
 def download(names: Iterable[str], python: str, folder: Path) -> None:
@@ -97,7 +101,7 @@ def pip(command: str, *arguments: object) -> str:
     """Returns the last line of pip's complaint, or "" if it succeeded."""
     options = ["--quiet", "--no-deps", "--disable-pip-version-check"]
     called = [sys.executable, "-m", "pip", command, *options, *map(str, arguments)]
-    done = subprocess.run(called, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(called, stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace")
     return (done.stderr.strip().splitlines() or ["pip failed"])[-1] if done.returncode else ""
 
 

@@ -54,7 +54,9 @@ def installed(folder: Path) -> str:
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes", "--target", str(folder)]
     command = [sys.executable, "-m", "pip", "install", *options, "-r", str(PACKAGES)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, encoding="utf-8", errors="replace"
+        )
     except subprocess.TimeoutExpired:
         return f"pip took longer than {INSTALL_TIMEOUT_S} s"
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]

@@ -104,7 +104,16 @@ def tried(found: Mapping[str, str], special: Mapping[str, str]) -> str:
     request = json.dumps({"sources": dict(found), "special": dict(special), "render_s": RENDER_S})
     command, pipe = [sys.executable, "-m", "areal_megatron.data.chat_template"], subprocess.PIPE
     try:
-        done = subprocess.run(command, input=request, stdout=pipe, stderr=pipe, text=True, timeout=_MOST_S)
+        done = subprocess.run(
+            command,
+            input=request,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            timeout=_MOST_S,
+            encoding="utf-8",
+            errors="replace",
+        )
     except subprocess.TimeoutExpired:
         return f"it renders no short conversation within {_MOST_S:g} s"
     except OSError as e:
@@ -122,7 +131,7 @@ def main() -> None:
     asked = json.load(sys.stdin)
     _render([], "")  # imports what it takes
     _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + asked["render_s"])
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    held = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     _limit(resource.RLIMIT_AS, held + (MEMORY_MB << 20))
     for source in asked["sources"].values():
         for messages in _SHORT:

@@ -87,8 +87,9 @@ def with_crc(content: bytes) -> tuple[Dump, int]:
     return _decode(content), zlib.crc32(content)
 
 
-def _check(dump: Dump) -> None:
-    for t in dump.trajectories:
+def _check(content: object) -> None:
+    """Raises ValueError for trajectories whose parts do not fit together."""
+    for t in getattr(content, "trajectories", ()):
         if not len(t.response) == len(t.versions) == len(t.loss_mask) == len(getattr(t, "logprobs", t.response)):
             raise ValueError(f"trajectory {t.uid}: not as many versions or log-probabilities as tokens")
         for array in (t.prompt, t.response, t.versions):

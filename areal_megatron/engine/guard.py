@@ -41,7 +41,7 @@ _ANSWER_HEADERS = [
 
 @cache
 def _expected() -> bytes:
-    secret = Path(os.environ[SECRET_FILE]).read_text().strip()
+    secret = Path(os.environ[SECRET_FILE]).read_text(encoding="utf-8").strip()
     if not secret:
         raise ValueError(f"{os.environ[SECRET_FILE]}: the run's secret is empty")
     return f"Bearer {secret}".encode()

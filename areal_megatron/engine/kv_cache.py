@@ -133,6 +133,6 @@ def machine_bytes() -> int:
     """Returns the memory of this machine, or of the container that this process is in."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(memory, int(_LIMIT.read_text()))
+        return min(memory, int(_LIMIT.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # no such file, or `max`
         return memory

@@ -30,10 +30,10 @@ class Cgroup:
         try:
             path.mkdir()
             self._path = path
-            (path / "memory.max").write_text(str(memory_bytes))
-            (path / "pids.max").write_text(str(processes))
+            (path / "memory.max").write_text(str(memory_bytes), encoding="utf-8")
+            (path / "pids.max").write_text(str(processes), encoding="utf-8")
             with contextlib.suppress(OSError):  # a kernel that does not count swap
-                (path / "memory.swap.max").write_text("0")
+                (path / "memory.swap.max").write_text("0", encoding="utf-8")
         except OSError:
             self.remove()
 
@@ -41,7 +41,7 @@ class Cgroup:
         """Moves a process into the cgroup, and with it all that it will start."""
         if self._path is not None:
             try:
-                (self._path / "cgroup.procs").write_text(str(pid))
+                (self._path / "cgroup.procs").write_text(str(pid), encoding="utf-8")
             except OSError:
                 self.remove()
 
@@ -67,11 +67,15 @@ def delegated() -> Path | None:
     of processes; None without.
     """
     try:
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::/"))[3:]
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        own = next(
+            line
+            for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+            if line.startswith("0::/")
+        )[3:]
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
         top = next(words[4] for words in mounts if words[words.index("-") + 1] == "cgroup2" and words[3] == "/")
         parent = Path(top + own).parent
-        controllers = (parent / "cgroup.subtree_control").read_text().split()
+        controllers = (parent / "cgroup.subtree_control").read_text(encoding="utf-8").split()
     except (OSError, StopIteration):
         return None
     writable = os.access(parent, os.W_OK) and os.access(parent / "cgroup.procs", os.W_OK)

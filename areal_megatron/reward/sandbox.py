@@ -284,12 +284,12 @@ def _map_ids(pid: int) -> None:
             # the kernel does not limit the threads of the machine's root, so the program is mapped to nobody
             try:
                 for name in ("uid_map", "gid_map"):
-                    (folder / name).write_text(f"0 0 1\n{PROGRAM_ID} {_NOBODY} 1\n")
+                    (folder / name).write_text(f"0 0 1\n{PROGRAM_ID} {_NOBODY} 1\n", encoding="utf-8")
                 return
             except OSError:
                 pass  # root of a container without other users, who is not the machine's root
-        (folder / "setgroups").write_text("deny")
-        (folder / "uid_map").write_text(f"{PROGRAM_ID} {user} 1\n")
-        (folder / "gid_map").write_text(f"{PROGRAM_ID} {group} 1\n")
+        (folder / "setgroups").write_text("deny", encoding="utf-8")
+        (folder / "uid_map").write_text(f"{PROGRAM_ID} {user} 1\n", encoding="utf-8")
+        (folder / "gid_map").write_text(f"{PROGRAM_ID} {group} 1\n", encoding="utf-8")
     except OSError as e:
         raise SandboxError(f"mapping users: {e.strerror}") from None

@@ -191,7 +191,7 @@ def _limit_memory() -> int:
 
 def _held_bytes() -> int:
     """Returns what counts towards RLIMIT_DATA."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
 
 
 def main() -> None:
@@ -200,7 +200,7 @@ def main() -> None:
         # a worker stuck in the user's code would not notice that its controller died
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         # out of memory, the kernel ends workers before the controller, which replaces them
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function, group_function, timeout_s, model, run = sys.argv[1:]

@@ -136,7 +136,9 @@ def run_to_its_end(folder: Path, settings: list[str]) -> dict[str, float]:
         if run.is_running():
             run.kill()  # its guardian ends the others
     if run.returncode:
-        sys.exit(f"{log.read_text()[-3000:]}\nerror: {name} ended with exit code {run.returncode}; see {out}")
+        sys.exit(
+            f"{log.read_text(encoding='utf-8')[-3000:]}\nerror: {name} ended with exit code {run.returncode}; see {out}"
+        )
     return spent
 
 
@@ -274,7 +276,7 @@ def main() -> None:
     names, settings = list(VARIANTS), []
     if options.short:
         names.remove("eta0")
-        (out / "short.jsonl").write_text(short_workload())
+        (out / "short.jsonl").write_text(short_workload(), encoding="utf-8")
         settings = [*SHORT, f"data.train={out / 'short.jsonl'}"]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for repetition in range(1, options.repetitions + 1):

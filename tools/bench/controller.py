@@ -180,6 +180,8 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            encoding="utf-8",
+            errors="replace",
         )
 
     os.sched_setaffinity(0, {last})

@@ -76,7 +76,7 @@ def generate(folder: Path, parameters: float) -> None:
 
     config = config_of(parameters)
     (folder / "hf").mkdir(parents=True)
-    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    (folder / "hf" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     random = np.random.default_rng(0).integers(2**16, size=RANDOM_ELEMENTS, dtype=np.uint16)
 
     def elements(name: str, box: Box) -> Iterator[np.ndarray]:
@@ -190,7 +190,9 @@ def export_versions(folder: Path, parameters: float, versions: int, lr: float) -
         if version:
             for kind, since in (("since_version_0", 0), ("since_the_one_before", version - 1)):
                 shutil.rmtree(export(kind, checkpoint, folder / "whole" / f"version-{since:06d}"))
-            shares["changed_share"] += json.loads((exported / "delta.json").read_text())["changed_share"] / versions
+            shares["changed_share"] += (
+                json.loads((exported / "delta.json").read_text(encoding="utf-8"))["changed_share"] / versions
+            )
         again = export("again", exported)
         assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes(), name
         shutil.rmtree(again)
@@ -244,7 +246,7 @@ class Trained:
         from areal_megatron.checkpoint import torch_dist_file
 
         (folder / "hf").mkdir(parents=True)
-        (folder / "hf" / "config.json").write_text(json.dumps(self._config))
+        (folder / "hf" / "config.json").write_text(json.dumps(self._config), encoding="utf-8")
 
         def elements(name: str, box: Box) -> Iterator[np.ndarray]:
             yield self._masters[name][box.slices].bfloat16().view(torch.uint16).contiguous().numpy()
@@ -313,7 +315,7 @@ def main() -> None:
     try:
         if options.versions:
             in_own_process(export_versions, out, parameters, options.versions, options.lr)
-            figures = json.loads((out / "figures.json").read_text())
+            figures = json.loads((out / "figures.json").read_text(encoding="utf-8"))
             base = out / "changes" / f"version-{options.versions:06d}"
             seconds, peak = run("to-hf", out / "checkpoint", out / "again-as-changes", "--base", base)
             figures |= {"process_s": seconds, "peak_rss_gb": peak / 1e9}

@@ -86,7 +86,7 @@ FORETOLD = {
 def workloads() -> dict[str, str]:
     """Returns the JSONL text of each workload."""
     return {
-        "long_tail": WORKLOAD.read_text(),
+        "long_tail": WORKLOAD.read_text(encoding="utf-8"),
         "short": short_workload(),
         "two_kinds": prompts_of_lengths([8, 96] * 256, random.Random(0)),
         "even": prompts_of_lengths([8 + i % 65 for i in range(520)], random.Random(1)),
@@ -165,7 +165,7 @@ def main() -> None:
     save_model(out / "model", seed=1)
     texts = workloads()
     for name, text in texts.items():
-        (out / f"{name}.jsonl").write_text(text)
+        (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
     asked = [name for name in FORETOLD if any(fnmatch(name, pattern) for pattern in options.runs)]
     report = {name: Compared() for name in asked}
     for repetition in range(1, options.repetitions + 1):

@@ -75,7 +75,7 @@ async def train_and_save(out: Path, repetitions: int, core: int) -> Edges:
         if process.returncode is None:
             process.terminate()
             await process.wait()
-    return json.loads(figures.read_text())["edges"]
+    return json.loads(figures.read_text(encoding="utf-8"))["edges"]
 
 
 def rates(edges: Edges, times: np.ndarray) -> dict[str, np.ndarray]:

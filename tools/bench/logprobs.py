@@ -116,8 +116,8 @@ def peak(device: torch.device, reset: bool = False) -> int:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
             line += f"{x['median']:,.{digits}f} ({x['min']:,.{digits}f} – {x['max']:,.{digits}f})".rjust(width)
         print(line + f"  (of {options.full_tokens} tokens, scaled up)" * (name == "full"))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ def read_lengths(path: Path, task: Task) -> np.ndarray:
     """Returns int64 [n]. Raises ConfigError, naming the line, if a length is no positive whole number or too few
     are there."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         values = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path}: cannot be read: {e}") from None

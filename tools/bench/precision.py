@@ -193,7 +193,7 @@ def variants(options: argparse.Namespace) -> list[Variant]:
     if not data:
         data = str(folder / "questions.jsonl")
         rows = ({"prompt": question, "answer": "-"} for question in QUESTIONS)
-        Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(data).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     tokenizer, found = Tokenizer(options.model), []
     for dtype, head in VARIANTS:
         if dtype not in options.dtypes:

@@ -139,7 +139,15 @@ def _role(name: str, enter: list[str], setup: Mapping[str, Any]) -> Iterator[Rol
     command = [*enter, sys.executable, "-m", "tools.bench.reshard_delta", name, json.dumps(setup)]
     environment = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": setup.get("interface", "lo"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        encoding="utf-8",
+        errors="replace",
     ) as process:
         try:
             yield Role(process)

@@ -364,7 +364,7 @@ def received_bytes() -> int:
 def main() -> None:
     run, rank = from_command_line("reshard_peers")
     # What libraries print must not come between answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     one_at_a_time = threading.Lock()
 

@@ -63,6 +63,8 @@ def measure(tree: Path) -> dict[str, float]:
         text=True,
         check=True,
         timeout=300,
+        encoding="utf-8",
+        errors="replace",
     )
     return json.loads(done.stdout)
 

@@ -52,7 +52,13 @@ class Engine:
     def __init__(self, model: Path, store: str):
         command = [sys.executable, __file__, "--receive", str(model), "--store", store]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            encoding="utf-8",
+            errors="replace",
         )
 
     def start_update(self) -> None:

@@ -65,7 +65,7 @@ def main() -> None:
 
     out = new_folder("bench-split", options.out)
     save_model(out / "model", seed=1)
-    (out / "short.jsonl").write_text(short_workload())
+    (out / "short.jsonl").write_text(short_workload(), encoding="utf-8")
     report: dict[str, Any] = {}
     for load in options.load:
         settings, fixed = [*LOADS[load], f"updates={options.updates}"], {}

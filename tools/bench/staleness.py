@@ -111,14 +111,14 @@ class Sweep:
         config_file.load(ROOT / "configs" / "tiny_cpu.yaml", [*SETTINGS, *overrides])  # before anything is made
         self.results: Results = {"overrides": [*SETTINGS, *overrides], "cells": {}}
         if self.results_file.exists():
-            there = json.loads(self.results_file.read_text())
+            there = json.loads(self.results_file.read_text(encoding="utf-8"))
             if there["overrides"] != self.results["overrides"]:
                 raise ConfigError(f"{self.results_file} is of {' '.join(there['overrides'])}: choose another --out")
             self.results = there
 
     def __enter__(self) -> Sweep:
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.out / "lock").open("a")
+        self._lock = (self.out / "lock").open("a", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -188,6 +188,8 @@ class Sweep:
                 stderr=subprocess.STDOUT,
                 text=True,
                 pass_fds=[self._lock.fileno()],
+                encoding="utf-8",
+                errors="replace",
             )
         except subprocess.TimeoutExpired:
             raise RunFailed(f"{what}: took more than {RUN_TIMEOUT_S} s") from None
@@ -245,7 +247,9 @@ def _weighted_mean(counts: dict[int, int]) -> float:
 def commit() -> str:
     """Returns the commit of this checkout, marked if tracked files differ from it; `unknown` outside of git."""
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, encoding="utf-8", errors="replace"
+    )
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 

@@ -104,7 +104,7 @@ def tiny(name: str) -> dict[str, Any]:
 
 
 def published(name: str) -> dict[str, Any]:
-    return json.loads((MODELS / name / "config.json").read_text())
+    return json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def files() -> list[Path]:
     """Returns the test files that have tests marked gpu."""
-    return sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text())
+    return sorted(
+        path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+    )
 
 
 def tests(options: Options) -> Iterator[Finding]:

@@ -58,7 +58,10 @@ def on_ranks(
         for process in processes:
             process.kill()
             process.join()
-    return [None if rank in killed else json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return [
+        None if rank in killed else json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(world)
+    ]
 
 
 def _wait(running: dict[int, Any], killed: set[int], folder: Path) -> None:
@@ -76,7 +79,7 @@ def _wait(running: dict[int, Any], killed: set[int], folder: Path) -> None:
 
 
 def _last_line(output: Path) -> str:
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in output.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
 
 
@@ -85,4 +88,4 @@ def _run(function: Callable[..., Any], rank: int, arguments: tuple, settings: di
     descriptor = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
-    (folder / f"{rank}.json").write_text(json.dumps(function(rank, *arguments)))
+    (folder / f"{rank}.json").write_text(json.dumps(function(rank, *arguments)), encoding="utf-8")

@@ -61,7 +61,7 @@ def main() -> None:
     given = parser.parse_args()
 
     def say(**event: object) -> None:
-        with (given.folder / "findings.jsonl").open("a") as file:
+        with (given.folder / "findings.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
     run(given.name, Options(given.device, given.small, given.folder), say)

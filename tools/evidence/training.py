@@ -57,7 +57,7 @@ class Case:
 
 
 def measure(options: Options, case: Case) -> Iterator[Finding]:
-    hf = json.loads((MODELS / case.model / "config.json").read_text())
+    hf = json.loads((MODELS / case.model / "config.json").read_text(encoding="utf-8"))
     hf |= {"model_type": "qwen3_moe" if "num_experts" in hf else "qwen2"}
     hf |= {"num_hidden_layers": case.layers} if case.layers else {}
     if options.small:
@@ -115,7 +115,7 @@ def compare(options: Options, case: Case, names: tuple[str, ...]) -> Iterator[Fi
 def write_checkpoint(folder: Path, hf: dict[str, Any], device: torch.device) -> None:
     """Writes a Hugging Face folder with random weights in bfloat16, made on `device`."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     torch.manual_seed(0)
 
     def values(tensor: HfTensor) -> list[np.ndarray]:
