@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -237,6 +239,20 @@ SHARDS = [f"data/{split}-0000{n}-of-00002-a1b2c3d4.parquet" for split in ("train
 )
 def test_the_files_of_a_split(files, card, asked, found):
     assert split_files(files, card, HubData.parse(asked)) == found
+
+
+def test_patterns_mean_what_they_do_as_regular_expressions():
+    """All short patterns and names, of few letters."""
+    expressions = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    names = ["".join(letters) for n in range(5) for letters in product("a/b", repeat=n)]
+    for pattern in ("".join(pieces) for n in range(4) for pieces in product([*expressions, "a", "/"], repeat=n)):
+        parts = re.findall(r"\*\*/|\*\*|\*|\?|[^*?]+", pattern)
+        expression = re.compile("".join(expressions.get(part, re.escape(part)) for part in parts))
+        assert [hub.matches(n, pattern) for n in names] == [bool(expression.fullmatch(n)) for n in names], pattern
+
+
+def test_a_pattern_of_a_card_takes_no_longer_than_it_is():
+    assert hub.matches("a" * 200, "**a" * 100) and not hub.matches("a" * 200 + "b", "*a" * 100)
 
 
 @pytest.mark.parametrize(
