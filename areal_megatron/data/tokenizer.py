@@ -235,12 +235,10 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: list[int], special: bool = False) -> str:
-        """Returns the text of the tokens, tags and all; without `special`, as an answer: without the tokens at its two
-        ends that begin and end texts or fill them up."""
+        """Returns the text of the tokens; without `special`, as an answer: tags and all, but without the control words
+        that only a template writes."""
         if not special:
-            first = next((at for at, token in enumerate(tokens) if token not in self._edges), len(tokens))
-            last = next((at for at in range(len(tokens), first, -1) if tokens[at - 1] not in self._edges), first)
-            tokens = tokens[first:last]
+            tokens = [token for token in tokens if token not in self._left_out]
         [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
         return text
 
@@ -317,9 +315,8 @@ class Tokenizer:
         return {word for word, number in self._words.items() if number in self.stop_tokens}
 
     @cached_property
-    def _edges(self) -> set[int]:
-        named = (self._special[name] for name in ("bos_token", "eos_token", "pad_token"))
-        return {*self.stop_tokens, *(self._words[text] for text in named if text in self._words)}
+    def _left_out(self) -> set[int]:
+        return {self._words[word] for word in self._marks}
 
     @property
     def _size(self) -> int | None:

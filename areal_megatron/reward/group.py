@@ -20,8 +20,7 @@ class GroupAnswer(msgspec.Struct, kw_only=True):
     """One of the answers to a prompt, as a group function gets it."""
 
     response: str = ""
-    """The text after the prompt; in an episode of several answers, with the environment's messages and the
-    template's words around them."""
+    """The text after the prompt; in an episode of several answers, with the environment's messages."""
     tokens: int
     """The number of tokens that the model sampled."""
     truncated: bool

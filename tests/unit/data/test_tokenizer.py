@@ -296,6 +296,8 @@ def test_an_answer_is_the_same_text_whether_its_tags_are_special_tokens_or_not(t
         texts.append(ours.decode(ids))
         calls = ours.responses(['<tool_call>\n{"name": "f"}\n</tool_call>'])[0]
         assert ours.decode([*calls, ours.stop_tokens[0]]) == '<tool_call>\n{"name": "f"}\n</tool_call>'
+        begin, end = (ours.prompts(["1"])[0][0], ours.stop_tokens[0])
+        assert ours.decode([begin, *ids[:-1], end, begin, *ids]) == 2 * "<think>add</think>\n5"
     assert texts[0] == texts[1] and [format_reward(text) for text in texts] == [1.0, 1.0]
 
 
