@@ -563,9 +563,10 @@ def _bounded(pieces: list[Formula]) -> bool:
     if sorted(ends) != [(False, True), (True, False)]:
         return False
     low, high = pieces[ends.index((False, True))].parts[0], pieces[ends.index((True, False))].parts[1]
-    if low.kind == high.kind == "number":
-        return low.value < high.value
-    return True
+    try:
+        return not (is_constant(low) and is_constant(high)) or Values(low, high).less(low, high)
+    except NoValue:
+        return False
 
 
 def _intersection(one: Formula, other: Formula) -> Formula:

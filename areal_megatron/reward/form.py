@@ -64,7 +64,7 @@ def _relation_key(relation: str, left: Key, right: Key) -> Key:
 def _product_key(node: Formula) -> Key:
     number, factors = Fraction(1), []
     rest = [(node, 1)]
-    ordered = any(part.kind == "dots" for part in node.parts)
+    ordered = any(part.kind in ("dots", "bracket", "matrix") for part in node.parts)
     while rest:
         part, sign = rest.pop(0)
         if part.kind == "negative":

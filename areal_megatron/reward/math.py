@@ -28,6 +28,7 @@ _OTHER_NUMBER = re.compile(
     r"|(?:\b(?i:not|never|neither|nor)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?$"
 )
 """Before a number: it is one of several, the end of an expression, or denied."""
+_SYMBOL = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?")
 _PERCENT = re.compile("percent|%", re.IGNORECASE)
 _PERCENTAGE = re.compile(r"(?<![0-9.])([0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.])\$? ?(?:\\?%|percent)", re.IGNORECASE)
 _TAIL = 2 * LONGEST
@@ -77,7 +78,16 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
         return False
     if not number.simple and bare(found) != bare(answer):
         raise AnswerRefused("The final answer must be worked out: a fraction in lowest terms, or a decimal.")
+    if _named_otherwise(found, answer):
+        return False
     return number.answers(known) or (number.percent and _percent_of(prompt, number) == known.value)
+
+
+def _named_otherwise(found: str, answer: str) -> bool:
+    """Whether two equations name two symbols, x and y, or only one of them an absolute value."""
+    name, other = (bare(text).rpartition("=")[0].replace(" ", "") for text in (found, answer))
+    both = bool(name and other and name != other)
+    return both and ("|" in name + other or bool(_SYMBOL.fullmatch(name) and _SYMBOL.fullmatch(other)))
 
 
 def _percent_of(prompt: str, number: Numeral) -> Fraction | None:

@@ -65,6 +65,13 @@ class Values:
             raise NoValue("no values at enough points")
         return all(found)
 
+    def less(self, one: Formula, other: Formula) -> bool:
+        """Whether a real number is less than another one. Raises NoValue."""
+        pair = self._pair(one, other, self.points[0])
+        if not pair or not all(map(_is_real, pair)):
+            raise NoValue("no real numbers")
+        return bool(self._inexact(pair[0]) < self._inexact(pair[1]))
+
     def proportional(self, one: Formula, other: Formula) -> int:
         """Returns the sign of c ≠ 0 if one = c · other at all points, and 0 if there is no such real number.
 

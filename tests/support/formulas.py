@@ -25,6 +25,8 @@ x=\pm 2 ~ \pm 2 ~ 2,-2 ~ -2, 2 ~ x=2 \text{ or } x=-2 ~ x = -2, x=2
 (1,2),(3,4) ~ (3,4), (1,2) ~ (1,2) \text{ and } (3,4) ~ \{(1,2),(3,4)\}
 x+y=3, x-y=1 ~ x-y=1, x+y=3 ~ y+x=3,x-y=1
 (-\infty, 3) ~ x<3 ~ x \in (-\infty,3) ~ 3>x ~ \left(-\infty,3\right)
+(-\infty,-\sqrt2)\cup(\sqrt2,\infty) ~ x<-\sqrt2 \text{ or } x>\sqrt2 ~ x>\sqrt2, x<-\sqrt2
+(-\sqrt2,\sqrt2) ~ x>-\sqrt2 \text{ and } x<\sqrt2 ~ -\sqrt2<x<\sqrt2
 [1,2] ~ 1\le x\le 2 ~ x\in[1,2] ~ 2 \ge x \geq 1
 (1,2] ~ 1<x\le 2 ~ x\in (1,2]
 x<1 \text{ or } x>2 ~ (-\infty,1)\cup(2,\infty) ~ x \in (2,\infty)\cup(-\infty,1) ~ x>2 \text{ or } x<1
@@ -283,6 +285,12 @@ x<3 ~ x\le 3
 (3,\infty) ~ x<3
 x>1 \text{ and } x<3 ~ x>1 \text{ or } x<3
 x<1 \text{ and } x>2 ~ x<1 \text{ or } x>2
+z=1 ~ |z|=1
+x=2 ~ y=2
+x_1=2 ~ x_2=2
+(0,1)\times(0,2) ~ (0,2)\times(0,1)
+x<-\frac12 \text{ and } x>\frac12 ~ x<-\frac12 \text{ or } x>\frac12
+x<-\sqrt2, x>\sqrt2 ~ -\sqrt2<x<\sqrt2
 y<3 ~ x<3
 1<x<3 ~ 1<x\le 3
 (1,3) ~ x>1
@@ -642,6 +650,100 @@ e^{i\pi} ~ 1
 e^{i\theta} ~ \cos\theta
 \infty ~ 10^{100}
 1/0 ~ \infty
+(1,2)\cup(3,4) ~ (1,2),(3,4)
+(1,2)\cup(3,4) ~ (1,4)
+1,2 \text{ and } 3 ~ 1,2
+1;2;3 ~ 1;2
+1;2 ~ 1.2
+x^2=4 ~ x=2
+x=2y ~ y=2x
+x=y ~ x=-y
+x=y=z ~ x=y
+a=b, c=d ~ a=b
+a<b ~ b<a
+a\le b ~ a<b
+a:b=1:2 ~ a:b=2:1
+a:b:c=1:2:3 ~ a:b=1:2
+\frac{a}{b}=\frac12 ~ \frac{a}{b}=\frac13
+3n+1, n\in\mathbb{N} ~ 3n+2, n\in\mathbb{N}
+3n+1 \text{ for } n\ge0 ~ 3n+1 \text{ for } n\ge1
+n=3k\text{ or }n=3k+1 ~ n=3k\text{ or }n=3k+2
+n=3k\text{ or }n=3k+1 ~ n=3k
+2\pi n+\frac{\pi}{6} ~ \pi n+\frac{\pi}{6}
+x=2\pi n\pm\frac{\pi}{3} ~ x=2\pi n+\frac{\pi}{3}
+f(x)=ax+b ~ f(x)=ax
+f(x)=cx \text{ for any } c ~ f(x)=x
+f(x)=cx \text{ for any } c ~ f(x)=cx
+f(x)=0 \text{ and } f(x)=x^2 ~ f(x)=0
+f(x)=0, f(x)=2-x ~ 0
+f(n)=n ~ f(n)=n+1
+P(x)=x^n ~ P(x)=0, P(x)=x^n
+(p,q,r)=(2,3,5) ~ (p,q,r)=(3,2,5)
+(2,3,5),(3,2,5) ~ (2,3,5)
+(2,3),(3,2) ~ (2,3),(2,3)
+(n,k)=(1,1),(3,2) ~ (n,k)=(1,1)
+(m,n)=(1,2) \text{ or } (2,1) ~ (m,n)=(1,2)
+1\text{ or }2 ~ 1
+-1 ~ \pm1
+0,1,-1 ~ 0,1
+2^k ~ 2^k \text{ for } k\ge 1
+2^k, k\ge1 ~ 2^k
+2^k, k\ge1 ~ 2^k, k\ge2
+\text{yes, } 5 ~ 5
+\text{yes, } 5 ~ \text{yes, } 6
+\text{No} ~ \text{Yes}
+\text{Yes, when } n=2 ~ \text{Yes}
+\text{when } n=2 ~ 2
+n=2 \text{ only} ~ n=3 \text{ only}
+\text{only } 2 ~ \text{only } 3
+\text{none but } 2 ~ 2
+\text{exactly } 3 ~ \text{at least } 3
+\lceil \log_2 n\rceil ~ \lfloor\log_2 n\rfloor
+\lceil \log_2 n\rceil ~ \log_2 n
+\frac{1}{n}\sum_{i=1}^n a_i ~ \sum_{i=1}^n a_i
+\frac{1}{n}\sum_{i=1}^n a_i ~ \frac1n
+\prod_{i=1}^n a_i ~ \sum_{i=1}^n a_i
+\max_{i} a_i ~ \min_i a_i
+\underbrace{11\ldots1}_{n} ~ \underbrace{11\ldots1}_{m}
+\underbrace{11\ldots1}_{n} ~ 11
+11\ldots1 ~ 11
+11\cdots1 ~ 11\cdots 12
+0.1234\ldots ~ 0.1234
+1+\frac12+\frac13+\cdots ~ 1+\frac12+\frac13
+1+\frac{1}{2+\frac{1}{2+\cdots}} ~ 1+\frac{1}{2}
+12:05 ~ 12:50
+12\text{:}05 ~ 12
+3\text{ hr }5\text{ min} ~ 3\text{ hr }50\text{ min}
+5'10'' ~ 5'11''
+30^\circ 15' ~ 30^\circ
+45^\circ N ~ 45^\circ S
+\text{\$5 per hour} ~ \text{\$6 per hour}
+a+bi ~ a-bi
+|z|=1 ~ |z|=2
+\Re z ~ \Im z
+\vec{a} ~ \vec{b}
+\vec a+2\vec b ~ 2\vec a+\vec b
+A^{-1} ~ A
+A^T ~ A
+\det A ~ A
+x\times10^5 ~ x\times10^6
+10\% \text{ increase} ~ 20\% \text{ increase}
+\text{increases by } 10 ~ \text{decreases by } 10
+\text{increases by } 10 ~ 10
+5 \text{ mod } 7 ~ 5
+5 \bmod 7 ~ 6 \bmod 7
+\{5\} ~ 5,5
+5,5 ~ 5
+\{x:x^2<4\} ~ \{x:x^2<9\}
+[-1,1]^2 ~ [-1,1]
+\mathbb{Q} ~ \mathbb{R}
+\mathbb{R}^+ ~ \mathbb{R}
+\mathbb{R}^2 ~ \mathbb{R}^3
+\mathbb{N} ~ \mathbb{Z}^+
+O(n) ~ O(n^2)
+\Theta(n\log n) ~ \Theta(n)
+H_2O ~ HO_2
+CO_2 ~ CO
 0/0 ~ 0
 """.strip().splitlines()
 ]
