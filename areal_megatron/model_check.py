@@ -10,23 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
-from areal_megatron.json_input import parse_json
+from areal_megatron.json_input import read_object
 from areal_megatron.models.architecture import (
     Architecture,
     Dimensions,
     architecture,
     as_reward_model,
     read_config,
-    shown,
 )
+from areal_megatron.models.described import check_token_ids, positive_number, shown
+from areal_megatron.models.described import rope as rope_of
 from areal_megatron.models.table import ROUTER_BIAS
+from areal_megatron.models.weight_files import check_weight_files
 from areal_megatron.reshard import engine_layout, trainer_layout
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The types of rotary embeddings whose frequencies do not depend on the sequence."""
 ENGINE_LATENTS = (512, 64)
 """The widths of the latent and of what is rotated beside it that vLLM's kernels are written for, on CPU and on GPUs."""
-_MOST = 1e15
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""The widths of heads that vLLM's kernels on CPU are written for; on GPUs it has kernels for any."""
+_LENGTHS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_seq_length",
+    "max_sequence_length",
+    "max_target_positions",
+    "model_max_length",
+    "n_positions",
+    "seq_len",
+    "seq_length",
+)
+"""The keys of config.json of which engines take the least as the most tokens of a sequence."""
 
 
 def check_model(config: Config, weights: bool = True, trains: bool = True) -> None:
@@ -58,6 +73,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         )
     _check_computation(hf, path)
     _check_whole(hf, path)
+    _check_generation(Path(path), model.dimensions.vocabulary)
     if model.dimensions.latent:
         _check_latents(config, hf, model.dimensions)
     if model.dimensions.experts:
@@ -77,11 +93,12 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
                     "leave it out"
                 )
         engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
+        _check_heads(config, model.dimensions)
         _check_length(config, hf, path)
         if config.reward.model:
             _check_reward_model(config, weights)
     if weights:
-        _check_files(Path(path))
+        _check_files(Path(path), engines_read=config.mode == "rl" and not config.engines_start_empty)
     if not config.is_supervised and config.ppo.penalty.kl_model:
         _check_teacher(config, weights)
 
@@ -142,26 +159,39 @@ def _check_reward_model(config: Config, weights: bool) -> None:
         model = architecture(read_config(path))
         if not model.is_reward_model:
             raise ConfigError(f"model.path: {path} is no reward model but a {model.name}; mode=reward_model trains one")
+        _check_heads(alone, model.dimensions)
+        if weights:
+            _check_files(Path(path), engines_read=True)
     except ConfigError as e:
         raise ConfigError(str(e).replace("model.path", "reward.model", 1)) from None
 
 
-def _check_files(folder: Path) -> None:
-    """Raises ConfigError if there are no weights, or not all that their index names."""
+def _check_files(folder: Path, engines_read: bool) -> None:
+    """Raises ConfigError if there are no weights, not all that their index names, or others for engines than for
+    trainers."""
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path: {folder} holds no *.safetensors file")
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return
     try:
-        named = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-        missing = [name for name in named if not (folder / name).exists()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"model.path: {index} cannot be read as an index of weights") from None
-    if missing:
-        raise ConfigError(
-            f"model.path: {folder} lacks {missing[0]}, which its index names, and {len(missing) - 1} more"
-        )
+        check_weight_files(folder, engines_read)
+    except OSError as e:
+        raise ConfigError(f"model.path: cannot read {e.filename}: {e.strerror}") from None
+    except ValueError as e:
+        raise ConfigError(f"model.path: {e}") from None
+
+
+def _check_generation(folder: Path, vocabulary: int) -> None:
+    """Raises ConfigError if the generation settings cannot be read or name tokens that the model does not have."""
+    file = folder / "generation_config.json"
+    try:
+        check_token_ids(read_object(file), vocabulary, str(file))
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError(f"model.path: {file} {e}") from None
 
 
 def _check_kernels(config: Config, model: Dimensions) -> None:
@@ -178,8 +208,16 @@ def _check_kernels(config: Config, model: Dimensions) -> None:
             raise ConfigError("trainer.expert_dispatch: with ep=1 and etp=1 nothing is sent; leave it out")
 
 
+def _check_heads(config: Config, d: Dimensions) -> None:
+    if config.machine.is_cpu and not d.latent and d.head_dim not in CPU_HEADS:
+        raise ConfigError(
+            f"model.path: {config.model.path} has heads of {d.head_dim}; engines on CPU have kernels for "
+            f"{', '.join(map(str, CPU_HEADS))}"
+        )
+
+
 def _check_computation(hf: dict[str, Any], path: str) -> None:
-    rope_type, _ = _rope(hf)
+    rope_type, _ = rope_of(hf)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"model.path: {path}/config.json asks for rotary embeddings of type {shown(rope_type)}; "
@@ -192,7 +230,7 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
 
 
 def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
-    described, (rope_type, rope) = f"{config.model.path}/config.json", _rope(hf)
+    described, (rope_type, rope) = f"{config.model.path}/config.json", rope_of(hf)
     if rope_type not in ("default", "yarn"):
         raise ConfigError(
             f"model.path: {described} asks for rotary embeddings of type {shown(rope_type)}; with latents engines have "
@@ -200,6 +238,11 @@ def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
         )
     if len({bool(rope.get(key) and _number(rope, key, 0)) for key in ("mscale", "mscale_all_dim")}) > 1:
         raise ConfigError(f"model.path: {described} has one of mscale and mscale_all_dim, which engines take otherwise")
+    if hf.get("qk_head_dim") not in (None, d.head_dim):
+        raise ConfigError(
+            f"model.path: {described} has qk_head_dim={shown(hf['qk_head_dim'])}, which is not qk_nope_head_dim and "
+            f"qk_rope_head_dim={d.rotated} together; leave qk_head_dim out"
+        )
     if hf.get("head_dim") not in (None, d.rotated):
         raise ConfigError(
             f"model.path: {described} has head_dim={shown(hf['head_dim'])} and qk_rope_head_dim={d.rotated}: "
@@ -257,30 +300,18 @@ def _check_sigmoid_router(hf: dict[str, Any], path: str, experts: int, chosen: i
 
 def _check_length(config: Config, hf: dict[str, Any], path: str) -> None:
     longest = config.longest_sequence
-    limit, (rope_type, rope) = _number(hf, "max_position_embeddings", longest), _rope(hf)
+    limit, key = min((_number(hf, key, longest), key) for key in _LENGTHS)
+    rope_type, rope = rope_of(hf)
     if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
         scaled = _number(rope, "factor", 1) * _number(rope, "original_max_position_embeddings", limit)
         limit = max(limit, int(scaled))
     if longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
-            f"may reach {longest} tokens, {path} has max_position_embeddings={limit}"
+            f"may reach {longest} tokens, {path} has {key}={limit}"
         )
 
 
 def _number(described: dict[str, Any], key: str, default: float) -> float:
     """Returns a number that config.json need not have. Raises ConfigError for what is none."""
-    value = described.get(key)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not 0 < value < _MOST:
-        raise ConfigError(f"model.path: config.json needs a positive number {key}, has {shown(value)}")
-    return value
-
-
-def _rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the type and parameters of the rotary embeddings, under the names of transformers 5 or older."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"model.path: the rotary embeddings of config.json must be an object, are {shown(rope)}")
-    return rope.get("rope_type", rope.get("type", "default")), rope
+    return default if described.get(key) is None else positive_number(described, key)

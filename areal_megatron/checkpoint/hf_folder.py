@@ -22,11 +22,10 @@ from areal_megatron.json_input import parse_json
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers, taken_numbers
+from areal_megatron.models.weight_files import INDEX, SINGLE, weight_map
 from areal_megatron.reshard.boxes import Box, Shape, expand, whole
 
 log = logging.getLogger(__name__)
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 DESCRIPTION = (
     "config.json",
@@ -73,6 +72,9 @@ class HfFolder:
         """Every tensor that the folder says it has."""
         for file in files:
             names, extents = safetensors_extents(folder / file, wanted)
+            if twice := sorted(extents.keys() & self._extents):
+                first = self._extents[twice[0]].path.name
+                raise CheckpointError(f"{folder}: {twice[0]} is in {first} and in {file}, of two savings; remove one")
             self._extents |= extents
             self.names |= names
         for name, shape in expected.items():
@@ -231,7 +233,9 @@ def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str
     config = dict(read_config(source) if config is None else config)
     config |= implied(config)
     config.pop("quantization_config", None)  # weights are written whole
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config.pop("dtype", None)  # which transformers would believe rather than the other name
+    config[key] = dtype
     write_json(folder / "config.json", config)
 
 
@@ -320,13 +324,10 @@ def _no_safetensors(path: Path, reason: object) -> str:
 
 
 def _file_of(folder: Path) -> dict[str, str]:
-    """Tensor → file by the index; empty where one file has everything and there is no index."""
-    index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors are read")
-        return {}
+    """Tensor → file by the index; empty where one file has everything."""
     try:
-        return dict(parse_json(index.read_bytes())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{index} cannot be read: {e}") from None
+        return weight_map(folder)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {e.filename}: {e.strerror}") from None
+    except ValueError as e:
+        raise CheckpointError(str(e)) from None

@@ -8,6 +8,7 @@ keeps from a call before it was saved. Texts from outside are text, whatever the
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -24,9 +25,11 @@ from areal_megatron.data.control_words import ControlWords, Hidden, any_of, tags
 from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.formats import Chat
 from areal_megatron.errors import printable
-from areal_megatron.json_input import parse_json
+from areal_megatron.json_input import read_object, read_regular
 
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+MOST_TOKENIZER_BYTES = 256 * 2**20
+"""Bytes of the largest tokenizer.json that is read; those of published models have up to 35 MB."""
 _TAIL = 64
 """So many tokens of a prompt are looked at for how it begins the answer."""
 _OPENED = re.compile(r"(?:(?:</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\])\s*)+\Z")
@@ -377,7 +380,7 @@ class Tokenizer:
         if not file.is_file():
             raise ConfigError(f"model.path: {file} is missing; save the tokenizer as a fast one (save_pretrained)")
         try:
-            library = tokenizers.Tokenizer.from_file(str(file))
+            library = tokenizers.Tokenizer.from_buffer(read_regular(file, MOST_TOKENIZER_BYTES))
         except Exception as e:  # the library raises bare Exception for a broken file
             raise ConfigError(f"model.path: {file} is no tokenizer: {printable(str(e))}") from None
         library.no_truncation()
@@ -427,12 +430,11 @@ class Tokenizer:
     def _json(self, name: str) -> dict[str, Any]:
         file = self._folder / name
         try:
-            found = parse_json(file.read_bytes()) if file.is_file() else {}
+            return read_object(file) if os.path.lexists(file) else {}
+        except OSError as e:
+            raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
         except ValueError as e:
-            raise ConfigError(f"model.path: {file} is not JSON: {e}") from None
-        if not isinstance(found, dict):
-            raise ConfigError(f"model.path: {file} holds no JSON object")
-        return found
+            raise ConfigError(f"model.path: {file} {e}") from None
 
     def _named(self, key: str) -> str:
         """Returns the text of a special token, empty if the model has none."""

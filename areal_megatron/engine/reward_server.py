@@ -51,6 +51,7 @@ def command(config: Config, host: str, port: int) -> list[str]:
     words += ["--model", str(Path(config.model.path).absolute()), "--served-model-name", SERVED_MODEL]
     words += ["--host", host, "--port", str(port), "--runner", "pooling"]
     words += ["--middleware", "areal_megatron.engine.guard.TokenGuard", "--disable-uvicorn-access-log"]
+    words += ["--config-format", "hf", "--load-format", "hf"]
     words += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     words += ["--max-model-len", str(config.longest_sequence), "--max-num-seqs", str(rollout.max_running)]
     if config.machine.is_cpu:

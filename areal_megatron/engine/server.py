@@ -108,8 +108,8 @@ def engine_arguments(config: Config) -> list[str]:
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    if config.engines_start_empty:
-        command += ["--load-format", "dummy"]
+    # Files that other programs left beside the model's own would decide otherwise.
+    command += ["--config-format", "hf", "--load-format", "dummy" if config.engines_start_empty else "hf"]
     if rollout.expert_parallel:
         command += ["--enable-expert-parallel"]
     if rollout.replay_routes:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import ConfigError
-from areal_megatron.errors import printable
-from areal_megatron.json_input import parse_json
+from areal_megatron.json_input import read_object
 from areal_megatron.models.deepseek import DEEPSEEK_V3
+from areal_megatron.models.described import EXPERT_COUNTS, check_described, rope, shown
 from areal_megatron.models.glm4 import GLM4_MOE
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
@@ -58,8 +58,6 @@ _CLASS_OF_MODEL_TYPE = {
 
 _MOST_ROWS = 1 << 24
 """Most rows or columns of a tensor. Larger sizes are errors, and would use up the memory of whoever plans for them."""
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Names of the number of experts: of Qwen3-MoE transformers 5 writes the last, published checkpoints have the first."""
 _HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 _MOST = {"num_hidden_layers": 4096} | dict.fromkeys((*EXPERT_COUNTS, *_HEADS), 65536)
 _KINDS = ("linear_attention", "full_attention")
@@ -131,7 +129,8 @@ class Architecture:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object."""
+    """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object,
+    has a key twice, or a number that is not finite."""
     file = Path(path) / "config.json"
     if (Path(path) / DELTA).exists():
         raise ConfigError(
@@ -139,14 +138,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
             "NEW_FOLDER` makes a model of it"
         )
     try:
-        config = parse_json(file.read_bytes())
+        return read_object(file)
     except OSError as e:
         raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
     except ValueError as e:
-        raise ConfigError(f"model.path: {file} is not JSON: {e}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"model.path: {file} holds no JSON object")
-    return config
+        raise ConfigError(f"model.path: {file} {e}") from None
 
 
 def architecture(hf_config: Mapping[str, Any]) -> Architecture:
@@ -165,6 +161,8 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}{hint}"
         )
     family = FAMILIES[name]
+    check_described(hf_config)
+    _check_class(hf_config, name, family)
     for flag in family.refused:
         if hf_config.get(flag):
             raise ConfigError(f"model.path: config.json sets {flag}, whose parameters the table of {name} lacks")
@@ -187,8 +185,18 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         return size(next((key for key in EXPERT_COUNTS if hf_config.get(key) is not None), EXPERT_COUNTS[0]))
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
+    if family.has_experts and not family.has_latents and hf_config.get("num_key_value_heads", 1) is None:
+        raise ConfigError(f"model.path: config.json needs num_key_value_heads, of {name} it may not be null")
     kv_heads = size("num_key_value_heads", heads)
     latents = _latents(hf_config, size) if family.has_latents else {"head_dim": size("head_dim", hidden // heads)}
+    head_dim = latents["head_dim"]
+    if not family.own_head_dim and head_dim * heads != hidden:
+        raise ConfigError(
+            f"model.path: config.json has head_dim={head_dim}; heads of {name} have hidden_size={hidden} over "
+            f"num_attention_heads={heads} in engines"
+        )
+    if not family.has_latents and int(head_dim * rope(hf_config)[1].get("partial_rotary_factor", 1)) % 2:
+        raise ConfigError(f"model.path: config.json has heads of {head_dim}, of which an odd part is rotated")
     if heads % kv_heads:
         raise ConfigError(
             f"model.path: config.json has num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads}"
@@ -225,10 +233,26 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         )
     layer = tuple(row for row in family.layer if _has(hf_config, row))
     if is_reward_model:
-        if not isinstance(labels := hf_config.get("id2label"), dict) or len(labels) != 1:
+        if not isinstance(labels := hf_config.get("id2label"), dict) or {
+            len(labels),
+            hf_config.get("num_labels", 1),
+        } != {1}:
             raise ConfigError(f"model.path: config.json names {shown(named)} without one label; a reward model has one")
         return Architecture(shown(named), family, dimensions, layer, tied=False, is_reward_model=True)
     return Architecture(name, family, dimensions, layer, bool(hf_config.get("tie_word_embeddings", False)))
+
+
+def _check_class(hf_config: Mapping[str, Any], name: str, family: Family) -> None:
+    """Raises ConfigError where transformers, which goes by model_type, or engines, which go by layer_types, would build
+    another model than that of the class."""
+    own = _CLASS_OF_MODEL_TYPE.get(kind) if isinstance(kind := hf_config.get("model_type"), str) else None
+    if own not in (None, name):
+        raise ConfigError(f"model.path: config.json has model_type={shown(kind)} and the class {name}, of two models")
+    kinds = hf_config.get("layer_types")
+    if not family.has_linear_layers and kinds and (not isinstance(kinds, list) or {*map(str, kinds)} != {_KINDS[1]}):
+        raise ConfigError(
+            f"model.path: config.json has layer_types={shown(kinds)}; all layers of {name} are {_KINDS[1]} here"
+        )
 
 
 def _named(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
@@ -329,10 +353,3 @@ def as_reward_model(hf_config: Mapping[str, Any], pad_token: int | None = None) 
         "pad_token_id": pad_token,
     }
     return dict(hf_config) | added
-
-
-def shown(value: Any) -> str:
-    """Returns what config.json says, as a part of a message of one line."""
-    return printable(
-        repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of many digits", 60
-    )

@@ -13,4 +13,4 @@ QKV_BIAS = Row(
     },
 )
 
-QWEN2 = Family((*ATTENTION, QKV_BIAS, *MLP))
+QWEN2 = Family((*ATTENTION, QKV_BIAS, *MLP), own_head_dim=False)

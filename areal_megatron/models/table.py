@@ -228,6 +228,8 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json that choose between computations → the one value that is computed, which is also what a
     config.json without the key means."""
+    own_head_dim: bool = True
+    """Whether engines read in config.json how wide a head is; if not, it is the hidden size over the heads."""
     reward_models: bool = True
     """Whether transformers has a class of reward models with these layers."""
     untrained: str = ""

@@ -1,12 +1,17 @@
 """Models that a config cannot train are refused from config.json alone."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from areal_megatron.config import (
     Config,
@@ -17,8 +22,9 @@ from areal_megatron.config import (
     RolloutConfig,
     TrainerConfig,
 )
-from areal_megatron.model_check import check_model
+from areal_megatron.model_check import CPU_HEADS, check_model
 from areal_megatron.models.architecture import architecture, as_reward_model
+from areal_megatron.models.weight_files import weight_map
 
 GOOD = {
     "model_type": "qwen3",
@@ -347,6 +353,147 @@ def test_a_shard_that_the_index_names_and_nobody_has(tmp_path):
             check_model(subject)
 
 
+def save(folder, **files):
+    """Writes files of one tensor each, as the library of safetensors does."""
+    for name, value in files.items():
+        save_file({"t": numpy.full(3, value, numpy.float32)}, folder / f"{name.replace('_', '-')}.safetensors")
+
+
+OLD = {"metadata": {}, "weight_map": {"t": "model-00001-of-00001.safetensors"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "mode", "message"),
+    [
+        (["model"], OLD, "sft", None),
+        (["model", "model_00001_of_00001"], OLD, "sft", None),
+        (["model", "model_00001_of_00001"], OLD, "rl", "follow to other files: they were saved at two times"),
+        (["model"], OLD, "rl", "follow to other files: they were saved at two times"),
+        (["model_00001_of_00001"], OLD, "rl", None),
+        (["model_00001_of_00001", "consolidated"], OLD, "rl", None),
+        (["model_00001_of_00001", "model_00002_of_00002"], OLD, "rl", None),
+        (["model", "consolidated"], None, "rl", "has consolidated.safetensors beside model.safetensors"),
+        (["model", "consolidated"], None, "sft", None),
+        (["model", "adapter"], None, "rl", "has adapter.safetensors beside model.safetensors"),
+        (["model_00001_of_00002"], None, "sft", "has neither model.safetensors.index.json nor model.safetensors"),
+        (["other"], OLD, "sft", "lacks model-00001-of-00001.safetensors, which its index names"),
+        (
+            ["model"],
+            {"weight_map": {"t": "../model.safetensors"}},
+            "sft",
+            "'../model.safetensors' is no file of",
+        ),
+    ],
+)
+def test_trainers_and_engines_load_the_same_files_or_are_told(tmp_path, files, index, mode, message):
+    subject = config(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    subject.mode, subject.machine.device = mode, "cpu"
+    save(tmp_path, **{name: number for number, name in enumerate(files)})
+    if index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if message:
+        with pytest.raises(ConfigError, match=message) as refused:
+            check_model(subject)
+        assert "\n" not in str(refused.value)
+        return
+    check_model(subject)
+    ours = read_tensor(tmp_path)
+    theirs = transformers_files(tmp_path)
+    assert ours == theirs
+    if mode == "rl":
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(LoadConfig(load_format="hf"))
+        _, read, *_ = loader._prepare_weights(str(tmp_path), None, None, True, None)
+        assert sorted(map(Path, read)) == ours
+
+
+def transformers_files(folder):
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    found, _ = _get_resolved_checkpoint_files(
+        pretrained_model_name_or_path=str(folder),
+        variant=None,
+        gguf_file=None,
+        use_safetensors=True,
+        user_agent=None,
+        is_remote_code=False,
+    )
+    return sorted(map(Path, found))
+
+
+def read_tensor(folder):
+    """The files from which trainers and the converter read."""
+    file_of = weight_map(folder)
+    return sorted(folder / name for name in {*file_of.values()} or {"model.safetensors"})
+
+
+def test_an_adapter_is_not_overlooked(tmp_path):
+    subject = config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="an adapter is not applied; merge it into the weights"):
+        check_model(subject)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "loop", "huge", "deep", "text"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_file_of_a_model_that_is_no_such_file_is_refused_at_once(tmp_path, kind, name):
+    subject, file = config(tmp_path), tmp_path / name
+    file.unlink(missing_ok=True)
+    make_strange(file, kind)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"^model.path: [^\n]*{name}[^\n]*$"):
+        check_model(subject)
+    assert time.monotonic() - started < 5
+
+
+def make_strange(file, kind):
+    match kind:
+        case "fifo":
+            os.mkfifo(file)
+        case "zero":
+            file.symlink_to("/dev/zero")
+        case "folder":
+            file.mkdir()
+        case "loop":
+            file.symlink_to(file.name)
+        case "huge":
+            with file.open("wb") as sparse:
+                sparse.truncate(1 << 34)
+        case "deep":
+            file.write_text('{"a":' * 100_000)
+        case "text":
+            file.write_bytes(b"\xff\x00")
+
+
+def test_heads_of_engines_on_cpu_are_those_that_vllm_has_kernels_for(tmp_path):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEADS
+    subject = config(tmp_path, GOOD | {"head_dim": 16})
+    subject.machine.device = "cuda"
+    check_model(subject)
+    subject.machine.device = "cpu"
+    with pytest.raises(ConfigError, match=r"has heads of 16; engines on CPU have kernels for 32, 64, 80"):
+        check_model(subject)
+    subject.mode = "sft"
+    check_model(subject)
+
+
+def test_engines_on_gpus_have_kernels_for_any_head():
+    from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
+
+    assert FlexAttentionBackend.get_supported_head_sizes() == []
+
+
+@pytest.mark.parametrize("key", ["seq_length", "model_max_length", "n_positions"])
+def test_the_most_tokens_that_engines_take(tmp_path, key):
+    with pytest.raises(ConfigError, match=rf"{key}=32"):
+        check_model(config(tmp_path, GOOD | {key: 32}))
+
+
 HOSTILE = [
     *(None, True, 0, -1, 3, 10**9, 10**5000, 0.5, 1e308, float("inf"), float("nan"), "", "x", "\x1b[2Jx", "8"),
     *([], [1], [[]], {}, {"type": 5}, {"rope_type": []}, {"rope_type": "yarn", "factor": "x"}),
@@ -361,7 +508,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.models.architecture import read_config
 from launch.memory import plan_memory
 from tests.unit.test_model_check import EXPERTS, GOOD, HOSTILE, LINEAR, config
-from areal_megatron.model_check import check_model
+from areal_megatron.model_check import CPU_HEADS, check_model
 from areal_megatron.models.architecture import architecture, as_reward_model
 
 folder, wrong, count = Path(sys.argv[1]), 0, 0

@@ -13,7 +13,8 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from areal_megatron.models.architecture import EXPERT_COUNTS, architecture
+from areal_megatron.models.architecture import architecture
+from areal_megatron.models.described import EXPERT_COUNTS
 
 LAYERS = 4
 VOCABULARY = 191

@@ -195,10 +195,11 @@ def test_a_checkpoint_is_read_without_running_what_it_says(checkpoint, tmp_path,
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "config.json names 'GPT2LMHeadModel', which has no table"),
         (
-            {"architectures": ["LlamaForCausalLM"]},
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
             "_layernorm.weight of shape [4, 32], which config.json (LlamaForCausalLM)",
         ),
-        ({"architectures": ["Qwen2ForCausalLM"]}, "no tensor decoder.layers.self_attention.linear_qkv.bias"),
+        ({"architectures": ["LlamaForCausalLM"]}, "model_type='qwen3' and the class LlamaForCausalLM, of two models"),
+        ({"model_type": "glm4_moe"}, "model_type='glm4_moe' and the class Qwen3ForCausalLM"),
         ({"tie_word_embeddings": True}, "has a tensor output_layer.weight of shape [203, 64]"),
         ({"num_hidden_layers": 5}, "shape [4, 64], config.json (Qwen3ForCausalLM) asks for [5, 64]"),
         (

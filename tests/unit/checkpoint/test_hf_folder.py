@@ -1,14 +1,18 @@
 """Model folders: what is copied out of one beside its weights, and files in it that have no sense."""
 
+import contextlib
 import json
 import os
 import stat
 import struct
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.hf_folder import INDEX, HfFolder, copy_description, safetensors_extents
+from areal_megatron.reshard.boxes import Box
 
 OWN = {
     "tokenizer.json": "1",
@@ -97,5 +101,32 @@ def test_a_header_without_sense_is_named(tmp_path, header):
 @pytest.mark.parametrize("index", ["[" * 100_000, "[]", '{"weight_map": 5}', "\udcff"])
 def test_an_index_without_sense_is_named(tmp_path, index):
     (tmp_path / INDEX).write_text(index, errors="surrogateescape")
-    with pytest.raises(CheckpointError, match=r"^.*index\.json cannot be read: [^\n]*$"):
+    with pytest.raises(CheckpointError, match=r"^.*index\.json cannot be read as an index of weights: [^\n]*$"):
         HfFolder(tmp_path, {"a": (1,)})
+
+
+def test_a_tensor_in_files_of_two_savings_is_refused(tmp_path):
+    for number in (1, 2):
+        tensors = {"a": np.full(3, number, np.float32), f"b{number}": np.zeros(1, np.float32)}
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+    index = {"a": "1.safetensors", "b1": "1.safetensors", "b2": "2.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match=r"a is in 1.safetensors and in 2.safetensors, of two savings"):
+        HfFolder(tmp_path, {"a": (3,), "b1": (1,), "b2": (1,)})
+
+
+def test_a_newer_whole_file_comes_before_an_old_index(tmp_path):
+    save_file({"a": np.full(3, 7, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    found = np.zeros(3, np.float32)
+    with contextlib.closing(HfFolder(tmp_path, {"a": (3,)})) as folder:
+        folder.read("a", Box((0,), (3,)), found, "float32")
+    assert found.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("given", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
+def test_an_export_says_its_dtype_once(tmp_path, given):
+    (tmp_path / "new").mkdir()
+    copy_description(tmp_path, tmp_path / "new", "bfloat16", {"model_type": "qwen2"} | dict.fromkeys(given, "float32"))
+    said = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert [said[key] for key in ("dtype", "torch_dtype") if key in said] == ["bfloat16"]

@@ -124,7 +124,7 @@ def test_engines_on_gpus_begin_without_weights_and_evaluations_with_those_of_the
     asked = config("cuda", 2)
     assert begun(asked) == "dummy"
     asked.rollout.first_weights = "model"
-    assert begun(asked) is None
+    assert begun(asked) == "hf"
     asked = config("cpu", 2)
     assert not asked.engines_start_empty
     asked.rollout.first_weights = "trainers"
@@ -133,7 +133,7 @@ def test_engines_on_gpus_begin_without_weights_and_evaluations_with_those_of_the
     (tmp_path / "data.jsonl").touch()
     evaluation = evaluate.config_of(evaluate._options([str(tmp_path), str(tmp_path / "data.jsonl")]))
     evaluation.machine.device = "cuda"
-    assert begun(evaluation) is None
+    assert begun(evaluation) == "hf"
 
 
 def test_vllm_gives_an_engine_as_long_to_start_as_the_run_does(tmp_path):
