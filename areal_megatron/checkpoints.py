@@ -240,6 +240,8 @@ class Checkpoints:
         self._exported = version
         with self._trainer.timeline.span("export", version=version):
             self._run.check_current()
+            with contextlib.suppress(OSError):  # the saver meets it again, and gives up this export
+                self._run.exports.mkdir(exist_ok=True)
             self._weights.begin(folder / "trainer", seal, lost)
 
     def _write_again(self, folder: Path, version: int, batches: int) -> None:

@@ -62,14 +62,13 @@ def numbered(folder: Path, number: int) -> Path:
 
 
 def numbers(folder: Path) -> list[int]:
-    """Returns the numbers of the numbered files in a folder, ascending; [] if there is no folder.
+    """Returns the numbers of the numbered files in a folder, ascending.
 
-    An NFS client asks its server what the folder holds only when the folder is opened, as it is here. Asked for one
-    name, it may say for a minute that there is no such file, because there was none.
+    Raises FileNotFoundError if there is no folder: nothing can be concluded from what is not there. An NFS client asks
+    its server what the folder holds only when the folder is opened, as it is here. Asked for one name, it may say for a
+    minute that there is no such file, because there was none.
     """
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdecimal())
-    return []
+    return sorted(int(name[:-5]) for name in os.listdir(folder) if name.endswith(".json") and name[:-5].isdecimal())
 
 
 def read_replaced(path: Path, decode: Callable[[bytes], Content], patience_s: float = 1.0) -> Content | None:
@@ -114,10 +113,13 @@ def sync_folder(folder: Path) -> None:
 
 def set_aside(path: Path, reason: str) -> Path:
     """Renames a folder, if it exists, to `.NAME.REASON` beside it and returns that path, for the caller to remove:
-    a folder that is half removed must not look complete. Raises OSError."""
+    a folder that is half removed must not look complete. Raises OSError.
+
+    One that was set aside before goes only if there is one to take its place: it may be the last that is whole.
+    """
     aside = path.with_name(f".{path.name}.{reason}")
-    shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)
         os.rename(path, aside)
     return aside
 
@@ -126,12 +128,12 @@ def set_aside(path: Path, reason: str) -> Path:
 def whole_folder(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yields a folder to fill, which takes the place of `path` at the end, or is removed if an error is raised.
 
-    sync: everything is on the disk before the folder appears. Raises OSError.
+    sync: everything is on the disk before the folder appears. Raises OSError, also if there is no folder to make it in.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.mkdir()
         yield partial
         if sync:
             sync_folder(partial)

@@ -97,8 +97,12 @@ class Mirror:
         self._save()
 
     def update(self) -> None:
-        """Brings the tracker what is new. Raises ValueError for a malformed line, Replaced, and whatever the tracker
-        does."""
+        """Brings the tracker what is new, unless the run folder is away. Raises ValueError for a malformed line,
+        Replaced, and whatever the tracker does."""
+        try:
+            self._run.look()
+        except OSError:  # trackers make folders that are gone again
+            return
         for record in self._reader.new():
             self._read += 1
             if self._once.takes(record) and self._read > self._shown:
@@ -114,7 +118,7 @@ class Mirror:
         self._tracker.close()
 
     def _save(self) -> None:
-        self._run.check_current()
+        self._run.look()
         write_json(self._note, {"id": self._tracker.id, "lines": self._shown})
 
 

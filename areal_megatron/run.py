@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -23,6 +25,7 @@ import socket
 import stat
 import sys
 import time
+import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +49,13 @@ _SECRET = "secret"
 _KEYS = ("controller.key", "trainers.key")
 _CREDENTIALS = "site.pem"
 _PRIVATE = (_SECRET, *_KEYS, _CREDENTIALS)
+_FOLDERS = ("endpoints", "logs", "timeline", "ledger", "tensorboard", "incarnations", "leases")
+_LEDGER = re.compile(r".+\.(\d+)\.jsonl")
+_AWAY_S = 600.0
+"""How long a writer waits for a run folder that is away. The launcher ends the run after machine.lease_s; this bound is
+for a node that alone has lost its file system."""
+_AGAIN_S = 0.5
+log = logging.getLogger(__name__)
 
 
 class RunError(RuntimeError):
@@ -54,6 +64,16 @@ class RunError(RuntimeError):
 
 class Replaced(RunError):
     """The run was started again while this process could not notice, stopped or cut off from the run folder."""
+
+
+class Away(OSError):
+    """The run folder is not where it was, or has lost its records: renamed, unmounted, replaced or cleared."""
+
+    def __init__(self, problem: str):
+        super().__init__(errno.ENOENT, problem)
+
+    def __str__(self) -> str:
+        return self.strerror
 
 
 class SecretKeys(NamedTuple):
@@ -111,7 +131,8 @@ class Run:
     """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
 
     A process of the run is bound to the incarnation that it was started for, and a launcher to its lease and to the
-    incarnation that it began: when those are no longer the newest it writes nothing more (`check_current`).
+    incarnation that it began: when those are no longer the newest it writes nothing more (`check_current`). It is bound
+    to the folder, too, which it holds open: nothing is written where another one, or none, has taken its place.
 
     Example:
         run = Run("runs/tiny")
@@ -125,6 +146,9 @@ class Run:
         """`incarnation`, `lease`: those that this process was started for. An engine lives on in later incarnations of
         a lease, and has no incarnation; a process that only reads, whatever the newest is, has neither."""
         self._bound, self._lease = incarnation, lease
+        self._start: IncarnationStart | None = None
+        self._held: int | None = None
+        """Descriptor of the folder to which a bound process keeps."""
         self.folder = Path(folder).absolute()
         self.config = self.folder / "config.yaml"
         self.metrics = self.folder / "metrics.jsonl"
@@ -145,11 +169,36 @@ class Run:
         to be completed."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700, exist_ok=exist_ok)
-        for name in ("endpoints", "logs", "timeline", "ledger", "incarnations", "leases"):
-            (self.folder / name).mkdir(mode=0o700, exist_ok=exist_ok)
+        for name in _FOLDERS:
+            (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+        if not self.has_begun():  # else they were moved away, and a run would begin anew as if there had been none
+            self.checkpoints.mkdir(mode=0o700, exist_ok=True)
         for name in _PRIVATE:
             if not (self.folder / name).exists():
                 self._draw(name)
+
+    def has_begun(self) -> bool:
+        """Whether there is work in the folder, also if the records of its incarnations are lost."""
+        return self._last_incarnation() >= 0 or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
+
+    @property
+    def began(self) -> bool:
+        """Whether this object is bound to an incarnation that has begun; a launcher's, to one that it began itself."""
+        return self._start is not None
+
+    def discard(self) -> None:
+        """Removes a run that this launcher made and that never began: what `create` and the lease made, and no more.
+        Leaves what holds anything else."""
+        try:
+            self.look()
+            self.incarnations.rmdir()  # first: it is empty as long as nothing has begun
+            for path in (*(self.folder / name for name in _PRIVATE), *self.leases.iterdir()):
+                path.unlink(missing_ok=True)
+            for folder in (*(self.folder / name for name in _FOLDERS if name != "incarnations"), self.checkpoints):
+                folder.rmdir()
+            self.folder.rmdir()
+        except (OSError, Replaced):
+            return
 
     def renew_secret(self) -> None:
         """Makes another secret, and other credentials. Not while a process of the run lives that is still needed: it
@@ -210,7 +259,8 @@ class Run:
         Raises Replaced if another launcher has begun that incarnation or has taken a newer lease.
         """
         self.check_lease()
-        number, lease = (self._newest() if self._bound is None else self._bound) + 1, self._lease or 0
+        before = self._last_incarnation() if self._bound is None else self._bound
+        number, lease = max(before, -1 if after is None else after) + 1, self._lease or 0
         while True:
             start = IncarnationStart(number, version, batches, checkpoint, after, time.time(), this_process(), lease)
             try:
@@ -219,45 +269,103 @@ class Run:
             except FileExistsError:
                 other = self._read_start(number)
                 if other.lease >= lease:
-                    raise self._replaced(other.launcher) from None
+                    raise self.replaced_by(other.launcher) from None
                 number += 1  # begun by a launcher at the moment at which it was replaced by this one
-        self._bound = number
+        self._bound, self._start = number, start
+        self._hold_folder()
         for endpoint in (self.folder / "endpoints").iterdir():
             if endpoint.name not in keep:
                 endpoint.unlink()
         for name in _KEYS:
             self._draw(name)
-        self.checkpoints.mkdir(exist_ok=True)
         self.status.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
 
     def hold(self, lease: int) -> None:
         """Binds this object to the lease that this launcher has taken: the next incarnation is its own."""
-        self._lease, self._bound = lease, self._newest()
+        self._lease, self._bound = lease, self._last_incarnation()
+        self._hold_folder()
 
     def check_current(self) -> None:
         """To be called before anything is written that outlives the process. Costs two looks into small folders.
 
-        Raises Replaced if a newer incarnation has begun than the one to which this object is bound, or if another
-        launcher has taken the next lease and is about to begin one.
+        While the folder is away, or cannot be looked at, waits ten minutes at most; then it raises OSError, as `look`
+        does at once. Raises Replaced.
         """
+        deadline, told = time.monotonic() + _AWAY_S, False
+        while True:
+            try:
+                self.look()
+            except OSError as e:
+                if time.monotonic() > deadline:
+                    raise
+                if not told:
+                    log.warning("%s; nothing is written until it is back", e if isinstance(e, Away) else self._bad(e))
+                told = True
+                time.sleep(_AGAIN_S)
+            else:
+                return
+
+    def look(self) -> None:
+        """Raises Replaced if a newer incarnation has begun than the one to which this object is bound, or if another
+        launcher has taken the next lease and is about to begin one; and Away and OSError as check_lease does."""
         self.check_lease()
-        if self._bound is not None and (newest := self._newest()) > self._bound:
-            raise self._replaced(_launcher(numbered(self.incarnations, newest)))
+        if self._bound is not None and (newest := max(self._numbers(self.incarnations), default=-1)) > self._bound:
+            raise self.replaced_by(_launcher(numbered(self.incarnations, newest)))
 
     def check_lease(self) -> None:
-        """Raises Replaced if there is a newer lease than the one to which this object, or its incarnation, is bound."""
+        """Raises Replaced if there is a newer lease than the one to which this object, or its incarnation, is bound.
+
+        Raises Away if the folder is not the one in which this process began, or if the records of its lease or
+        incarnation are gone; OSError while the file system does not tell.
+        """
         if self._lease is None and self._bound is not None:
             self._lease = self.start.lease
-        if self._lease is not None and (newest := max(numbers(self.leases), default=0)) > self._lease:
-            raise self._replaced(_launcher(numbered(self.leases, newest)))
+        if self._lease is None:
+            return
+        self._check_folder()
+        taken = self._numbers(self.leases)
+        if (newest := max(taken, default=0)) > self._lease:
+            raise self.replaced_by(_launcher(numbered(self.leases, newest)))
+        if self._lease and self._lease not in taken:
+            raise self._away(f"leases/{self._lease:05}.json is gone")
+        if self._start and self._start.incarnation not in self._numbers(self.incarnations):
+            raise self._away(f"incarnations/{self._start.incarnation:05}.json is gone")
+
+    def _hold_folder(self) -> None:
+        if self._held is None:
+            self._held = os.open(self.folder, os.O_PATH | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._held)
+
+    def _check_folder(self) -> None:
+        """Raises Away if the path leads to another folder than the one that this process holds open, or to none."""
+        try:
+            self._hold_folder()
+            here, held = os.stat(self.folder), os.fstat(self._held)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._away("it is not there") from None
+        if (here.st_dev, here.st_ino) != (held.st_dev, held.st_ino):
+            raise self._away("another folder is in its place")
+
+    def _numbers(self, folder: Path) -> list[int]:
+        try:
+            return numbers(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._away(f"{folder.name}/ is not there") from None
+
+    def _away(self, problem: str) -> Away:
+        return Away(f"{self.folder}: {problem} (renamed, unmounted or cleared?)")
+
+    def _bad(self, error: OSError) -> str:
+        return f"{self.folder} cannot be looked at: {error.strerror or error}"
 
     @property
     def lease(self) -> int:
         """Number of the lease to which this object is bound; else that of the newest incarnation."""
         return self.start.lease if self._lease is None else self._lease
 
-    def _replaced(self, launcher: str) -> Replaced:
+    def replaced_by(self, launcher: str) -> Replaced:
+        """Returns the error of a process whose run another launcher has taken over."""
         return Replaced(
             f"{self.folder} was started again by {launcher} while this process was stopped or cut off: it ends and "
             "writes nothing more"
@@ -274,8 +382,13 @@ class Run:
     @property
     def start(self) -> IncarnationStart:
         """Where this incarnation begins; IncarnationStart(0) if no launcher has begun one yet."""
+        if self._start is not None:
+            return self._start
         number = self._newest() if self._bound is None else self._bound
-        return IncarnationStart(0) if number < 0 else self._read_start(number)
+        start = IncarnationStart(0) if number < 0 else self._read_start(number)
+        if self._bound is not None and number >= 0:  # one's own does not change
+            self._start = start
+        return start
 
     @property
     def incarnation(self) -> int:
@@ -285,6 +398,12 @@ class Run:
     def _newest(self) -> int:
         """Returns the newest incarnation, -1 before the first."""
         return max(numbers(self.incarnations), default=-1)
+
+    def _last_incarnation(self) -> int:
+        """Returns the newest incarnation, -1 before the first, also by the ledgers that it has left: its number is not
+        to be given again, even if the records are lost."""
+        ledgers = (_LEDGER.fullmatch(name) for name in os.listdir(self.folder / "ledger"))
+        return max(self._newest(), *(int(found[1]) for found in ledgers if found), -1)
 
     @property
     def token(self) -> str:
@@ -399,7 +518,7 @@ def one_line() -> Iterator[None]:
     for what has become of the run."""
     try:
         yield
-    except (ConfigError, RunError) as e:
+    except (Away, ConfigError, RunError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ConfigError) else 1)
 
@@ -457,6 +576,6 @@ def from_command_line(program: str) -> tuple[Run, int]:
     run = Run(options.run, options.incarnation, options.lease)
     try:
         run.check_current()
-    except Replaced as e:
+    except (Replaced, OSError) as e:
         parser.exit(1, f"error: {e}\n")
     return run, options.index

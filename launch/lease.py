@@ -7,16 +7,19 @@ refuses another start; one that has stood still for machine.lease_s no longer do
 lease, and on the machine of one that was killed others see at once that it is gone.
 
 Whoever takes the next lease thereby replaces the holder before: Run.check_current, which every writer of the run calls,
-raises Replaced from then on.
+raises Replaced from then on. A holder whose run folder has gone, renamed or unmounted, writes nothing meanwhile, cannot
+be seen to live, and ends the run after machine.lease_s.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -24,7 +27,7 @@ import msgspec
 from areal_megatron.config import ConfigError
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
 from areal_megatron.json_input import read_record
-from areal_megatron.run import Replaced, Run, this_process
+from areal_megatron.run import Away, Replaced, Run, this_process
 
 BEAT_S = 1.0
 _LOOK_S = 0.25
@@ -32,6 +35,8 @@ _SILENT_S = 3.0
 """Silence after which a start says that it waits."""
 _CLEARED_S = 60.0
 """Longest wait for the guardian of a launcher that was killed: ending processes takes it ten seconds."""
+_TRIES = 100
+"""How often a start tries to take the lease while others take it and release it."""
 _RELEASED = 0
 _Process = tuple[int, int]
 """A process of this machine: its id, and when it began, in clock ticks since the machine's start."""
@@ -78,6 +83,9 @@ class Lease:
         self._folder = run.leases
         self.number, silent = _take(run, lease_s)
         self._path = numbered(self._folder, self.number)
+        taken = read(self._path)
+        self._taken = taken.launcher, taken.since
+        self._lease_s, self._away_s = lease_s, 0.0
         self._count, self._guarded_by = _RELEASED, 0
         self._replaced: Replaced | None = None
         self._ended = threading.Event()
@@ -110,35 +118,73 @@ class Lease:
         self._ended.set()
         self._thread.join(_CLEARED_S)  # its file server may be away
         with suppress(OSError):
+            self._look()  # it may have become another folder's
             os.utime(self._path, (_RELEASED, _RELEASED))
 
     def _live(self) -> None:
         while not self._ended.wait(BEAT_S) and not self._replaced:
-            with suppress(OSError):  # the file server is away: whoever watches does not see it either
-                self._beat()
+            try:
                 self._look()
+                self._beat()
+                self._is_back()
+            except Away as e:
+                self._is_away(e)
+            except OSError:
+                continue  # the file server is away: whoever watches does not see it either
+
+    def _is_away(self, problem: Away) -> None:
+        if not self._away_s:
+            print(
+                f"warning: {problem}; nothing is written until it is back, and in {self._lease_s:.0f} s the run ends",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._away_s += BEAT_S
+        if self._away_s > self._lease_s:
+            self._replaced = Replaced(
+                f"{problem}; it did not come back within {self._lease_s:.0f} s, and the run has been ended; "
+                "put it back, and with resume=auto the same command goes on from the newest checkpoint"
+            )
+
+    def _is_back(self) -> None:
+        if self._away_s:
+            print(f"{self.run.folder} is back after {self._away_s:.0f} s", file=sys.stderr, flush=True)
+        self._away_s = 0.0
 
     def _beat(self) -> None:
         self._count += 1  # whole seconds: Lustre keeps no fractions
         os.utime(self._path, (self._count, self._count))
 
     def _look(self) -> None:
+        """Raises Away, and OSError."""
         try:
             self.run.check_lease()
+            holder = read(self._path)
+            if (
+                holder.launcher,
+                holder.since,
+            ) != self._taken:  # removed, and taken anew
+                self._replaced = self.run.replaced_by(holder.launcher)
         except Replaced as e:
             self._replaced = e
 
 
 def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
     """Returns the number of the lease that this process has taken, and who held the one before if it fell silent."""
-    while True:
-        run.create(exist_ok=True)  # again: a start whose run cannot begin removes the folder that it made
-        number = max(numbers(run.leases), default=0)
-        silent = _watch(run, number, lease_s) if number else None
-        with suppress(FileExistsError, FileNotFoundError):
+    for tries in count():
+        try:
+            run.create(exist_ok=True)  # again: a start whose run cannot begin removes the folder that it made
+            taken = numbers(run.leases)
+            number = max([*taken, *(begun.lease for begun in run.starts()[-1:])], default=0)
+            silent = _watch(run, number, lease_s) if number in taken else None
             content = msgspec.json.encode(Holder.here(run.leases)).decode()
             write_once(numbered(run.leases, number + 1), content)
             return number + 1, silent
+        except (FileExistsError, FileNotFoundError):  # another start was faster, or has just removed its folder
+            if tries == _TRIES:
+                raise
+            time.sleep(_LOOK_S / 10)
+    raise AssertionError
 
 
 def _watch(run: Run, number: int, lease_s: float) -> Holder | None:

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.json_input import read_record as read_json_record
-from areal_megatron.run import Run
+from areal_megatron.run import Away, Run
 from launch.pools import Placement, Process
 from launch.processes import Log
 from launch.silence import AwakeClock
@@ -75,9 +75,11 @@ class Recorder:
 
     def _put(self, record: LaunchRecord) -> None:
         try:
-            self._run.check_current()
+            self._run.look()
             write_atomically(self._run.processes, msgspec.json.encode(record))
             self._failed = False
+        except Away:
+            return  # the lease says so
         except OSError as e:
             if not self._failed:
                 print(f"warning: {self._run.processes} cannot be written: {e.strerror}", file=sys.stderr, flush=True)

@@ -99,7 +99,7 @@ class Beginning:
     def begin(self) -> None:
         """Begins an incarnation. Raises Replaced, and ConfigError if the run folder cannot be written."""
         with _writing(self.run):
-            self.run.check_current()
+            self.run.look()
             self.run.renew_secret()
             config_file.save(self.config, self.run.config)
             begin(self.run, self.checkpoint)
@@ -114,18 +114,18 @@ def lease(config: Config) -> Iterator[Lease]:
     """
     run = Run(config.run_dir)
     made = not run.folder.exists()
-    if not made and not config.resume and (run.starts() or not run.leases.exists()):  # else it never began
+    if not made and not config.resume and (not run.leases.exists() or run.has_begun()):
         raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
     if not made:
         run.make_private()  # what others may have replaced is drawn anew when the run begins
-    try:
-        with ExitStack() as stack:
-            with _writing(run):
-                held = stack.enter_context(Lease(run, config.machine.lease_s))
+    with ExitStack() as stack:
+        with _writing(run):
+            held = stack.enter_context(Lease(run, config.machine.lease_s))
+        try:
             yield held
-    finally:
-        if made and not run.starts():
-            shutil.rmtree(run.folder, ignore_errors=True)
+        finally:
+            if made and not run.began:
+                run.discard()
 
 
 @contextmanager
@@ -308,11 +308,17 @@ def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
     """Returns the checkpoint from which the run goes on, if there is one, and warns of newer ones that are broken.
 
     `held`: this process holds the lease, and so may put checkpoints right. Raises ConfigError if there are checkpoints
-    and all of them are broken.
+    and all of them are broken, or if their folder is gone.
     """
-    if held:
-        checkpoint_folder.put_back(run)
-    checkpoint, problems = checkpoint_folder.resumable(run)
+    try:
+        if held:
+            checkpoint_folder.put_back(run)
+        checkpoint, problems = checkpoint_folder.resumable(run)
+    except FileNotFoundError as e:
+        raise ConfigError(
+            f"resume: {e.filename} is not there although {run.folder} has been run: put it back, or begin anew under "
+            "another name=…"
+        ) from None
     for problem in problems:
         print(f"warning: {problem}; resuming from the one before", file=sys.stderr)
     if problems and not checkpoint:
@@ -322,6 +328,6 @@ def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
 
 def _resumed(config: Config, run: Run, held: bool) -> SavedCheckpoint | None:
     """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
-    if not config.resume:
+    if not config.resume or not (held or run.folder.exists()):
         return None
     return newest(run, held) if config.resume == "auto" else checkpoint_folder.read(Path(config.resume).absolute())

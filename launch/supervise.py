@@ -16,7 +16,7 @@ from dataclasses import replace
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
-from areal_megatron.run import Replaced, is_engine, is_server
+from areal_megatron.run import Away, Replaced, is_engine, is_server
 from launch import output, start
 from launch.elastic import Elastic
 from launch.failure import REFUSED, Failure, Failures
@@ -70,7 +70,7 @@ def supervise(
     output.never_fail()
     lease.guard(hosts.guardian)
     signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGUSR1, lambda *_: beginning.run.stop.touch())
+    signal.signal(signal.SIGUSR1, lambda *_: _ask_to_stop(beginning))
     watch, outcome, problem = _Watch(beginning, hosts, options, lease, on_poll), Outcome.FAILED, ""
     try:
         with hosts:
@@ -169,21 +169,19 @@ class _Watch:
         if self._hosts.lost:
             raise HostError(f"{', '.join(sorted(self._hosts.lost))} cannot be started again: their node is lost")
         run = self._beginning.run
-        checkpoint = start.newest(run)
-        replaced = False
-        with suppress(OSError):  # of a file server that is away: each process looks too, before it reads a secret
-            replaced = run.make_private()
-        keep = self.kept() if checkpoint and not replaced else set()
-        self._hosts.end(self.parts(keep))
         deadline, waiting = time.monotonic() + self._beginning.config.machine.gather_s, False
         while True:
             try:
+                run.look()
+                checkpoint, replaced = start.newest(run), run.make_private()
+                keep = self.kept() if checkpoint and not replaced else set()
+                self._hosts.end(self.parts(keep))
                 if replaced:  # the engines that hold the one before have been ended
                     run.renew_secret()
                 start.begin(run, checkpoint, keep | self.added())
                 return
-            except OSError as e:  # as of a full disk
-                problem = f"{run.folder} cannot be written: {e.strerror or e}"
+            except OSError as e:  # as of a full disk, or a folder that is away
+                problem = str(e) if isinstance(e, Away) else f"{run.folder} cannot be written: {e.strerror or e}"
                 if time.monotonic() > deadline:
                     raise HostError(f"{problem}; mend that, and the same command resumes the run") from None
             if not waiting:
@@ -292,6 +290,13 @@ class _Watch:
         """Returns whether this is an engine of a run that generates already: the others can do without it for a
         while, or wait for its scores."""
         return is_server(name) and _phase(self._beginning) == "training"
+
+
+def _ask_to_stop(beginning: Beginning) -> None:
+    try:
+        beginning.run.stop.touch()
+    except OSError as e:  # as of a run folder that is away
+        print(f"warning: {beginning.run.stop} cannot be written: {e.strerror}; ask again", file=sys.stderr, flush=True)
 
 
 def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:

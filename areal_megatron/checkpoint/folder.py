@@ -39,6 +39,8 @@ from areal_megatron.run import IncarnationStart, Run, line_of
 
 _NAME = re.compile(r"version-(\d+)")
 _PARTIAL = re.compile(r"\.version-\d+\.incarnation-(\d+)\.(?:partial|weights)")
+_REMAINS = re.compile(r"\.version-\d+\.(?:replaced|removed|partial|old)")
+"""Folders that were set aside, or that an export had not finished."""
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 _TRAINER = "trainer/"
 _SEAL = "complete.json"
@@ -200,7 +202,10 @@ def size(folder: Path) -> int:
 
 def complete(run: Run) -> list[Path]:
     """Returns the folders of the run's checkpoints from the oldest work to the newest; work that was given up comes
-    before all that counts. Leaves out one that its run is just removing."""
+    before all that counts. Leaves out one that its run is just removing.
+
+    Raises FileNotFoundError if the run has no folder for them.
+    """
     return [folder for _, folder in _ordered(run)]
 
 
@@ -223,8 +228,9 @@ def resumable(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
     if not checkpoint:
         checkpoint, more = _last_whole(folder for place, folder in _ordered(run) if not place.counts)
         problems += more
-        if checkpoint and line:
-            problems.append(f"all checkpoints in {run.checkpoints} are of work that was given up")
+        if checkpoint:
+            why = "are of work that was given up" if line else f"are of incarnations that {run.incarnations} lacks"
+            problems.append(f"all checkpoints in {run.checkpoints} {why}")
     return checkpoint, problems
 
 
@@ -236,7 +242,8 @@ def free_bytes(run: Run) -> int:
 
 def shortage(run: Run, settings: CheckpointConfig, size: int) -> str:
     """Returns a line if there is too little room for the checkpoints of `size` bytes to come, else ""."""
-    coming, left = max(1, settings.keep + 1 - len(complete(run))), math.inf
+    there = len(complete(run)) if run.folder.exists() else 0
+    coming, left = max(1, settings.keep + 1 - there), math.inf
     with contextlib.suppress(OSError):
         left = free_bytes(run)
     if left >= coming * size:
@@ -256,11 +263,15 @@ def put_back(run: Run) -> None:
 
 
 def remove_unfinished(run: Run) -> None:
-    """Removes what earlier incarnations of the run had not finished writing, exporting or removing. Raises Replaced."""
+    """Removes what earlier incarnations of the run had not finished writing, exporting or removing, and nothing else.
+
+    Raises Replaced, and OSError.
+    """
     run.check_current()
-    for path in (*run.checkpoints.glob(".*"), *run.exports.glob(".*")):
+    put_back(run)
+    for path in (*run.checkpoints.glob(".version-*"), *run.exports.glob(".version-*")):
         partial = _PARTIAL.fullmatch(path.name)
-        if not partial or int(partial[1]) <= run.incarnation:
+        if int(partial[1]) <= run.incarnation if partial else _REMAINS.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -280,8 +291,7 @@ def tidy(run: Run, settings: CheckpointConfig, in_use: Collection[Path] = ()) ->
 def _ordered(run: Run) -> list[tuple[_Place, Path]]:
     """Returns the run's checkpoints, the newest last."""
     line = line_of(run.starts())
-    folders = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
-    places = [(_place(folder, line), folder) for folder in folders if _NAME.fullmatch(folder.name)]
+    places = [(_place(folder, line), folder) for folder in run.checkpoints.iterdir() if _NAME.fullmatch(folder.name)]
     return sorted(placed for placed in places if placed[1].is_dir())  # not those that went while others were read
 
 

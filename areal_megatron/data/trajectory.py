@@ -134,6 +134,7 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder:
 
 
 def store(value: Any, path: Path) -> None:
-    """Encodes a value into a file, which appears complete and synced to disk or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Encodes a value into a file, which appears complete and synced to disk or not at all. Makes its folder, if need
+    be, but not the one around that. Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
     write_atomically(path, encoder().encode(value), sync=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_megatron.files import drop_torn_line
-from areal_megatron.run import Replaced
+from areal_megatron.run import Away, Replaced
 
 log = logging.getLogger(__name__)
 FLUSH_S = 10.0
@@ -97,6 +97,11 @@ class BackgroundFile(ABC):
         except Replaced as e:
             self._replaced = e
             self._drop()
+        except Away as e:  # said once for all files, which wait in memory or show what was before
+            if not _thread.is_away:
+                log.warning("%s; nothing is written until it is back", e)
+            _thread.is_away = True
+            self._give_up()
         except Exception as e:  # the thread serves other files too
             self.failures += 1
             outcome, now = self._give_up(), time.monotonic()
@@ -105,6 +110,7 @@ class BackgroundFile(ABC):
                 self._told_at = now
             self._failed_at = self._failed_at or now
         else:
+            _thread.is_away = False
             if self._failed_at is not None:
                 log.warning("%s can be written again, after %.0f s", self._path, time.monotonic() - self._failed_at)
                 self._failed_at = None
@@ -166,7 +172,6 @@ class AppendedFile(BackgroundFile):
             del self._data[: len(data)]
 
     def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._lines and self._path.is_file():
             drop_torn_line(self._path)
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -240,6 +245,8 @@ class _Thread:
         self._files: list[BackgroundFile] = []
         self._lock = threading.Lock()
         self._work = threading.Event()
+        self.is_away = False
+        """Whether the run folder was away at the last look."""
         self._thread: threading.Thread | None = None
 
     def add(self, file: BackgroundFile) -> None:

@@ -47,11 +47,9 @@ class MetricsWriter:
     """
 
     def __init__(self, run: Run):
-        self._file = AppendedFile(run.metrics, kept=True, check=run.check_current)
+        self._file = AppendedFile(run.metrics, kept=True, check=run.look)
         events = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._events = AppendedFile(
-            run.folder / "tensorboard" / events, kept=True, lines=False, check=run.check_current
-        )
+        self._events = AppendedFile(run.folder / "tensorboard" / events, kept=True, lines=False, check=run.look)
         self._tensorboard = RecordWriter(self._events)
         self._add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -219,7 +217,7 @@ def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any
 
 def write_status(run: Run, status: dict[str, Any]) -> None:
     """Replaces the status that the console shows, atomically and at once. Raises Replaced and OSError."""
-    run.check_current()
+    run.look()
     write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
 
 

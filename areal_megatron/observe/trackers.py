@@ -177,7 +177,8 @@ _OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 def open_tracker(name: str, tracked: TrackedRun) -> Tracker:
     """Begins or continues a run in a tracker. Raises whatever the tracker does."""
-    tracked.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (tracked.folder.parent, tracked.folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
     return _OPENERS[name](tracked)
 
 

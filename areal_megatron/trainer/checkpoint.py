@@ -80,7 +80,7 @@ class Saver:
         self._stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
 
     def begin(self, path: Path, seal: Seal = lambda written: None, lost: Callable[[str], None] | None = None) -> None:
-        """Starts to save into the folder `path`, made if need be; returns at once.
+        """Starts to save into the folder `path`, made with the one around it if need be; returns at once.
 
         Parameters must not change before `wait_until_read` has returned. Once every rank has written its file, rank 0
         calls `seal` on the thread that saves, with what all these files hold. If a rank or `seal` meets an OSError, as
@@ -168,7 +168,8 @@ class Saver:
     def _run(self, path: Path, settled: Any, common: bytes, seal: Seal, lost: Callable[[str], None]) -> None:
         try:
             self._copy(settled)
-            path.mkdir(parents=True, exist_ok=True)
+            for folder in (path.parent, path):  # not those around them, which are away if they are not there
+                folder.mkdir(exist_ok=True)
             crc = self._image.write(path / file_name(self._parallel.rank))
             if not self._weights_only:
                 self._trainer.settle_ledger()

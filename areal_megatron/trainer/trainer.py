@@ -416,7 +416,7 @@ class Trainer:
 
     @cached_property
     def _ledger(self) -> AppendedFile:
-        return AppendedFile(self.run.ledger(self.parallel.replica), kept=True, check=self.run.check_current)
+        return AppendedFile(self.run.ledger(self.parallel.replica), kept=True, check=self.run.look)
 
     def settle_ledger(self) -> None:
         """Returns when all trained batches are in the ledger, which a checkpoint that holds them asks for.

@@ -1,7 +1,6 @@
 """Files and folders that appear whole or not at all."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ def test_a_file_keeps_its_old_content_if_writing_fails(tmp_path, monkeypatch, ol
 
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_folder_takes_the_place_of_an_older_one_or_leaves_it(tmp_path, sync):
-    path = tmp_path / "parent" / "folder"
+    path = tmp_path / "folder"
     for content in ("first", "second"):
         with whole_folder(path, sync=sync) as folder:
             (folder / "inner").mkdir()
@@ -38,11 +37,17 @@ def test_a_folder_takes_the_place_of_an_older_one_or_leaves_it(tmp_path, sync):
     assert [entry.name for entry in path.parent.iterdir()] == ["folder"]
 
 
+def test_a_folder_that_is_to_hold_another_is_not_made(tmp_path):
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "away" / "folder"):
+        pass
+    assert not (tmp_path / "away").exists()
+
+
 def test_what_is_set_aside_replaces_what_was_set_aside_before(tmp_path):
     for content in ("one", "two"):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / content).touch()
         assert set_aside(tmp_path / "folder", "removed") == tmp_path / ".folder.removed"
     assert [path.name for path in (tmp_path / ".folder.removed").iterdir()] == ["two"]
-    aside = set_aside(tmp_path / "folder", "removed")
-    assert not Path(aside).exists(), "there was nothing to set aside"
+    set_aside(tmp_path / "folder", "removed")
+    assert (tmp_path / ".folder.removed" / "two").exists(), "there was nothing to take its place"

@@ -237,7 +237,7 @@ def test_checkpoints_without_the_rest_of_the_run_folder_are_ordered_too(run, tmp
     save(resume(run, start.newest(run)), 12)
     alone = Run(tmp_path / "alone")
     alone.create()
-    shutil.copytree(run.checkpoints, alone.checkpoints)
+    shutil.copytree(run.checkpoints, alone.checkpoints, dirs_exist_ok=True)
     set_clock(alone.checkpoints / "version-000010", 60)
     assert start.newest(alone).version == 12
 

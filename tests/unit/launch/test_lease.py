@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from areal_megatron import config_file
 from areal_megatron.audit import audit
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import newest
@@ -81,7 +82,7 @@ class Launched(Past):
     updates = 10**6
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.config = run, config_file.load(run.config)
 
 
 def train(run, lease, log):
@@ -320,7 +321,7 @@ def test_a_full_disk_does_not_silence_a_holder(run, starts):
 def test_a_damaged_lease_is_named(run):
     run.create()
     numbered(run.leases, 1).write_text("")
-    with pytest.raises(ConfigError, match=r"leases/00001.json is damaged: .*; remove it if no launcher runs"):
+    with pytest.raises(ConfigError, match=r"leases/00001.json is of another release or damaged: .*; remove it if no launcher runs"):
         Lease(run, 90)
 
 
@@ -431,7 +432,6 @@ def test_a_run_that_others_may_change_is_refused(run, tmp_path, spoil, words):
 @pytest.mark.parametrize("share", ["a+r", "g+w", "a+rw", "a+rX"])
 def test_rights_that_chmod_has_given_are_taken_back(run, tmp_path, capsys, share):
     run.create()
-    run.checkpoints.mkdir()
     (run.checkpoints / "version-000002").mkdir()
     (run.checkpoints / "link").symlink_to(tmp_path)
     subprocess.run(["chmod", "-R", share, run.folder], check=True)

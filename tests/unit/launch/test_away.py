@@ -1,0 +1,367 @@
+"""A run folder that is renamed, replaced, unmounted or cleared while a launcher and its writers are at work.
+
+The writer below is a launcher with its lease and what a run writes: metrics, ledger, status and sealed checkpoints.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.files import numbers
+from areal_megatron.run import Away, Run
+from launch import start
+from tests.support.small_disk import run_on_small_disk
+
+ROOT = Path(__file__).parents[3]
+LEASE_S = 2.0
+WRITER = """
+import logging, sys, threading, time
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.config import CheckpointConfig, Config, ConfigError
+from areal_megatron.files import numbers
+from areal_megatron.observe.background import AppendedFile
+from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
+from areal_megatron.run import Replaced, Run
+from launch import start
+
+def write(run, version):
+    '''What trainers, controller and launcher write, as they write it.'''
+    metrics, status = MetricsWriter(run), StatusWriter(run)
+    ledger = AppendedFile(run.ledger(0), kept=True, check=run.look)
+    while True:
+        version += 1
+        metrics.write("update", version, {})
+        status.write({"phase": "training", "version": version})
+        ledger.write(b"%d\\n" % version)
+        try:
+            run.check_current()
+            partial = checkpoint_folder.partial(run, version)
+            for folder in (partial, partial / "trainer"):
+                folder.mkdir(exist_ok=True)
+            (partial / "trainer" / "__0_0.distcp").write_bytes(b"%d" % version)
+            (partial / "controller.msgpack").write_bytes(b"state")
+            checkpoint_folder.seal(run, version, version)
+            checkpoint_folder.tidy(run, CheckpointConfig(keep=10**6))
+        except OSError:
+            pass  # this one is lost, and training goes on
+        except Replaced:
+            return
+
+logging.basicConfig(filename=sys.argv[1] + ".log")
+config = Config(name=sys.argv[2], runs_dir=sys.argv[1], resume="auto")
+config.machine.lease_s = float(sys.argv[3])
+try:
+    with start.lease(config) as lease:
+        run = lease.run
+        checkpoint = start.newest(run)
+        start.begin(run, checkpoint)
+        version = checkpoint.version if checkpoint else 0
+        worker = Run(run.folder, incarnation=run.incarnation)
+        checkpoint_folder.remove_unfinished(worker)
+        threading.Thread(target=write, args=(worker, version), daemon=True).start()
+        print("begun at", version, flush=True)
+        while True:
+            lease.check()
+            time.sleep(0.02)
+except (ConfigError, Replaced) as e:
+    print(f"error: {e}", file=sys.stderr)
+    sys.exit(2 if isinstance(e, ConfigError) else 4)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def renamed(run):
+    os.rename(run, run.with_name("moved"))
+    return run.with_name("moved")
+
+
+def renamed_and_replaced_by_nothing(run):
+    moved = renamed(run)
+    run.mkdir()
+    return moved
+
+
+def replaced_by_a_copy(run):
+    """As of a folder that is moved to another disk."""
+    with suppress(shutil.Error):  # what was renamed meanwhile
+        shutil.copytree(run, run.with_name("copy"))
+    moved = renamed(run)
+    os.rename(run.with_name("copy"), run)
+    return moved
+
+
+def runs_folder_renamed(run):
+    os.rename(run.parent, run.parent.with_name("runs.away"))
+    return run.parent.with_name("runs.away") / run.name
+
+
+def moved_aside(name):
+    def move(run):
+        os.rename(run / name, run / f"{name}.away")
+        return run
+
+    return move
+
+
+def cleared(name):
+    def clear(run):
+        for path in (run / name).iterdir():
+            path.unlink()
+        return run
+
+    return clear
+
+
+CHANGES = {
+    "renamed": renamed,
+    "renamed, an empty folder in its place": renamed_and_replaced_by_nothing,
+    "a copy in its place": replaced_by_a_copy,
+    "the folder of runs renamed": runs_folder_renamed,
+    "incarnations/ cleared": cleared("incarnations"),
+    "incarnations/ moved aside": moved_aside("incarnations"),
+    "leases/ cleared": cleared("leases"),
+    "leases/ moved aside": moved_aside("leases"),
+}
+
+
+def begin(runs, lease_s=LEASE_S):
+    runs.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", WRITER, runs, "run", str(lease_s)]
+    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (line := writer.stdout.readline()).startswith("begun at"):
+        assert line.startswith("resuming from"), writer.communicate(timeout=60)[1]
+    return writer, int(line.split()[-1])
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def sealed(folder):
+    """Versions of the checkpoints that are sealed in a run folder, each of which must be whole."""
+    return {checkpoint_folder.read(path).version for path in (folder / "checkpoints").glob("version-*")}
+
+
+def everything(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*")) if folder.exists() else None
+
+
+def lose(runs, change):
+    """Has a run lose its folder at a random moment. Returns the writer, ended, and where the folder is now."""
+    run = runs / "run"
+    writer, _ = begin(runs)
+    wait_for(lambda: len(sealed(run)) >= 2)
+    time.sleep(random.uniform(0, 0.5))
+    before = sealed(run)
+    place = change(run)
+    other = run if place != run else None
+    time.sleep(0.2)  # a write that had passed its check just before
+    seen = everything(other) if other else None
+    out, told = writer.communicate(timeout=60)
+    assert other is None or everything(other) == seen, "something was written at the old path"
+    assert before <= sealed(place), "a sealed checkpoint is lost"
+    return writer, out, told, place
+
+
+def come_back(runs, place):
+    """Puts everything back. Returns the versions of the checkpoints that are there now."""
+    run = runs / "run"
+    for name in ("incarnations", "leases"):
+        if (away := place / f"{name}.away").exists():
+            os.rename(away, place / name)
+    if place != run:
+        if run.exists():
+            shutil.rmtree(run)
+        if place.parent != runs:
+            with suppress(OSError):
+                runs.rmdir()
+            os.rename(place.parent, runs)
+        else:
+            os.rename(place, run)
+    return sealed(run)
+
+
+def check(runs, change):
+    writer, out, told, place = lose(runs, change)
+    assert runs.with_suffix(".log").read_text().count("nothing is written until it is back") <= 2
+    assert writer.returncode == 4, told
+    assert told.count("\n") == 2 and "Traceback" not in told and "warning" not in out, told
+    assert str(runs / "run") in told and "nothing is written until it is back" in told and "resume=auto" in told
+    there = come_back(runs, place)
+    again, version = begin(runs)
+    assert version == max(there)
+    ledger = runs / "run" / "ledger"
+    wait_for(lambda: max(sealed(runs / "run")) > version and len([*ledger.iterdir()]) == 2)
+    again.send_signal(signal.SIGINT)
+    again.communicate(timeout=60)
+    assert again.returncode == 130 and there <= sealed(runs / "run")
+    assert {path.name for path in ledger.iterdir()} == {"trainer-0.00000.jsonl", "trainer-0.00001.jsonl"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_whose_folder_goes_away_writes_nothing_ends_and_resumes(tmp_path, change):
+    check(tmp_path / "runs", CHANGES[change])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_run_whose_folder_goes_away_at_200_random_moments(tmp_path):
+    for number in range(200):
+        (tmp_path / f"{number}").mkdir()
+        check(tmp_path / f"{number}" / "runs", random.choice([*CHANGES.values()]))
+
+
+@pytest.mark.parametrize("change", [renamed, runs_folder_renamed, moved_aside("incarnations"), moved_aside("leases")])
+def test_a_run_whose_folder_comes_back_goes_on_as_if_nothing_had_been(tmp_path, change):
+    runs = tmp_path / "runs"
+    writer, _ = begin(runs, lease_s=30)
+    wait_for(lambda: sealed(runs / "run"))
+    place = change(runs / "run")
+    time.sleep(3.5)
+    there = come_back(runs, place)
+    wait_for(lambda: max(sealed(runs / "run")) > max(there))
+    time.sleep(1.5)  # the launcher looks once a second
+    writer.send_signal(signal.SIGINT)
+    _, told = writer.communicate(timeout=60)
+    assert writer.returncode == 130 and there <= sealed(runs / "run")
+    assert told.count("\n") == 2 and "is back after" in told, told
+    written = (runs / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(written) == len({line.split('"version"')[1] for line in written}), "no line was written twice"
+
+
+UNMOUNTED = f"""
+import os, subprocess, sys, time
+from pathlib import Path
+runs, disk, root = map(Path, sys.argv[1:])
+sys.path.insert(0, str(root))
+os.chdir(root)
+from tests.unit.launch import test_away as away
+subprocess.run(["mount", "--bind", disk, runs], check=True)
+away.ROOT = root
+writer, _ = away.begin(runs, lease_s={LEASE_S})
+away.wait_for(lambda: len(away.sealed(runs / "run")) >= 2)
+before = away.sealed(runs / "run")
+subprocess.run(["umount", "--lazy", runs], check=True)
+_, told = writer.communicate(timeout=60)
+assert writer.returncode == 4 and told.count("\\n") == 2, told
+assert not list(runs.iterdir()), "made again below the mount point"
+subprocess.run(["mount", "--bind", disk, runs], check=True)
+assert before <= away.sealed(runs / "run")
+again, version = away.begin(runs)
+assert version == max(away.sealed(runs / "run")) or version in away.sealed(runs / "run")
+again.kill()
+"""
+
+
+def test_a_run_whose_file_system_is_unmounted_makes_nothing_below_the_mount_point(tmp_path):
+    for name in ("runs", "disk"):
+        (tmp_path / name).mkdir()
+    code, _, told = run_on_small_disk(
+        tmp_path / "small", 64, UNMOUNTED, tmp_path / "runs", tmp_path / "disk", ROOT, timeout_s=90
+    )
+    assert code == 0, told
+
+
+def test_what_cannot_be_looked_at_is_waited_for(tmp_path):
+    """A path that leads nowhere (ELOOP) tells as little of the folder as a file server that is away (EIO)."""
+    runs = tmp_path / "runs"
+    writer, _ = begin(runs)
+    wait_for(lambda: sealed(runs / "run"))
+    moved = renamed(runs / "run")
+    (runs / "run").symlink_to("run")
+    time.sleep(2 * LEASE_S + 2)
+    assert writer.poll() is None, "it cannot be told whether the folder is away"
+    (runs / "run").unlink()
+    os.rename(moved, runs / "run")
+    there = sealed(runs / "run")
+    wait_for(lambda: max(sealed(runs / "run")) > max(there))
+    writer.send_signal(signal.SIGINT)
+    assert writer.wait(60) == 130
+
+
+def settings(runs, **changes):
+    return Config(name="run", runs_dir=str(runs), **changes)
+
+
+def test_a_start_that_never_began_leaves_no_folder_and_removes_nothing_else(tmp_path):
+    with start.lease(settings(tmp_path)):
+        pass
+    assert not list(tmp_path.iterdir())
+    with start.lease(settings(tmp_path)):
+        (tmp_path / "run" / "notes.txt").write_text("of somebody")
+    assert (tmp_path / "run" / "notes.txt").read_text() == "of somebody"
+
+
+def test_a_launcher_removes_nothing_of_a_folder_that_took_the_place_of_its_own(tmp_path):
+    with start.lease(settings(tmp_path)):
+        os.rename(tmp_path / "run", tmp_path / "moved")
+        (tmp_path / "run" / "incarnations").mkdir(parents=True)
+    assert (tmp_path / "run" / "incarnations").exists() and (tmp_path / "moved" / "secret").exists()
+
+
+@pytest.fixture
+def past(tmp_path):
+    """A run with two sealed checkpoints, whose launcher has ended."""
+    writer, _ = begin(tmp_path / "runs")
+    wait_for(lambda: len(sealed(tmp_path / "runs" / "run")) >= 2)
+    writer.send_signal(signal.SIGINT)
+    writer.communicate(timeout=60)
+    return tmp_path / "runs" / "run"
+
+
+def test_a_run_without_records_of_its_incarnations_is_not_begun_anew(past):
+    cleared("incarnations")(past)
+    with pytest.raises(ConfigError, match="exists: choose another"), start.lease(settings(past.parent)):
+        pass
+    there = sealed(past)
+    again, version = begin(past.parent)
+    again.kill()
+    again.communicate(timeout=60)
+    assert version == max(there) and numbers(past / "incarnations") == [1], "0 was given already"
+
+
+def test_a_run_whose_checkpoints_are_away_is_refused(past):
+    moved_aside("checkpoints")(past)
+    with (
+        pytest.raises(ConfigError, match="checkpoints is not there although"),
+        start.lease(settings(past.parent, resume="auto")) as lease,
+    ):
+        start.newest(lease.run)
+    assert not (past / "checkpoints").exists()
+
+
+def test_what_this_code_did_not_make_stays_beside_the_checkpoints(past):
+    """A replaced checkpoint that was not put back is the last of its version; snapshots of the file server are its."""
+    version = max(sealed(past))
+    folder = past / "checkpoints" / f"version-{version:06d}"
+    os.rename(folder, folder.with_name(f".{folder.name}.replaced"))
+    (past / "checkpoints" / ".snapshot").mkdir()
+    (past / "checkpoints" / ".version-000009.incarnation-0.partial").mkdir()
+    checkpoint_folder.remove_unfinished(Run(past, incarnation=0))
+    assert version in sealed(past) and (past / "checkpoints" / ".snapshot").exists()
+    assert not (past / "checkpoints" / ".version-000009.incarnation-0.partial").exists()
+
+
+def test_a_process_that_is_bound_to_a_folder_tells_that_it_is_away(past):
+    run = Run(past, incarnation=0)
+    run.look()
+    renamed(past)
+    with pytest.raises(Away, match="it is not there"):
+        run.look()
+    past.mkdir()
+    with pytest.raises(Away, match="another folder is in its place"):
+        run.look()
