@@ -128,13 +128,13 @@ def test_other_failures_use_up_their_restarts(tmp_path, signals, program):
     assert hosts.starts["trainer-0"] == 4
 
 
-READS_KEYS = "from areal_megatron.run import Run; Run(status.parent).keys; time.sleep(1 - n);"
+READS_SECRET = "from areal_megatron.run import Run; Run(status.parent).token; time.sleep(1 - n);"
 
 
 @pytest.mark.parametrize("share", ["a+r", "g+w"])
 def test_sharing_the_logs_does_not_end_the_run(tmp_path, signals, share):
     shares = f"n or (os.system(f'chmod -R {share} {{status.parent}}'), os.kill(os.getpid(), 9))"
-    hosts = Scripted(controller=f"{READS_KEYS} time.sleep(60 - 60 * n)", trainer=f"{READS_KEYS} {shares}")
+    hosts = Scripted(controller=f"{READS_SECRET} time.sleep(60 - 60 * n)", trainer=f"{READS_SECRET} {shares}")
     assert supervised(tmp_path, hosts, restarts=1) == Outcome.DONE
     assert hosts.starts == {"controller": 2, "trainer-0": 2}
 
