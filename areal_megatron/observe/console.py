@@ -156,7 +156,8 @@ class Console:
         elif record["kind"] == "checkpoint" and (said := record.get("error") or record.get("warning")):
             self._note(record["time"], said)
         elif record["kind"] == "resume":
-            self._note(record["time"], f"resumed at version {record['version']}")
+            begun = f"resumed at version {record['version']}" if record["version"] >= 0 else "began anew"
+            self._note(record["time"], begun)
         if record["kind"] == "update":
             self._warn(record)
             self._advise(record)

@@ -127,6 +127,15 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
     assert "6 of 6 updates done" in console.summary() and "accuracy 41% (version 0)" in console.summary()
 
 
+def test_a_run_that_begins_anew_has_resumed_no_version(run):
+    out = io.StringIO()
+    console, writer = Console(run, Config(name="demo", updates=6), out), MetricsWriter(run)
+    writer.write("resume", -1, {"incarnation": 1})
+    writer.close()
+    console.close()
+    assert "began anew" in out.getvalue() and "-1" not in out.getvalue()
+
+
 def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm-256color")
