@@ -15,7 +15,7 @@ from pathlib import Path
 from areal_megatron.config import Config, RolloutConfig
 from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
-from areal_megatron.engine.server import own_cores, reserve_port, server_environment, url
+from areal_megatron.engine.server import check_shared_memory, own_cores, reserve_port, server_environment, url
 from areal_megatron.models.architecture import read_config
 from areal_megatron.network import address, socket_settings
 from areal_megatron.run import from_command_line, one_line, reward_engine_name
@@ -69,6 +69,7 @@ def main() -> None:
     run, index = from_command_line("areal_megatron.engine.reward_server")
     config = load(run.config)
     require("rollout", config)
+    check_shared_memory()
     config, host = served(config), address(config.machine.host)
     cpus = own_cores(config)
     port, _reservation = reserve_port(host)

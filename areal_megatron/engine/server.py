@@ -18,6 +18,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.config import Config
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
@@ -45,6 +46,9 @@ from areal_megatron.versions import require
 SERVED_MODEL = "policy"
 PASSED_THROUGH = "--passed-through"
 """What follows it on the command line of our servers is rollout.vllm as JSON."""
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED = 16 * 2**20
+"""Bytes: locks of processes, and the messages to the ranks of an engine."""
 _TRIES = 100
 """How often ports in a row are looked for."""
 
@@ -223,6 +227,20 @@ def own_cores(config: Config) -> list[int]:
     return cpus
 
 
+def check_shared_memory(folder: Path = SHARED_MEMORY, least: int = LEAST_SHARED) -> None:
+    """Raises ConfigError if this machine has less than `least` bytes of shared memory left, without which vLLM's
+    processes fail before they can say why. A machine without the folder is not looked at."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return
+    if free < least:
+        raise ConfigError(
+            f"{folder} on {socket.gethostname()} has {free / 2**20:.1f} MiB free, an engine needs {least / 2**20:.0f}: "
+            "remove what ended programs left there, or mount it larger (docker: --shm-size)"
+        )
+
+
 def url(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://{join_address(host, port)}"
 
@@ -233,6 +251,7 @@ def main() -> None:
     run, index = from_command_line("areal_megatron.engine.server")
     config = load(run.config)
     require("rollout", config)
+    check_shared_memory()
     site = Site.of(os.environ)
     cpus, host = own_cores(config), address(site.listens if site else config.machine.host)
     number, parts = map(int, os.environ.get(PART, "0/1").split("/"))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from areal_megatron import evaluate
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.engine.server import (
     NodePart,
+    check_shared_memory,
     headless_command,
     memory_arguments,
     server_command,
@@ -213,3 +215,11 @@ def test_weights_pass_between_pools_on_one_gpu_through_the_host(link):
     asked.machine.shared, asked.machine.device = True, "cpu"
     plan.plan(asked, [Node("a", (3,))], weights=False)
     assert asked.link == {"auto": "device"}.get(link, link)
+
+
+def test_an_engine_says_that_shared_memory_is_full(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_shared_memory(tmp_path, free // 2)
+    check_shared_memory(tmp_path / "nowhere", 2 * free)
+    with pytest.raises(ConfigError, match=r"has [\d.]+ MiB free, an engine needs \d+: remove what ended programs left"):
+        check_shared_memory(tmp_path, 2 * free)
