@@ -21,10 +21,9 @@ from areal_megatron.audit import audit, surviving
 from areal_megatron.checkpoint.folder import complete, newest
 from areal_megatron.config_file import load
 from areal_megatron.controller.state import ControllerState, read
-from areal_megatron.convert import to_hf
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
-from areal_megatron.data.trajectory import checksum
+from areal_megatron.data.trajectory import Trajectory, checksum
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from launch.records import read_record
@@ -75,34 +74,39 @@ def with_the_time(world, folder) -> Path:
     return folder / "model"
 
 
-def check_resumed(kept: ControllerState, run: Run, weights: Path) -> None:
+def check_resumed(kept: ControllerState, run: Run) -> None:
     """Answers that waited, and interrupted ones, were trained after the prompt that they were sampled from. On both
-    sides of the interruption the tokens of its version have the log-probabilities that transformers computes with
-    `weights`."""
-    model, version = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32), kept.schedule.version
+    sides of the interruption tokens have the log-probabilities that transformers computes with the export of their
+    version."""
     trained = {t.uid: t for path in dumped(run.trajectories).values() for t in read_dump(path).trajectories}
+    waited = [t for group in kept.trajectories.values() for t in group if t.uid in trained]
+    assert all(np.array_equal(trained[t.uid].prompt, t.prompt) and trained[t.uid].reward == t.reward for t in waited)
     found = [
         (trained[number * 4 + k], group.prompt, answer)
         for number, group in kept.resumable.items()
         for k, answer in enumerate(group.answers)
         if number * 4 + k in trained and answer.finish_reason == "abort" and len(answer.tokens)
     ]
-    waited = [t for group in kept.trajectories.values() for t in group if t.uid in trained]
-    assert all(np.array_equal(trained[t.uid].prompt, t.prompt) and trained[t.uid].reward == t.reward for t in waited)
-    compared = Counter()
     for answer, prompt, before in found:
-        count = len(before.tokens)
         assert answer.prompt.tolist() == prompt.tolist() and answer.asked == checksum(prompt)
-        assert answer.response[:count].tolist() == before.tokens.tolist()
-        tokens = torch.from_numpy(np.concatenate((prompt, answer.response))).long()
-        with torch.no_grad():
-            scores = model(tokens[None, :-1]).logits[0].log_softmax(-1)
-        expected = scores.gather(1, tokens[1:, None])[len(prompt) - 1 :, 0].numpy()
-        for side, place in (("before", slice(count)), ("after", slice(count, None))):
-            own = answer.versions[place] == version
-            compared[side] += own.sum()
-            assert np.abs(answer.logprobs[place] - expected[place])[own].max(initial=0) < 1e-5
+        assert answer.response[: len(before.tokens)].tolist() == before.tokens.tolist()
+    compared = Counter()
+    for version in {*np.concatenate([answer.versions for answer, *_ in found]).tolist()}:
+        if (weights := run.exports / f"version-{version:06d}").exists():
+            model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+            for answer, _, before in found:
+                own = answer.versions == version
+                compared["before"] += own[: len(before.tokens)].sum()
+                compared["after"] += own[len(before.tokens) :].sum()
+                assert np.abs(answer.logprobs - expected_logprobs(model, answer))[own].max(initial=0) < 1e-5
     assert min(compared["before"], compared["after"]) > 3, compared
+
+
+def expected_logprobs(model, answer: Trajectory) -> np.ndarray:
+    tokens = torch.from_numpy(np.concatenate((answer.prompt, answer.response))).long()
+    with torch.no_grad():
+        scores = model(tokens[None, :-1]).logits[0].log_softmax(-1)
+    return scores.gather(1, tokens[1:, None])[len(answer.prompt) - 1 :, 0].numpy()
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
@@ -112,7 +116,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     changes = CHANGES | {
         "updates": 1000,
         "checkpoint.every": 2,
-        "checkpoint.hf_every": 10,
+        "checkpoint.hf_every": 1,
         "data.train": rated(world),
         "data.allow_overlap": True,
         "rollout.draw_min_pass_rate": 0.1,
@@ -141,7 +145,6 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     assert "resuming from" in stopped.output
     kept_by = complete(run)[-1]
     kept_state = read(kept_by / "controller.msgpack")
-    to_hf(kept_by, tmp_path / "kept")
     refused = local_run("killed", *settings, f"data.train={with_an_edited_row(world)}", output="refused")
     assert refused.wait() == 2 and run.incarnation == 1
     words = rf"error: data\.train: 1 of 800 rows .* is \S+/edited\.jsonl:5: .*: name=… resume={kept_by}\n"
@@ -162,7 +165,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     batches, _ = surviving(run, config)
     dumps = [read_dump(path) for path in dumped(run.trajectories).values()]
     assert [sorted(t.uid for t in dump.trajectories) for dump in dumps] == [sorted(batch.uids) for batch in batches]
-    check_resumed(kept_state, run, tmp_path / "kept")
+    check_resumed(kept_state, run)
     saved = read(complete(run)[-1] / "controller.msgpack")
     kinds = Counter(kind for *_, kind in saved.schedule.dispositions)
     assert kinds["trained"] == 8 * last and kinds["skipped: pass rate 1"] > 100 and kinds["filtered"] > 0
