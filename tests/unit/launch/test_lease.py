@@ -321,7 +321,8 @@ def test_a_full_disk_does_not_silence_a_holder(run, starts):
 def test_a_damaged_lease_is_named(run):
     run.create()
     numbered(run.leases, 1).write_text("")
-    with pytest.raises(ConfigError, match=r"leases/00001.json is of another release or damaged: .*; remove it if no launcher runs"):
+    words = r"leases/00001\.json is of another release or damaged: .*; remove it if no launcher runs"
+    with pytest.raises(ConfigError, match=words):
         Lease(run, 90)
 
 
