@@ -126,14 +126,19 @@ _TEXTS = {"kind", "error", "warning"}
 
 
 def _read_line(content: bytes, place: str) -> dict[str, Any]:
-    """Returns a line without texts where a reader would reckon with numbers. Raises ConfigError, as `read_record`
-    does."""
+    """Returns a line without what is not of the kind that readers expect. Raises ConfigError, as `read_record` does."""
     kind = read_record(content, _Head, place).kind
     line = read_record(content, dict[str, Any], place)
     if kind not in _CONTENTS:
         return line
     read_record(content, _CONTENTS[kind], place)
-    return {key: value for key, value in line.items() if key in _TEXTS or not isinstance(value, str)}
+    return {key: value for key, value in line.items() if key in _TEXTS or _is_reckoned_with(key, value)}
+
+
+def _is_reckoned_with(key: str, value: Any) -> bool:
+    """Whether a value is of the kind that readers expect of its key."""
+    of_many = key == "files" or key.endswith("_histogram")
+    return value is None or (isinstance(value, dict) == of_many and not isinstance(value, str))
 
 
 class MetricsReader:
