@@ -3,6 +3,7 @@
 The writer below is a launcher with its lease and what a run writes: metrics, ledger, status and sealed checkpoints.
 """
 
+import json
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import numbers
 from areal_megatron.run import Away, Run
 from launch import start
+from tests.support import failing_disk
 from tests.support.small_disk import run_on_small_disk
 
 ROOT = Path(__file__).parents[3]
@@ -135,10 +137,11 @@ CHANGES = {
 }
 
 
-def begin(runs, lease_s=LEASE_S):
+def begin(runs, lease_s=LEASE_S, environment=os.environ):
     runs.mkdir(exist_ok=True)
     command = [sys.executable, "-c", WRITER, runs, "run", str(lease_s)]
-    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    writer = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
     while not (line := writer.stdout.readline()).startswith("begun at"):
         assert line.startswith("resuming from"), writer.communicate(timeout=60)[1]
     return writer, int(line.split()[-1])
@@ -158,6 +161,10 @@ def sealed(folder):
 
 def everything(folder):
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*")) if folder.exists() else None
+
+
+def sizes(folder):
+    return {path: path.stat().st_size for path in folder.rglob("*")}
 
 
 def lose(runs, change):
@@ -276,21 +283,28 @@ def test_a_run_whose_file_system_is_unmounted_makes_nothing_below_the_mount_poin
     assert code == 0, told
 
 
-def test_what_cannot_be_looked_at_is_waited_for(tmp_path):
-    """A path that leads nowhere (ELOOP) tells as little of the folder as a file server that is away (EIO)."""
+@pytest.mark.parametrize("seconds", [4 * LEASE_S, pytest.param(30, marks=pytest.mark.soak)])
+def test_a_file_server_that_is_away_is_waited_for(tmp_path, seconds):
+    """Everything below the folder of runs fails with EIO meanwhile, for the launcher and its writers."""
     runs = tmp_path / "runs"
-    writer, _ = begin(runs)
-    wait_for(lambda: sealed(runs / "run"))
-    moved = renamed(runs / "run")
-    (runs / "run").symlink_to("run")
-    time.sleep(2 * LEASE_S + 2)
-    assert writer.poll() is None, "it cannot be told whether the folder is away"
-    (runs / "run").unlink()
-    os.rename(moved, runs / "run")
-    there = sealed(runs / "run")
-    wait_for(lambda: max(sealed(runs / "run")) > max(there))
-    writer.send_signal(signal.SIGINT)
-    assert writer.wait(60) == 130
+    with failing_disk.below(tmp_path, runs) as disk:
+        writer, _ = begin(runs, environment=disk.environment)
+        wait_for(lambda: len(sealed(runs / "run")) >= 2)
+        disk.fail()
+        time.sleep(0.5)  # what had been opened before
+        before = sizes(runs)
+        time.sleep(seconds)
+        assert writer.poll() is None, "it cannot be told whether the folder is away"
+        assert sizes(runs) == before
+        disk.mend()
+        there = sealed(runs / "run")
+        wait_for(lambda: max(sealed(runs / "run")) > max(there))
+        writer.send_signal(signal.SIGINT)
+        _, told = writer.communicate(timeout=60)
+    assert writer.returncode == 130 and there <= sealed(runs / "run") and not told, told
+    written = (runs / "run" / "metrics.jsonl").read_text().splitlines()
+    versions = [json.loads(line)["version"] for line in written]
+    assert versions == list(range(1, len(versions) + 1)), "no line is missing, none is there twice"
 
 
 def settings(runs, **changes):
