@@ -96,7 +96,7 @@ class Trainer:
 
     def __init__(self, config: Config, run: Run, rank: int, pad_token: int | None = None):
         """`pad_token`: of the reward model that mode reward_model trains, see `as_reward_model`."""
-        check_model(config)
+        check_model(replace(config, mode="replay") if config.mode == "rl" else config)  # what engines need is not asked
         config = decided(config)
         self.config, self.run = config, run
         self.timeline = Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}")
