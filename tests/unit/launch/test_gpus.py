@@ -149,7 +149,9 @@ def started(tmp_path, monkeypatch):
             placement = allocate(run_config(), [Node("a", names)])
             (own,) = [p for p in placement.processes if p.name == process]
             Run(tmp_path / "run").log("x").parent.mkdir(parents=True, exist_ok=True)
-            order = start_order(run_config(), Run(tmp_path / "run"), own, "a")
+            run = Run(tmp_path / "run")
+            run.create(exist_ok=True)
+            order = start_order(run_config(), run, own, "a")
             order.command = ["sh", "-c", "env; echo CORES=$(taskset -pc $$)"]
             child = carry_out(order, children)
             child._process.wait(20)
