@@ -27,7 +27,7 @@ from tests.support.small_disk import run_on_small_disk
 ROOT = Path(__file__).parents[3]
 LEASE_S = 2.0
 WRITER = """
-import logging, sys, threading, time
+import logging, os, sys, threading, time
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import CheckpointConfig, Config, ConfigError
 from areal_megatron.files import numbers
@@ -58,7 +58,9 @@ def write(run, version):
             pass  # this one is lost, and training goes on
         except Replaced:
             return
+        time.sleep(0.05)
 
+parent = os.getppid()
 logging.basicConfig(filename=sys.argv[1] + ".log")
 config = Config(name=sys.argv[2], runs_dir=sys.argv[1], resume="auto")
 config.machine.lease_s = float(sys.argv[3])
@@ -72,9 +74,9 @@ try:
         checkpoint_folder.remove_unfinished(worker)
         threading.Thread(target=write, args=(worker, version), daemon=True).start()
         print("begun at", version, flush=True)
-        while True:
+        while os.getppid() == parent:
             lease.check()
-            time.sleep(0.02)
+            time.sleep(0.05)
 except (ConfigError, Replaced) as e:
     print(f"error: {e}", file=sys.stderr)
     sys.exit(2 if isinstance(e, ConfigError) else 4)
@@ -137,11 +139,22 @@ CHANGES = {
 }
 
 
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    while STARTED:
+        STARTED.pop().kill()
+
+
 def begin(runs, lease_s=LEASE_S, environment=os.environ):
     runs.mkdir(exist_ok=True)
     command = [sys.executable, "-c", WRITER, runs, "run", str(lease_s)]
     pipe = subprocess.PIPE
     writer = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    STARTED.append(writer)
     while not (line := writer.stdout.readline()).startswith("begun at"):
         assert line.startswith("resuming from"), writer.communicate(timeout=60)[1]
     return writer, int(line.split()[-1])
