@@ -28,6 +28,7 @@ from areal_megatron.errors import printable
 from areal_megatron.json_input import read_object, read_regular
 
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_MORE_NAMES = ("additional_special_tokens", "extra_special_tokens")
 MOST_TOKENIZER_BYTES = 256 * 2**20
 """Bytes of the largest tokenizer.json that is read; those of published models have up to 35 MB."""
 _TAIL = 64
@@ -62,12 +63,12 @@ class Tokenizer:
         """`untried`: nobody has rendered anything by the folder's chat template before, so that it is tried first, as
         in `chat_template.tried`."""
         self._folder = Path(folder)
-        self._settings = self._json("tokenizer_config.json")
+        self._settings = self._all_settings()
         self._described = self._json("config.json")
         self._tokenizer = self._library()
         self._special = {name: self._named(name) for name in _NAMES}
         sources = chat_template.sources(self._folder, self._settings)
-        written = {name: self._special[name] for name in ("bos_token", "eos_token", "pad_token")}
+        written = {name: text for name, text in self._special.items() if text}
         if untried and (problem := chat_template.tried(sources, written)):
             raise ConfigError(f"model.path: {folder}: the chat template cannot be used: {problem}")
         self._template = ChatTemplate(sources, written, self._folder) if sources else None
@@ -187,7 +188,7 @@ class Tokenizer:
     def _all_named(self) -> list[str]:
         """The texts of the special tokens that tokenizer_config.json names."""
         named: list[Any] = list(self._special.values())
-        for key in ("additional_special_tokens", "extra_special_tokens"):
+        for key in _MORE_NAMES:
             more = self._settings.get(key)
             named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
         texts = [token.get("content") if isinstance(token, dict) else token for token in named]
@@ -435,6 +436,15 @@ class Tokenizer:
             raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
         except ValueError as e:
             raise ConfigError(f"model.path: {file} {e}") from None
+
+    def _all_settings(self) -> dict[str, Any]:
+        """Returns tokenizer_config.json. Where it does not list the added tokens, it is an older one: the special
+        tokens are then those of special_tokens_map.json, as in transformers."""
+        settings = self._json("tokenizer_config.json")
+        if "added_tokens_decoder" in settings:
+            return settings
+        named = self._json("special_tokens_map.json")
+        return settings | {key: named[key] for key in (*_NAMES, *_MORE_NAMES) if key in named}
 
     def _named(self, key: str) -> str:
         """Returns the text of a special token, empty if the model has none."""

@@ -63,6 +63,38 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path):
         assert Tokenizer(folder).conversation(CHATS[0], given) == ids
 
 
+@pytest.mark.parametrize("named", [{}, {"bos_token": None}, {"unk_token": "<think>", "cls_token": "<s>"}])
+def test_a_template_may_write_all_special_tokens_and_ask_which_there_are(tmp_path, named):
+    asked = "".join(
+        f"{{% if {name}_token is defined %}}{name}{{{{ {name}_token }}}}{{% endif %}}"
+        for name in ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
+    )
+    folder = make(tmp_path / "model", settings=named, template=asked + CHATML)
+    ids = reference(folder).apply_chat_template(CHATS[0], add_generation_prompt=True)["input_ids"]
+    assert Tokenizer(folder).conversation(CHATS[0]) == ids
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("kept", [[], ["bos_token", "eos_token", "pad_token"]])
+def test_special_tokens_of_an_older_folder_are_those_of_their_own_file(tmp_path, kept, listed):
+    folder = make(tmp_path / "model", template="{{ bos_token }}" + CHATML)
+    named = {"bos_token": {"content": "</s>", "lstrip": False}, "eos_token": "<|endoftext|>", "pad_token": "<s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    names = ("bos_token", "eos_token", "pad_token")
+    spaced(folder / "tokenizer_config.json", lambda found: [found.pop(name) for name in names if name not in kept])
+    if listed:
+        spaced(folder / "tokenizer_config.json", lambda found: found.update(added_tokens_decoder={}))
+    expected = reference(folder)
+    if expected.eos_token is None:
+        with pytest.raises(ConfigError, match="names no end token"):
+            Tokenizer(folder)
+        return
+    ours = Tokenizer(folder)
+    assert (ours.stop_tokens, ours.pad_token) == ([expected.eos_token_id], expected.pad_token_id)
+    ids = expected.apply_chat_template(CHATS[0], add_generation_prompt=True)["input_ids"]
+    assert ours.conversation(CHATS[0]) == ids
+
+
 def truncated(folder, library):
     library.enable_truncation(max_length=4)
 
