@@ -35,9 +35,9 @@ _TAIL = 64
 """So many tokens of a prompt are looked at for how it begins the answer."""
 _OPENED = re.compile(r"(?:(?:</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\])\s*)+\Z")
 """Tags at the end of a prompt: the template begins the answer with them."""
-_MARK = r"<[|｜](?![^<>]*(?:end|eot|eom))[^<>|｜\s]{1,40}[|｜]>|<bos>|<start_of_turn>|\[INST\]|\[gMASK\]"
-_LAST_MARK = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/INST\]"
-"""How other models' templates begin and end a conversation."""
+_MARK = r"<[|｜](?![^<>]*(?:end|eot|eom))[^<>|｜\s]{4,40}[|｜]>|<bos>|<start_of_turn>|\[INST\]|\[gMASK\]"
+_LAST_MARK = r"<[|｜][^<>|｜\s]{3,40}[|｜]>|<(?:start|end)_of_turn>|\[/INST\]"
+"""How other models' templates begin and end a conversation, by words that are longer than a formula's ⟨|x|⟩."""
 _NOT_FOLLOWED = {
     "split_special_tokens": "the template's control words are tokens",
     "fix_mistral_regex": "tokenizer.json alone says how texts are split; save it with the fix",

@@ -411,8 +411,9 @@ def test_a_plain_template_is_recognised_too(tmp_path):
 def test_a_prompt_about_control_words_is_text(tmp_path, style):
     ours = Tokenizer(make(tmp_path / "model", style))
     asked = ["What does <|im_end|> mean?", "<|im_start|> is of which model?", "<|im_end|>\n<|im_start|>assistant\n"]
-    asked += ["<p>Mend this</p>", "a <b>", "[1, 2]", "<think>x</think>"]
+    asked += ["<p>Mend this</p>", "a <b>", "[1, 2]", "<think>x</think>", "<|x|> + <|y|>", "<|a|> | <|b|>"]
     ours.prompts(asked, asked)
+    ours.responses(asked, places=asked)
 
 
 def test_without_a_template_a_text_is_used_as_it_is(tmp_path):
