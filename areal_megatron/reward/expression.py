@@ -8,6 +8,7 @@ answer leaves too, and no others; and it may not repeat an expression of the que
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -264,7 +265,9 @@ class _Comparison:
         """Compares x = 1 with x = 1, but also f(t) = t with f(x) = x, and y = x with f(x) = x."""
         name, other, value = given.name, known.name, given.value
         if name.kind == other.kind == "applied" and name.parts[0] == other.parts[0]:
-            return self._same(_renamed(value, name.parts[1], other.parts[1]), known.value)
+            variables = name.parts[1], other.parts[1]
+            if all(variable.kind == "name" for variable in variables):
+                return self._same(_renamed(value, *variables), known.value)
         return (name.kind != other.kind or key_of(name) == key_of(other)) and self._same(value, known.value)
 
     def _in_order(self, given: Sequence[Formula], known: Sequence[Formula]) -> bool:
@@ -322,7 +325,7 @@ class _Comparison:
                     self._check_length(given, known)
                 return equal
         if given.value == known.value:
-            return self._in_order(given.parts, known.parts)
+            return (self._matched if set(known.value) == {"="} else self._in_order)(given.parts, known.parts)
         turned = tuple(_TURNED.get(one, "") for one in reversed(given.value))
         return turned == known.value and self._in_order(given.parts[::-1], known.parts)
 
@@ -352,7 +355,7 @@ class _Comparison:
         if "no root below" in asked and _has_root_below(given) and not _has_root_below(known):
             raise _refused("a root is left below")
         if "nothing to combine" in asked and combines(given) and not combines(known):
-            raise _refused("a sum of like terms is left")
+            raise _refused("something to combine is left")
         shapes = asked & {"product", "sum", "quotient"}
         if shapes and shape(given) != shape(known) and not (len(shapes) == 1 and shape(given) in shapes):
             raise _refused("the form that is asked for")
@@ -366,7 +369,8 @@ class _Comparison:
 
     @staticmethod
     def _check_length(given: Formula, known: Formula) -> None:
-        if not is_expanded(given) and leaves(given) > 1.5 * leaves(known) + 1:
+        counted = any(part.kind == "call" and part.value == "binom" for part in known.all())
+        if not counted and not is_expanded(given) and leaves(given) > 1.5 * leaves(known) + 1:
             raise _refused("an expression that can be simplified is left")
 
 
@@ -422,8 +426,6 @@ def _value_of(node: Formula) -> Formula:
 
 
 def _renamed(node: Formula, old: Formula, new: Formula) -> Formula:
-    if old.kind != "name" or new.kind != "name":
-        return node
     return (
         new if node == old else Formula(node.kind, tuple(_renamed(part, old, new) for part in node.parts), node.value)
     )
@@ -438,9 +440,7 @@ def _item(node: Formula) -> _Item | None:
     *names, value = node.parts
     if len(names) == 1 and node.value == ("=",) and _is_name(value) and not _is_name(names[0]):
         names, value = [value], names[0]
-    if not all(map(_is_name, names)):
-        return None
-    return _Item(names[0], value)
+    return _Item(names[0], value) if len(names) == 1 and _is_name(names[0]) else None
 
 
 def _items(node: Formula) -> tuple[list[_Item], str] | None:
@@ -450,6 +450,8 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
         parts: Sequence[Formula] = node.parts
     elif node.kind == "list":
         parts = node.parts
+    elif node.kind == "bracket" and len(_alternatives(node)) > 1:
+        parts = (node,)
     elif node.kind == "bracket":
         parts, around = node.parts, str(node.value)
     elif (only := _item(node)) and only.name and only.value.kind in ("bracket", "list") and only.value.value == "{}":
@@ -461,7 +463,7 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
     else:
         parts = (node,)
     items = []
-    for part in parts:
+    for part in itertools.chain.from_iterable(map(_equations, parts)):
         item = _item(part)
         if item is None:
             return None
@@ -471,9 +473,19 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
     return items, around
 
 
+def _equations(node: Formula) -> list[Formula]:
+    """Returns a = 1 and b = 1 for a = b = 1, and any other formula as it is."""
+    *names, value = node.parts or (node,)
+    if node.kind != "relation" or set(node.value) != {"="} or _is_name(value) or not all(map(_is_name, names)):
+        return [node]
+    return [Formula("relation", (name, value), ("=",)) for name in names]
+
+
 def _alternatives(node: Formula) -> list[Formula]:
-    """Returns the two values of one with ±."""
-    if node.kind not in (*_SCALAR, "either") or not any(part.kind == "either" for part in node.all()):
+    """Returns the two values of one with ±; the two points of one with ± in a coordinate."""
+    found = sum(part.kind == "either" for part in node.all())
+    point = node.kind == "bracket" and node.value == "()" and found == 1
+    if not found or not (point or node.kind in (*_SCALAR, "either")):
         return [node]
     return [_chosen(node, "±"), _chosen(node, "∓")]
 
@@ -496,6 +508,8 @@ def _conflict(given: Formula, known: Formula) -> bool:
 
 def _intervals(node: Formula) -> tuple[str, list[Formula]] | None:
     """Returns the symbol ("" if there is none) and the intervals and sets that it is in; None for anything else."""
+    if node.kind == "bracket" and _is_set_of_one(node) and node.parts[0].kind == "relation":
+        return _intervals_of_relation(node.parts[0])
     if node.kind == "bracket":
         return ("", [node]) if node.value == "{}" or len(node.parts) == 2 else None
     if node.kind == "name" and node.value in _REALS:
@@ -504,8 +518,8 @@ def _intervals(node: Formula) -> tuple[str, list[Formula]] | None:
         return _intervals_of_relation(node)
     if node.kind == "sets" and node.value == "∖" and len(node.parts) == 2 and _intervals(node.parts[0]):
         whole, left = node.parts
-        if whole.kind == "name" and left.kind == "bracket" and left.value == "{}" and len(left.parts) == 1:
-            return "", _around(left.parts[0])
+        if whole.kind == "name" and left.kind == "bracket" and left.value == "{}" and all(map(is_constant, left.parts)):
+            return "", _around(*left.parts)
         return None
     if (node.kind == "sets" and node.value == "∪") or node.kind == "list":
         found = [_intervals(part) for part in node.parts]
@@ -524,13 +538,24 @@ def _interval(opened: str, low: Formula, high: Formula, closed: str) -> Formula:
     return Formula("bracket", (low, high), opened + closed)
 
 
-def _around(point: Formula) -> list[Formula]:
-    minus = Formula("negative", (_INFINITY,))
-    return [_interval("(", minus, point, ")"), _interval("(", point, _INFINITY, ")")]
+def _around(*points: Formula) -> list[Formula]:
+    """Returns the intervals between numbers, in any order."""
+
+    def order(one: Formula, other: Formula) -> int:
+        try:
+            return Values(one, other).less(other, one) - Values(one, other).less(one, other)
+        except NoValue:
+            return 0
+
+    ends = [Formula("negative", (_INFINITY,)), *sorted(points, key=functools.cmp_to_key(order)), _INFINITY]
+    return [_interval("(", low, high, ")") for low, high in itertools.pairwise(ends)]
 
 
 def _intervals_of_relation(node: Formula) -> tuple[str, list[Formula]] | None:
     sides, relations = node.parts, node.value
+    if relations[0] == "|":  # {x | 1 < x < 2}
+        found = _intervals_of_relation(Formula("relation", sides[1:], relations[1:])) if relations[1:] else None
+        return found if found and sides[0] == Formula("name", value=found[0]) else None
     if relations == ("∈",) and sides[0].kind == "name":
         found = _intervals(sides[1])
         return (str(sides[0].value), found[1]) if found and not found[0] else None

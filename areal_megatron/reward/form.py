@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from math import gcd
+from math import gcd, prod
 
 from areal_megatron.reward.formula import Formula
 from areal_megatron.reward.numeral import words
@@ -23,6 +23,7 @@ _FAMILIES |= dict.fromkeys(words("arcsin arccos arctan"), "an inverse trigonomet
 _FAMILIES |= dict.fromkeys(words("sinh cosh tanh"), "a hyperbolic function")
 _NO_STEPS = words("percent degree mark")
 _MOST_TERMS = 200
+_LARGEST_BASE = 100
 _COMPOUND = words("sum product quotient power root negative call relation sets congruence either")
 
 
@@ -124,6 +125,8 @@ def _steps_of(node: Formula) -> Iterator[str]:
         factors = list(_factors(node))
         if sum(_is_number(factor) and abs(_number(factor)) != 1 for factor in factors) > 1:
             yield "a product of numbers"
+        elif _cancels(factors):
+            yield "a fraction that is not in lowest terms"
         if sum(factor.kind == "sum" and is_constant(factor) for factor in factors) > 1:
             yield "a product of sums"
     elif kind == "quotient":
@@ -150,6 +153,17 @@ def _steps_of(node: Formula) -> Iterator[str]:
         yield "Derivative"
     elif kind in ("command", "cases"):
         yield str(node.value or "a distinction of cases")
+
+
+def _cancels(factors: list[Formula]) -> bool:
+    """Whether a number above and one below, in different factors, have a divisor in common: 90 · π/180."""
+    above, below = [], []
+    for factor in factors:
+        top, bottom = factor.parts if factor.kind == "quotient" else (factor, Formula("number", value=Fraction(1)))
+        value = _coefficient(top) / (_coefficient(bottom) or 1)
+        above.append(value.numerator)
+        below.append(value.denominator)
+    return gcd(prod(above), prod(below)) != 1
 
 
 def _steps_of_quotient(top: Formula, bottom: Formula) -> Iterator[str]:
@@ -297,13 +311,27 @@ def is_expanded(node: Formula) -> bool:
 
 def combines(node: Formula) -> bool:
     """Whether a formula holds a sum in which terms with the same symbols could be put together, once it is multiplied
-    out."""
+    out, a product in which powers of a symbol could be, or a root of a multiple of a square."""
     for part in node.all():
+        if part.kind == "product":
+            powers = [power for factor in _factors(part) for power in _monomial(key_of(factor))]
+            together = [base for base, _ in powers]
+            if any(exponent != 1 and together.count(base) > 1 for base, exponent in powers):
+                return True
+        if part.kind == "root" and all(inner.kind == "number" for inner in part.parts):
+            value, degree = (inner.value for inner in part.parts)
+            if degree.denominator == 1 < degree and _has_power(abs(value.numerator), int(degree)):
+                return True
         if part.kind == "sum":
             monomials = [each for term in _terms(part) for each in _multiplied_out(term) if each]
             if len(set(monomials)) < len(monomials):
                 return True
     return False
+
+
+def _has_power(number: int, degree: int) -> bool:
+    """Whether a power of a small number divides a whole number."""
+    return number > 0 and degree < 100 and any(number % base**degree == 0 for base in range(2, _LARGEST_BASE))
 
 
 def _multiplied_out(term: Formula) -> list[tuple]:

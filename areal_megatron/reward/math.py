@@ -29,6 +29,9 @@ _OTHER_NUMBER = re.compile(
 )
 """Before a number: it is one of several, the end of an expression, or denied."""
 _SYMBOL = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?")
+_LINE = re.compile("[A-Z]{2,4}")
+_VALUE_OF_FUNCTION = re.compile(r"[A-Za-z]\([^()]*\)")
+_HALF_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.? ?m(?![A-Za-z])", re.IGNORECASE)
 _PERCENT = re.compile("percent|%", re.IGNORECASE)
 _PERCENTAGE = re.compile(r"(?<![0-9.])([0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.])\$? ?(?:\\?%|percent)", re.IGNORECASE)
 _TAIL = 2 * LONGEST
@@ -66,7 +69,7 @@ def right_answers(answer: str) -> list[str]:
 
 
 def _equal(found: str, answer: str, prompt: str) -> bool:
-    known = numeral(answer)
+    known = numeral(answer) if answer.count("=") < 2 else None  # a = b = 1 is more than a number
     if known is None:
         from areal_megatron.reward.expression import same_expression  # mpmath takes a while to import
 
@@ -84,10 +87,17 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
 
 
 def _named_otherwise(found: str, answer: str) -> bool:
-    """Whether two equations name two symbols, x and y, or only one of them an absolute value."""
+    """Whether two answers name two symbols, x and y, two lines, AB and AC, two values of a function, or only one of
+    them an absolute value; or whether one is a time before noon and the other one after it."""
+    halves = {half[1].lower() for text in (found, answer) for half in _HALF_OF_DAY.finditer(text)}
     name, other = (bare(text).rpartition("=")[0].replace(" ", "") for text in (found, answer))
-    both = bool(name and other and name != other)
-    return both and ("|" in name + other or bool(_SYMBOL.fullmatch(name) and _SYMBOL.fullmatch(other)))
+    if not (name and other) or name == other:
+        return len(halves) > 1
+    if "|" in name + other:
+        return True
+    if _LINE.fullmatch(name) and _LINE.fullmatch(other):
+        return sorted(name) != sorted(other)
+    return any(kind.fullmatch(name) and kind.fullmatch(other) for kind in (_SYMBOL, _VALUE_OF_FUNCTION))
 
 
 def _percent_of(prompt: str, number: Numeral) -> Fraction | None:

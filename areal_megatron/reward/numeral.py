@@ -160,8 +160,8 @@ def numeral(text: str) -> Numeral | None:
 
 
 _NAME = (
-    r"(?:\\?[A-Za-zα-ωΑ-Ω]++"
-    r"|\\(?:text|textbf|textrm|mathrm|mathbf|mathit|operatorname|overline|vec|hat|bar) ?\{[A-Za-z .'-]*+\})"
+    r"(?:\\(?:text|textbf|textrm|mathrm|mathbf|mathit|operatorname|overline|vec|hat|bar) ?\{[A-Za-z .'-]*+\}"
+    r"|\\?[A-Za-zα-ωΑ-Ω]++)"
 )
 _ARGUMENTS = r"(?: ?_ ?(?:\{[A-Za-z0-9, ]*+\}|[A-Za-z0-9]))?+'*+(?: ?\([A-Za-z0-9, ]*+\))?+"
 _NAMES = re.compile(rf"[ |]*+(?:{_NAME}{_ARGUMENTS}[ |+=-]*+)++")
@@ -170,7 +170,10 @@ _NAMES = re.compile(rf"[ |]*+(?:{_NAME}{_ARGUMENTS}[ |+=-]*+)++")
 def is_name(text: str) -> bool:
     """Whether a text names what a value is given to: a symbol, x_1, f(2), AB, m + n, but no number and no expression of
     numbers."""
-    return len(text) <= LONGEST and bool(_NAMES.fullmatch(bare(text)))
+    if len(text) > LONGEST or not _NAMES.fullmatch(bare(text)):
+        return False
+    worded = (word.lower() for inner in re.findall(r"\{([^{}]*)\}", text) for word in _WORD.findall(inner))
+    return _NO_UNITS.isdisjoint(worded)  # \text{when } n names nothing
 
 
 def _value(found: re.Match[str]) -> tuple[Fraction, bool] | None:

@@ -212,6 +212,19 @@ x=5 ~ 5 ~ 5=x
 x^4+x^2+1 ~ (x^2+x+1)(x^2-x+1)
 A=\frac{1}{2}bh ~ \frac12 bh ~ A = bh/2
 v=\sqrt{2gh} ~ \sqrt{2gh} ~ v=(2gh)^{1/2}
+a=b=c=1 ~ (1,1,1) ~ a=1,b=1,c=1 ~ c=b=a=1
+a=b=c ~ c=b=a ~ a = c = b
+x_1=x_2=\cdots=x_n=1 ~ x_1=x_2=\dots=x_n=1
+\{x|1<x<2\} ~ (1,2) ~ 1<x<2 ~ \{x \mid 1<x<2\} ~ \{x : 2>x>1\}
+\{t \mid t \ge 1\} ~ [1,\infty) ~ t\ge1
+(\pm 1, 0) ~ (1,0),(-1,0) ~ (-1,0) \text{ and } (1,0)
+(0, \pm\sqrt2) ~ (0,\sqrt2),(0,-\sqrt2) ~ \{(0,-\sqrt2),(0,\sqrt2)\}
+(0,0), (1,1), (-1,1) ~ (0,0), (\pm1,1)
+\mathbb{R}\setminus\{0,1\} ~ \mathbb{R}\setminus\{1,0\} ~ (-\infty,0)\cup(0,1)\cup(1,\infty)
+\binom{n}{3} ~ \frac{n(n-1)(n-2)}{6} ~ \frac{n^3-3n^2+2n}{6}
+\text{Area} = 5 ~ 5 ~ \text{Area}=5 ~ \overline{AB}=5
+AB=5 ~ 5 ~ BA=5 ~ x=5
+10 \text{ a.m.} ~ 10 ~ 10\text{ am} ~ 10 \text{ A.M.}
 """.strip().splitlines()
 ]
 """The known answer, then other ways to write it."""
@@ -743,6 +756,25 @@ x\times10^5 ~ x\times10^6
 O(n) ~ O(n^2)
 \Theta(n\log n) ~ \Theta(n)
 H_2O ~ HO_2
+AB=5 ~ AC=5
+f(2)=4 ~ f(3)=4
+f(x)=2x ~ f(2)=2x
+f(x)=2x ~ f(x,y)=2x
+|\vec{a}|=2 ~ \vec{a}=2
+10\text{ a.m.} ~ 10\text{ p.m.}
+10\text{ am} ~ 10\text{ pm}
+a=b=c ~ c
+a=b=c ~ a=c
+a=b=c=1 ~ a=1,b=1
+\{x|1<x<2\} ~ [1,2]
+\{x|1<x<2\} ~ \{1,2\}
+\{y|1<x<2\} ~ \{x|1<x<2\}
+\{x|1<x<2\} ~ 1<y<2
+(\pm1,0) ~ (1,0)
+(\pm1,0) ~ (0,\pm1)
+(\pm1,0) ~ \pm1
+\mathbb{R}\setminus\{0,1\} ~ \mathbb{R}\setminus\{0\}
+\mathbb{R}\setminus\{0,1\} ~ (-\infty,0)\cup(1,\infty)
 CO_2 ~ CO
 0/0 ~ 0
 """.strip().splitlines()
@@ -940,5 +972,17 @@ QUESTIONS = [
     ("Simplify $\\frac{x^5}{x^2}$", "x^{5-2}", "x^3", 0),
     ("Simplify $\\frac{x^5}{x^2}$", "x^5x^{-2}", "x^3", 0),
     ("Simplify $\\frac{x^5}{x^2}$", "x\\cdot x\\cdot x", "x^3", 1),
+    ("Is $a=b=c=1$ the only one?", "1", "a=b=c=1", 0),
+    ("Is $a=b=c=1$ the only one?", "a=1", "a=b=c=1", 0),
+    ("When are they all 1?", "x_1=1", "x_1=x_2=\\cdots=x_n=1", 0),
+    ("Convert $90^\\circ$ to radians.", "90\\cdot\\frac{\\pi}{180}", "\\frac{\\pi}{2}", 0),
+    ("Convert $90^\\circ$ to radians.", "\\frac{\\pi}{180}\\cdot 90", "\\frac{\\pi}{2}", 0),
+    ("Convert $120^\\circ$ to radians.", "2\\cdot\\frac{\\pi}{3}", "\\frac{2\\pi}{3}", 1),
+    ("How long is it?", "6\\cdot\\frac{\\sqrt3}{2}", "3\\sqrt3", 0),
+    ("Simplify $\\sqrt{50}+\\sqrt{18}$.", "\\sqrt{128}", "8\\sqrt2", 0),
+    ("Simplify $\\sqrt{50}+\\sqrt{18}$.", "2\\sqrt{32}", "8\\sqrt2", 0),
+    ("Simplify $\\sqrt{50}+\\sqrt{18}$.", "8\\sqrt2", "8\\sqrt2", 1),
+    ("Simplify $(2x^3)^2$.", "4x^3x^3", "4x^6", 0),
+    ("Simplify $a^2\\cdot a^3$", "a\\cdot a^4", "a^5", 0),
 ]
 """Question, answer, known answer and score."""
