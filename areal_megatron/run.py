@@ -179,7 +179,16 @@ class Run:
 
     def has_begun(self) -> bool:
         """Whether there is work in the folder, also if the records of its incarnations are lost."""
-        return self._last_incarnation() >= 0 or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
+        try:
+            begun = self._last_incarnation() >= 0
+        except FileNotFoundError:  # `create` makes leases/ last: they have been there, and who knows with what
+            begun = self.leases.exists()
+        return begun or self.metrics.exists() or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
+
+    @property
+    def had_begun(self) -> bool:
+        """Whether the run had begun when this object was bound: if its folder is not there now, it is away."""
+        return self._bound is not None and self._bound >= 0
 
     @property
     def began(self) -> bool:
@@ -187,18 +196,22 @@ class Run:
         return self._start is not None
 
     def discard(self) -> None:
-        """Removes a run that this launcher made and that never began: what `create` and the lease made, and no more.
-        Leaves what holds anything else."""
-        try:
+        """Removes a run that this launcher made and that never began: what `create`, the lease and a beginning that
+        failed have made. Leaves a folder that holds anything else as it is."""
+        lease = numbered(self.leases, self._lease or 0)
+        files = {self.config, lease, lease.with_suffix(".guardian"), *(self.folder / name for name in _PRIVATE)}
+        folders = {self.checkpoints, *(self.folder / name for name in _FOLDERS)}
+        aside = self.folder.with_name(f".{self.folder.name}.discarded")
+        with contextlib.suppress(OSError, Replaced):
             self.look()
-            self.incarnations.rmdir()  # first: it is empty as long as nothing has begun
-            for path in (*(self.folder / name for name in _PRIVATE), *self.leases.iterdir()):
-                path.unlink(missing_ok=True)
-            for folder in (*(self.folder / name for name in _FOLDERS if name != "incarnations"), self.checkpoints):
-                folder.rmdir()
-            self.folder.rmdir()
-        except (OSError, Replaced):
-            return
+            if set(self.folder.rglob("*")) - files - folders:
+                return
+            os.rename(self.folder, aside)  # as a whole: another start makes a folder of its own meanwhile
+            for path in files:
+                (aside / path.relative_to(self.folder)).unlink(missing_ok=True)
+            for path in folders:
+                (aside / path.name).rmdir()
+            aside.rmdir()
 
     def renew_secret(self) -> None:
         """Makes another secret, and other credentials. Not while a process of the run lives that is still needed: it

@@ -91,7 +91,9 @@ class Elastic:
                 self.resting.add(name)
         change = self._balancer.decide(updates)
         if change < 0:
-            return [], have_some_leave(self._run, -change, self._own)
+            with suppress(OSError):  # as of a full disk: they are asked when they are too many again
+                return [], have_some_leave(self._run, -change, self._own)
+            return [], []
         ready = [name for name in self._own if name in self.resting - self._failed and is_reached(self._own[name])]
         for _ in range(change - len(ready)):
             self._balancer.failed()

@@ -53,12 +53,14 @@ class Holder(msgspec.Struct):
     """An id of the machine, its start and the container: process ids mean the same where it is the same."""
     process: _Process
     folder: int
-    """Inode of the folder, which a copy of the run does not have."""
+    """Inode of the folder, which a copy of the run does not have,"""
+    device: int = 0
+    """unless it is on another device."""
 
     @classmethod
     def here(cls, folder: Path) -> Holder:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(this_process(), now, _machine(), (os.getpid(), _begun(os.getpid())), folder.stat().st_ino)
+        return cls(this_process(), now, _machine(), (os.getpid(), _begun(os.getpid())), *_place(folder))
 
     @property
     def is_here(self) -> bool:
@@ -159,21 +161,22 @@ class Lease:
         """Raises Away, and OSError."""
         try:
             self.run.check_lease()
-            holder = read(self._path)
-            if (
-                holder.launcher,
-                holder.since,
-            ) != self._taken:  # removed, and taken anew
-                self._replaced = self.run.replaced_by(holder.launcher)
+            with suppress(ConfigError):  # a damaged file is no other launcher's
+                holder = read(self._path)
+                if (holder.launcher, holder.since) != self._taken:  # removed, and taken anew
+                    self._replaced = self.run.replaced_by(holder.launcher)
         except Replaced as e:
             self._replaced = e
 
 
 def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
     """Returns the number of the lease that this process has taken, and who held the one before if it fell silent."""
+    known = False
     for tries in count():
         try:
-            run.create(exist_ok=True)  # again: a start whose run cannot begin removes the folder that it made
+            if not known:  # again: a start whose run cannot begin removes the folder that it made
+                run.create(exist_ok=True)
+                known = run.has_begun()
             taken = numbers(run.leases)
             number = max([*taken, *(begun.lease for begun in run.starts()[-1:])], default=0)
             silent = _watch(run, number, lease_s) if number in taken else None
@@ -181,6 +184,8 @@ def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
             write_once(numbered(run.leases, number + 1), content)
             return number + 1, silent
         except (FileExistsError, FileNotFoundError):  # another start was faster, or has just removed its folder
+            if tries == _TRIES and known:
+                raise ConfigError(f"{run.folder} went away as this start looked at it: put it back first") from None
             if tries == _TRIES:
                 raise
             time.sleep(_LOOK_S / 10)
@@ -229,7 +234,7 @@ def _watch(run: Run, number: int, lease_s: float) -> Holder | None:
 
 def _end(holder: Holder, path: Path) -> None:
     """Ends a silent launcher on this machine, which was stopped or hangs, and waits until its processes have ended."""
-    if not holder.is_here or holder.folder != path.parent.stat().st_ino:
+    if not holder.is_here or (holder.folder, holder.device) != _place(path.parent):
         return
     with suppress(OSError):  # it is gone by now, or another user's
         descriptor = os.pidfd_open(holder.process[0])
@@ -242,6 +247,11 @@ def _end(holder: Holder, path: Path) -> None:
     deadline = time.monotonic() + _CLEARED_S
     while (guardian := _read_guardian(path)) and _lives(guardian) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_ino, status.st_dev
 
 
 def read(path: Path) -> Holder:

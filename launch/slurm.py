@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dry_run or options.nodes is not None or options.gpus is not None:
         return _dry_run(options)
     signal.signal(signal.SIGUSR1, _again)
-    config = None
+    lease = None
     try:
         job = Job.of(os.environ)
         config = config_file.load(options.config, options.overrides)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = Outcome.LOST
     if outcome not in (Outcome.STOPPED, Outcome.LOST):
         return outcome
-    return queue_again(Run(config.run_dir)) if config else requeue()
+    return queue_again(lease.run) if lease else requeue()
 
 
 class _Again(BaseException):
@@ -324,14 +324,17 @@ def queue_again(run: Run) -> int:
 
 
 def count_fault(run: Run) -> int:
-    """Notes that this job ends without having been preempted. Returns how often it has since the last checkpoint."""
+    """Notes that this job ends without having been preempted. Returns how often it has since the last checkpoint.
+
+    Raises OSError, also if the run had begun and its folder is away.
+    """
+    if not run.had_begun and not run.folder.exists():  # the nodes of a new run have not come together
+        run.create()
     saved = checkpoint_folder.complete(run)  # unread: the time limit may be near
     faults = Faults(os.environ["SLURM_JOB_ID"], saved[-1].name if saved else "", 1)
     before = read_replaced(run.faults, lambda content: read_record(content, Faults, run.faults))
     if before and (before.job, before.saved) == (faults.job, faults.saved):
         faults.count += before.count
-    if not run.folder.exists():  # the nodes of a new run have not come together
-        run.create()
     write_atomically(run.faults, msgspec.json.encode(faults))
     return faults.count
 

@@ -100,6 +100,11 @@ class Beginning:
         """Begins an incarnation. Raises Replaced, and ConfigError if the run folder cannot be written."""
         with _writing(self.run):
             self.run.look()
+            if self.config.resume and not self.checkpoint:  # as also where a file system is not mounted
+                lacks = "checkpoint" if self.run.has_begun() else "run"
+                print(
+                    f"no {lacks} in {self.run.folder}: it begins from model.path={self.config.model.path}", flush=True
+                )
             self.run.renew_secret()
             config_file.save(self.config, self.run.config)
             begin(self.run, self.checkpoint)
@@ -113,13 +118,17 @@ def lease(config: Config) -> Iterator[Lease]:
     may write its folder, if that cannot be written, or if another launcher runs it.
     """
     run = Run(config.run_dir)
-    made = not run.folder.exists()
-    if not made and not config.resume and (not run.leases.exists() or run.has_begun()):
-        raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
-    if not made:
-        run.make_private()  # what others may have replaced is drawn anew when the run begins
     with ExitStack() as stack:
         with _writing(run):
+            made = not os.path.lexists(run.folder)
+            if not made and not run.folder.is_dir():
+                raise ConfigError(f"{config.run_dir} is no folder, or links to one that is not there (not mounted?)")
+            if not made and not config.resume and (not run.leases.exists() or run.has_begun()):
+                raise ConfigError(
+                    f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
+                )
+            if not made:
+                run.make_private()  # what others may have replaced is drawn anew when the run begins
             held = stack.enter_context(Lease(run, config.machine.lease_s))
         try:
             yield held

@@ -10,17 +10,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import numbers
 from areal_megatron.run import Away, Run
 from launch import start
+from launch.lease import Holder, Lease
 from tests.support import failing_disk
 from tests.support.small_disk import run_on_small_disk
 
@@ -392,3 +396,147 @@ def test_a_process_that_is_bound_to_a_folder_tells_that_it_is_away(past):
     past.mkdir()
     with pytest.raises(Away, match="another folder is in its place"):
         run.look()
+
+
+def test_a_start_that_waits_makes_no_folder_where_that_of_its_run_was(past):
+    """It would begin anew there, from model.path, as if there had never been a run."""
+    elsewhere = Holder.here(past / "leases")
+    elsewhere.machine = "another"
+    (past / "leases" / "00001.json").write_bytes(msgspec.json.encode(elsewhere))
+    os.utime(past / "leases" / "00001.json", (7, 7))
+    moving = threading.Timer(0.7, renamed, [past])
+    moving.start()
+    config = settings(past.parent, resume="auto")
+    config.machine.lease_s = 1.5
+    with pytest.raises(ConfigError, match="went away"), start.lease(config):
+        pass
+    moving.join()
+    assert not past.exists() and sealed(past.with_name("moved"))
+
+
+def test_a_start_that_never_began_leaves_a_folder_with_files_of_others_as_it_was(tmp_path):
+    with start.lease(settings(tmp_path)):
+        before = sorted((tmp_path / "run").rglob("*"))
+        (tmp_path / "run" / "leases" / "notes.txt").write_text("of somebody")
+    assert sorted((tmp_path / "run").rglob("*")) == sorted([*before, tmp_path / "run" / "leases" / "notes.txt"])
+    with start.lease(settings(tmp_path)) as lease:
+        lease.run.begin()
+
+
+def test_a_beginning_that_fails_leaves_no_folder(tmp_path):
+    with pytest.raises(ConfigError), start.lease(settings(tmp_path)) as lease:
+        config_file.save(settings(tmp_path), lease.run.config)  # which is written before it begins
+        raise ConfigError("the disk is full")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_that_waits_while_another_discards_its_run_gets_a_whole_one(tmp_path):
+    refused, over = [], threading.Event()
+
+    def fail():
+        while not over.is_set():
+            with suppress(ConfigError), start.lease(settings(tmp_path)):
+                pass
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    try:
+        for _ in range(40):
+            try:
+                lease = Lease(Run(tmp_path / "run"), LEASE_S)
+            except ConfigError as e:
+                refused.append(str(e))
+                continue
+            with lease:
+                assert lease.run.token and lease.run.keys and lease.run.announced_engines() == []
+                lease.run.look()
+                lease.run.discard()
+    finally:
+        over.set()
+        failing.join()
+    assert len(refused) < 40 and all("is being run by" in line for line in refused), refused
+
+
+@pytest.mark.parametrize("lost", [["incarnations"], ["ledger"], ["incarnations", "ledger", "checkpoints"]])
+def test_a_run_whose_records_are_moved_aside_is_not_taken_for_one_that_never_began(past, lost):
+    (past / "metrics.jsonl").touch()
+    for name in lost:
+        moved_aside(name)(past)
+    with pytest.raises(ConfigError, match="exists: choose another"), start.lease(settings(past.parent)):
+        pass
+    if "checkpoints" in lost:
+        auto = settings(past.parent, resume="auto")
+        with pytest.raises(ConfigError, match="checkpoints is not there although"), start.lease(auto) as lease:
+            start.newest(lease.run)
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_refused(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
+    with pytest.raises(ConfigError, match="not mounted"), start.lease(settings(tmp_path, resume="auto")):
+        pass
+    assert not (tmp_path / "disk").exists()
+
+
+def test_resume_says_that_there_is_nothing_to_resume(tmp_path, capsys):
+    config = settings(tmp_path, resume="auto")
+    with start.lease(config) as lease:
+        start.Beginning(config, lease.run, None, None).begin()
+    assert f"no run in {tmp_path / 'run'}: it begins from model.path=" in capsys.readouterr().out
+
+
+def test_a_lease_whose_file_is_damaged_is_held_on(tmp_path):
+    with Lease(Run(tmp_path / "run"), 30) as lease:
+        path = lease.run.leases / "00001.json"
+        path.write_text("")
+        beat = path.stat().st_mtime
+        wait_for(lambda: path.stat().st_mtime > beat > 1e9 or path.stat().st_mtime < 1e9)
+        beat = path.stat().st_mtime
+        wait_for(lambda: path.stat().st_mtime > beat)
+        lease.check()
+
+
+def test_a_silent_launcher_of_a_folder_on_another_disk_is_not_ended(tmp_path):
+    """A copy of a run may have the inode of its original, there."""
+    run = Run(tmp_path / "run")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        holder = Lease(run, 30)
+        holder.__exit__()
+        path = run.leases / "00001.json"
+        record = msgspec.json.decode(path.read_bytes(), type=Holder)
+        record.process = (other.pid, int(Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]))
+        record.device += 1
+        path.write_bytes(msgspec.json.encode(record))
+        with Lease(run, 1) as lease:
+            assert lease.number == 2 and other.poll() is None
+        other.kill()
+
+
+ORDINARY = """
+cp -a $RUN $RUN.copy
+tar cf $RUN.tar -C $RUN .
+find $RUN -exec touch {} +
+chmod -R g+rX,o-w $RUN
+chmod -R u+w $RUN
+rm -rf $RUN/logs/* $RUN/tensorboard/* $RUN/leases/*.guardian $RUN.copy
+touch $RUN/notes.txt $RUN/leases/notes.txt $RUN/incarnations/._00000.json
+mkdir -p $RUN/.snapshot $RUN/leases/.snapshot $RUN/checkpoints/mine
+ln -s $RUN $RUN/checkpoints/link
+rm -r $RUN/checkpoints/version-000001
+"""
+
+
+def test_what_people_do_with_the_folder_of_a_living_run_does_not_end_it(tmp_path):
+    runs = tmp_path / "runs"
+    writer, _ = begin(runs)
+    wait_for(lambda: len(sealed(runs / "run")) >= 2)
+    done = subprocess.run(
+        ["sh", "-c", ORDINARY], env=os.environ | {"RUN": runs / "run"}, capture_output=True, text=True
+    )
+    assert "version-000001" not in done.stderr
+    time.sleep(LEASE_S + 1.5)
+    there = sealed(runs / "run")
+    wait_for(lambda: max(sealed(runs / "run")) > max(there))
+    writer.send_signal(signal.SIGINT)
+    _, told = writer.communicate(timeout=60)
+    assert writer.returncode == 130 and not told, told
+    assert (runs / "run" / "checkpoints" / "mine").exists() and (runs / "run" / "leases" / "notes.txt").exists()

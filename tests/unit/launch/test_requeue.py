@@ -93,6 +93,16 @@ def test_a_job_that_fails_again_and_again_is_given_up(programs, tmp_path, monkey
     assert queue_again(run) == Outcome.STOPPED, "another job begins anew"
 
 
+def test_the_folder_of_a_run_that_is_away_is_not_made_again(programs, tmp_path, capsys):
+    programs(scontrol=NOT_PREEMPTED.format("None"))
+    run = Run(tmp_path / "run")
+    run.create()
+    run.begin()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert queue_again(run) == Outcome.STOPPED and not (tmp_path / "run").exists()
+    assert "this end of the job cannot be counted" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(120)
 def test_a_job_whose_nodes_do_not_come_together_is_queued_again_three_times(
     programs, world, tmp_path, monkeypatch, capsys
