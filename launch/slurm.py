@@ -330,8 +330,6 @@ def count_fault(run: Run) -> int:
     """
     if not run.had_begun and not run.folder.exists():  # the nodes of a new run have not come together
         run.create()
-    if not run.folder.exists():  # the nodes of a new run have not come together
-        run.create()
     saved = checkpoint_folder.complete(run)  # unread: the time limit may be near
     faults = Faults(os.environ["SLURM_JOB_ID"], saved[-1].name if saved else "", 1)
     before = read_replaced(run.faults, lambda content: read_record(content, Faults, run.faults))
