@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run = Run(options.run)
     try:
-        return _web(run, options.host, options.port) if options.web else _show(run, options.all)
+        return _web(run, options.host, options.port) if options.web else _show(run, options.run, options.all)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
     except OSError as e:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 2
 
 
-def _show(run: Run, every: bool) -> int:
+def _show(run: Run, named: Path, every: bool) -> int:
     record = read_record(run)
     if record is None:
         what = "is no run folder"
@@ -60,7 +60,7 @@ def _show(run: Run, every: bool) -> int:
             what = "has not been started by a launcher"
         if run.processes.exists():
             what = f"has a {run.processes.name} of another release, or a damaged one"
-        raise ConfigError(f"{run.folder} {what}; give a folder such as runs/tiny")
+        raise ConfigError(f"{named} {what}; give a folder such as runs/tiny")
     state = state_of(run, record)
     terminal = Terminal()
     for line in headlines(run, record, state, time.time()):

@@ -242,7 +242,7 @@ def free_bytes(run: Run) -> int:
 
 def shortage(run: Run, settings: CheckpointConfig, size: int) -> str:
     """Returns a line if there is too little room for the checkpoints of `size` bytes to come, else ""."""
-    there = len(complete(run)) if run.folder.exists() else 0
+    there = sum(bool(_NAME.fullmatch(path.name)) for path in run.checkpoints.glob("version-*"))
     coming, left = max(1, settings.keep + 1 - there), math.inf
     with contextlib.suppress(OSError):
         left = free_bytes(run)

@@ -158,7 +158,9 @@ def finished(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     made.model.path, made.data.train, made.rollout.dump = str(tmp_path), "prompts.jsonl", True
     config_file.save(made, run.config)
-    lines = [{"kind": "update", "version": number} | line for number, line in enumerate(played_.updates, 1)]
+    lines = [
+        {"time": 0.0, "kind": "update", "version": number} | line for number, line in enumerate(played_.updates, 1)
+    ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for process in {span.process for span in played_.spans}:
         timeline = Timeline(run.timeline(process), process)
@@ -192,7 +194,9 @@ def test_a_finished_run_becomes_a_file_that_forecasts_take(finished, tmp_path, c
         (lambda run: (run.trajectories / "batch-000003.msgpack").unlink(), ["--gpu", "h100"], "some were not kept"),
         (lambda run: run.config.unlink(), ["--gpu", "h100"], "config.yaml"),
         (
-            lambda run: run.metrics.write_text(run.metrics.read_text() + '{"kind": "resume", "version": 40}\n'),
+            lambda run: run.metrics.write_text(
+                run.metrics.read_text() + '{"time": 0.0, "kind": "resume", "version": 40}\n'
+            ),
             ["--gpu", "h100"],
             "was resumed: calibration needs a run that was never interrupted",
         ),

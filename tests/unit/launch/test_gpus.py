@@ -21,6 +21,12 @@ UUIDS = [f"GPU-{n}f3a0c11-0000-4000-8000-00000000000{n}" for n in range(4)]
 SLICE = "MIG-4b1f3b58-7ed4-5f0a-9a44-d2ae9e1a3f00"
 
 
+def made(folder):
+    run = Run(folder)
+    run.create(exist_ok=True)
+    return run
+
+
 @pytest.fixture(autouse=True)
 def forget():
     gpus.listed.cache_clear()
@@ -71,7 +77,7 @@ def test_names_of_gpus_and_slices_are_slots(tmp_path):
     config = run_config()
     placement = allocate(config, [Node("a", (UUIDS[3], SLICE))])
     assert f"a:{SLICE}" in placement.table()
-    orders = [start_order(config, Run(tmp_path), process, "a") for process in placement.processes]
+    orders = [start_order(config, made(tmp_path), process, "a") for process in placement.processes]
     devices = {order.name: order.settings.get("CUDA_VISIBLE_DEVICES") for order in orders}
     assert devices == {"controller": "", "trainer-0": UUIDS[3], "engine-0": SLICE}
 
@@ -148,10 +154,7 @@ def started(tmp_path, monkeypatch):
         def start(process, *names):
             placement = allocate(run_config(), [Node("a", names)])
             (own,) = [p for p in placement.processes if p.name == process]
-            Run(tmp_path / "run").log("x").parent.mkdir(parents=True, exist_ok=True)
-            run = Run(tmp_path / "run")
-            run.create(exist_ok=True)
-            order = start_order(run_config(), run, own, "a")
+            order = start_order(run_config(), made(tmp_path / "run"), own, "a")
             order.command = ["sh", "-c", "env; echo CORES=$(taskset -pc $$)"]
             child = carry_out(order, children)
             child._process.wait(20)

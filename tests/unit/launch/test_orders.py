@@ -30,6 +30,12 @@ ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs" / "models" / "Qwen3-8B"
 
 
+def made(folder):
+    run = Run(folder)
+    run.create(exist_ok=True)
+    return run
+
+
 def config(device, tp):
     made = Config(
         name="x",
@@ -51,7 +57,7 @@ def test_each_part_is_ordered_on_its_node_with_the_gpus_of_that(tmp_path):
     asked = config("cuda", 8)
     nodes = [Node("a", (0, 1)), *(Node(name, (4, 5, 6, 7)) for name in "bc")]
     (engine,) = allocate(asked, nodes[:1], nodes[1:]).pool("rollout")
-    orders = [start_order(asked, Run(tmp_path), part, part.node, rendezvous="rendezvous-7") for part in engine.parts]
+    orders = [start_order(asked, made(tmp_path), part, part.node, rendezvous="rendezvous-7") for part in engine.parts]
     assert [(order.supervisor, order.name) for order in orders] == [("b", "engine-0"), ("c", "engine-0.1")]
     assert [order.settings["CUDA_VISIBLE_DEVICES"] for order in orders] == ["4,5,6,7"] * 2
     assert [order.settings["AREAL_PART"] for order in orders] == ["0/2", "1/2"]
@@ -67,14 +73,14 @@ def test_only_trainers_that_overlap_tensor_parallelism_have_one_queue_on_the_gpu
     for pool, connections in (("trainer", trainers), ("rollout", "32")):
         for process in placement.pool(pool):
             for part in getattr(process, "parts", [process]):
-                settings = start_order(asked, Run(tmp_path), part, "a").settings
+                settings = start_order(asked, made(tmp_path), part, "a").settings
                 assert settings["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
 
 
 def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
     (engine,) = allocate(config("cuda", 2), [Node("a", (0, 1, 2))]).pool("rollout")
     (part,) = engine.parts
-    assert "AREAL_PART" not in start_order(config("cuda", 2), Run(tmp_path), part, "a").settings
+    assert "AREAL_PART" not in start_order(config("cuda", 2), made(tmp_path), part, "a").settings
     assert "--nnodes" not in server_command(config("cuda", 2), "10.0.0.1", 80)
 
 
@@ -155,7 +161,7 @@ def shared_plan():
 def test_processes_of_both_pools_see_the_gpu_that_they_share(tmp_path):
     asked, planned = shared_plan()
     orders = [
-        start_order(asked, Run(tmp_path), process, "a", shares=planned.memory.shares)
+        start_order(asked, made(tmp_path), process, "a", shares=planned.memory.shares)
         for process in planned.placement.processes
         if process.slots
     ]
@@ -168,7 +174,7 @@ def test_an_engine_gets_the_memory_that_the_plan_leaves_it(tmp_path):
     asked, planned = shared_plan()
     trainer, engine = planned.memory.trainer, planned.memory.engine
     process = planned.placement.pool("rollout")[0]
-    order = start_order(asked, Run(tmp_path), process, "a", shares=planned.memory.shares)
+    order = start_order(asked, made(tmp_path), process, "a", shares=planned.memory.shares)
     given = values([*memory_arguments(order.settings), ""])
     assert int(given["--kv-cache-memory-bytes"]) == engine.of("KV cache") > 0
     assert int(given["--max-num-batched-tokens"]) == 8192
@@ -185,7 +191,7 @@ def test_an_engine_gets_the_memory_that_the_plan_leaves_it(tmp_path):
 def test_trainers_that_share_a_gpu_may_not_take_the_engines_memory(tmp_path):
     asked, planned = shared_plan()
     process = planned.placement.pool("trainer")[0]
-    settings = start_order(asked, Run(tmp_path), process, "a", shares=planned.memory.shares).settings
+    settings = start_order(asked, made(tmp_path), process, "a", shares=planned.memory.shares).settings
     options = dict(option.split(":") for option in settings["PYTORCH_ALLOC_CONF"].split(","))
     most = float(options["per_process_memory_fraction"])
     assert planned.memory.trainer.total < most * 80 * GIB < 80 * GIB - planned.memory.engine.total
@@ -195,7 +201,7 @@ def test_trainers_that_share_a_gpu_may_not_take_the_engines_memory(tmp_path):
 def test_pools_with_gpus_of_their_own_take_what_they_find(tmp_path):
     asked = config("cuda", 1)
     for process in allocate(asked, [Node("a", (0, 1))]).processes:
-        settings = start_order(asked, Run(tmp_path), process, "a").settings
+        settings = start_order(asked, made(tmp_path), process, "a").settings
         assert memory_arguments(settings) == [] and "per_process" not in settings.get("PYTORCH_ALLOC_CONF", "")
 
 
