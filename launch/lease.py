@@ -116,9 +116,13 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *_) -> None:
+    def rest(self) -> None:
+        """Beats and looks no more: what becomes of the folder now is this launcher's own doing."""
         self._ended.set()
         self._thread.join(_CLEARED_S)  # its file server may be away
+
+    def __exit__(self, *_) -> None:
+        self.rest()
         with suppress(OSError):
             self._look()  # it may have become another folder's
             os.utime(self._path, (_RELEASED, _RELEASED))

@@ -134,6 +134,7 @@ def lease(config: Config) -> Iterator[Lease]:
             yield held
         finally:
             if made and not run.began:
+                held.rest()
                 run.discard()
 
 

@@ -197,7 +197,7 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     lines = [json.loads(line) for line in (long / "train.jsonl").read_text().splitlines()]
     lines = [json.dumps(line | {"response_tokens": LONG}) for line in lines]
     (long / "train.jsonl").write_text("\n".join(lines))
-    run, config, process = start(world=long, rollout={"max_new_tokens": LONG, "group_size": 2}, updates=5)
+    run, _, process = start(world=long, rollout={"max_new_tokens": LONG, "group_size": 2}, updates=5)
     client = connect(run)
     assert isinstance(client.request(NextBatch(0, 0, 0)), NotYet)
     while not ask(run, lambda c: c.load()).running:
@@ -222,8 +222,8 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     client.request(Bye())
     assert process.wait(60) == 0, run.log("controller").read_text()
 
-    state = read(folder / "controller.msgpack", len(lines), config.seed)
-    interrupted = {(g.epoch, g.prompt_id): state.interrupted[g.number] for g in state.schedule.interrupted}
+    state = read(folder / "controller.msgpack")
+    interrupted = {(g.epoch, g.prompt_id): state.resumable[g.number].answers for g in state.schedule.interrupted}
     tokens = sum(len(answer.tokens) for answers in interrupted.values() for answer in answers)
     assert len(interrupted) == 8 and 0 < tokens < 16 * LONG and not state.again
     assert run.log("controller").read_text().count(f"kept {tokens} tokens of 16 answers") == 1
