@@ -198,16 +198,23 @@ def saved(folder, model, **sizes):
 
 LINEAR, FULL = "linear_attention", "full_attention"
 GROUPS = {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 4}
+GLM4 = {
+    "hidden_size": 96 * 64
+}  # heads of 64: those of the class's defaults are of 42, half of it rotated, an odd number
 FOLDERS = {
     **{f"{n}-layers": ("qwen3", {"num_hidden_layers": n}, {}) for n in (1, 2, 3)},
     "three-kinds": ("qwen3_next", {"num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]}, {}),
     "full-at-the-end": ("qwen3_next", {"num_hidden_layers": 16, "full_attention_interval": 8}, {}),
     "saved-deepseek": ("deepseek_v3", {}, {"n_group": 4, "topk_group": 2, "n_routed_experts": 8}),
     "three-groups": ("deepseek_v3", GROUPS | {"n_routed_experts": 9}, {"n_group": 3, "n_routed_experts": 9}),
-    "all-groups": ("glm4_moe", GROUPS | {"topk_group": 3, "n_routed_experts": 96}, {"n_group": 3, "topk_group": 3}),
+    "all-groups": (
+        "glm4_moe",
+        GLM4 | GROUPS | {"topk_group": 3, "n_routed_experts": 96},
+        {"n_group": 3, "topk_group": 3},
+    ),
     "five-groups": (
         "glm4_moe",
-        GROUPS | {"n_group": 5, "n_routed_experts": 35},
+        GLM4 | GROUPS | {"n_group": 5, "n_routed_experts": 35},
         {"n_group": 5, "n_routed_experts": 15},
     ),
     "nine-heads": (
@@ -225,7 +232,11 @@ FOLDERS = {
         {"hidden_size": 704, "num_attention_heads": 11, "num_key_value_heads": 11, "intermediate_size": 333},
         {"num_attention_heads": 7, "num_key_value_heads": 7, "intermediate_size": 141},
     ),
-    "nine-experts": ("qwen3_moe", {"num_experts": 9, "num_attention_heads": 6, "num_key_value_heads": 3}, {}),
+    "nine-experts": (
+        "qwen3_moe",
+        {"hidden_size": 768, "num_experts": 9, "num_attention_heads": 6, "num_key_value_heads": 3},
+        {},
+    ),
 }
 
 
