@@ -36,6 +36,10 @@ OWNED = {name for group in (*passed_through.VLLM_OWNED, *passed_through.MEGATRON
 """Options of theirs that may not be passed through."""
 
 
+FILES = (".py", ".jsonl", ".yaml", ".safetensors", ".safetensors.index.json")
+"""How the names of files end that may begin like a key."""
+
+
 def is_key(name: str) -> bool:
     name = re.sub(r"^environments\.\d+\.", "environments.0.", name)
     if section := next((section for section in OF_OTHERS if name.startswith(section)), ""):
@@ -167,7 +171,7 @@ def test_keys_in_the_text_and_in_yaml_are_keys_of_a_config(doc):
     for span in SPAN.findall(FENCE.sub("", text)):
         for word in span.split():
             key = re.match(rf"((?:{'|'.join(sections)})(?:\.[a-z_0-9]+)+)(?:=|$)", word)
-            if key and key[1] not in KEYS and not is_key(key[1]) and not key[1].endswith((".py", ".jsonl", ".yaml")):
+            if key and key[1] not in KEYS and not is_key(key[1]) and not key[1].endswith(FILES):
                 wrong.add(key[1])
     for language, block in FENCE.findall(text):
         if language == "yaml":
