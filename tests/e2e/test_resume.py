@@ -129,7 +129,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     settings = small(world, **changes)
     started = local_run("killed", *settings, "rollout.max_staleness=4")
     run = Run(started.folder)
-    started.wait_for(lambda: complete(run))
+    started.wait_for(lambda: run.checkpoints.exists() and complete(run))
     time.sleep(random.uniform(0, 1))
     kill(started, "launcher")
     assert "resuming from" not in started.output
@@ -230,7 +230,7 @@ def test_a_full_disk_is_waited_for_by_trainers_and_launcher(local_run, world, sm
     changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
     started = local_run("short", *small(world, **changes), f"runs_dir={disk}", "--restarts=1", output=str(disk / "out"))
     run = Run(disk / "short")
-    started.wait_for(lambda: complete(run))
+    started.wait_for(lambda: run.checkpoints.exists() and complete(run))
     filling = fill()
     time.sleep(3)
     os.kill(started.pid("trainer-0"), signal.SIGKILL)
@@ -258,7 +258,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(local_run, world, small_d
     started.wait_for(lambda: run.checkpoints.is_dir())
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(disk)
-    started.wait_for(lambda: complete(run))
+    started.wait_for(lambda: run.checkpoints.exists() and complete(run))
 
     def saves() -> list[dict]:
         return [line for line in read_metrics(run) if line["kind"] == "checkpoint"]
