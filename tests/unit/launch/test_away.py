@@ -25,6 +25,7 @@ from areal_megatron.files import numbers
 from areal_megatron.run import Away, Run
 from launch import start
 from launch.lease import Holder, Lease
+from tests.conftest import take_interrupts
 from tests.support import failing_disk
 from tests.support.small_disk import run_on_small_disk
 
@@ -157,7 +158,9 @@ def begin(runs, lease_s=LEASE_S, environment=os.environ):
     runs.mkdir(exist_ok=True)
     command = [sys.executable, "-c", WRITER, runs, "run", str(lease_s)]
     pipe = subprocess.PIPE
-    writer = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    writer = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=take_interrupts
+    )
     STARTED.append(writer)
     while not (line := writer.stdout.readline()).startswith("begun at"):
         assert line.startswith("resuming from"), writer.communicate(timeout=60)[1]
