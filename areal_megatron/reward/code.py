@@ -18,7 +18,7 @@ from areal_megatron.json_input import parse_json
 from areal_megatron.reward.sandbox import Limits, run
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)([^\n`]*+)$", re.MULTILINE)
-_WORD = re.compile(r"([ \t]*+)([^ \t]++)")
+_GAP = re.compile(r"([ \t]+)")
 _ENDS = " \t\r"
 """What does not count at the end of a line."""
 _NUMBER = re.compile(
@@ -102,7 +102,8 @@ def same_output(found: str, expected: str) -> bool:
     spaced_alike = True
     for one, other in differing:
         (words, gaps), (expected_words, expected_gaps) = _words_and_gaps(one), _words_and_gaps(other)
-        if len(words) != len(expected_words) or not all(map(_same_word, words, expected_words)):
+        pairs = zip(words, expected_words, strict=False)
+        if len(words) != len(expected_words) or not all(a == b or _same_word(a, b) for a, b in pairs):
             return False
         spaced_alike &= gaps == expected_gaps
     return spaced_alike or not any(map(_is_laid_out, {*expected_lines}))
@@ -126,13 +127,12 @@ def _is_laid_out(line: str) -> bool:
 
 def _words_and_gaps(line: str) -> tuple[list[str], list[str]]:
     """Returns the words of a line, and the white space before each of them."""
-    words = _WORD.findall(line)
-    return [word for _, word in words], [gap for gap, _ in words] or [""]
+    parts = _GAP.split(line)  # words and gaps in turn
+    first = not parts[0]  # the line begins with a gap, or is empty
+    return parts[2 * first :: 2], parts[1::2] or [""] if first else ["", *parts[1::2]]
 
 
 def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
-        return True
     one, other = _NUMBER.fullmatch(found), _NUMBER.fullmatch(expected)
     if one is None or other is None or expected.lstrip("+-").isdigit():
         return False

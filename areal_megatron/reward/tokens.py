@@ -102,7 +102,7 @@ def prepared(text: str) -> str:
 
 def tokens_of(text: str) -> list[Token]:
     """Returns the tokens of a prepared text, the last of which is its end. Raises NotRead for what is no formula."""
-    if len(text) > 10 * LONGEST_BARE or _AMBIGUOUS.search(text):  # prepared texts are a little longer
+    if len(text) > 4 * LONGEST_BARE or _AMBIGUOUS.search(text):  # prepared texts are a little longer
         raise NotRead("a comma between digits, or too many characters")
     return list(_tokens(text))
 
