@@ -198,14 +198,16 @@ class Run:
     def discard(self) -> None:
         """Removes a run that this launcher made and that never began: what `create`, the lease and a beginning that
         failed have made. Leaves a folder that holds anything else as it is."""
-        lease = numbered(self.leases, self._lease or 0)
+        lease, next_lease = (numbered(self.leases, (self._lease or 0) + more) for more in (0, 1))
         files = {self.config, lease, lease.with_suffix(".guardian"), *(self.folder / name for name in _PRIVATE)}
         folders = {self.checkpoints, *(self.folder / name for name in _FOLDERS)}
-        aside = self.folder.with_name(f".{self.folder.name}.discarded")
+        aside = self.folder.with_name(f".{self.folder.name}.discarded.{secrets.token_hex(4)}")
         with contextlib.suppress(OSError, Replaced):
             self.look()
             if set(self.folder.rglob("*")) - files - folders:
                 return
+            write_once(next_lease, lease.read_text(encoding="utf-8"))  # no other start takes one in what is removed
+            files.add(next_lease)
             os.rename(self.folder, aside)  # as a whole: another start makes a folder of its own meanwhile
             for path in files:
                 (aside / path.relative_to(self.folder)).unlink(missing_ok=True)

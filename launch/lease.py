@@ -13,12 +13,14 @@ be seen to live, and ends the run after machine.lease_s.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -181,11 +183,11 @@ def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
             if not known:  # again: a start whose run cannot begin removes the folder that it made
                 run.create(exist_ok=True)
                 known = run.has_begun()
-            taken = numbers(run.leases)
-            number = max([*taken, *(begun.lease for begun in run.starts()[-1:])], default=0)
-            silent = _watch(run, number, lease_s) if number in taken else None
-            content = msgspec.json.encode(Holder.here(run.leases)).decode()
-            write_once(numbered(run.leases, number + 1), content)
+            with _kept_open(run.leases) as leases:
+                taken = numbers(run.leases)
+                number = max([*taken, *(begun.lease for begun in run.starts()[-1:])], default=0)
+                silent = _watch(run, number, lease_s) if number in taken else None
+                _write(run.leases, leases, number + 1)
             return number + 1, silent
         except (FileExistsError, FileNotFoundError):  # another start was faster, or has just removed its folder
             if tries == _TRIES and known:
@@ -194,6 +196,32 @@ def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
                 raise
             time.sleep(_LOOK_S / 10)
     raise AssertionError
+
+
+@contextmanager
+def _kept_open(folder: Path) -> Iterator[Path]:
+    """Gives a path that leads to this folder also when another has taken its place."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _write(folder: Path, seen: Path, number: int) -> None:
+    """Takes a lease in the folder in which the one before was `seen` to be over: another start may have removed that
+    folder since, and made one in which it holds the first.
+
+    Raises FileNotFoundError if so.
+    """
+    path, holder = numbered(seen, number), Holder.here(seen)
+    write_once(path, msgspec.json.encode(holder).decode())
+    place = None
+    with suppress(FileNotFoundError):
+        place = _place(folder)
+    if place != (holder.folder, holder.device):
+        path.unlink(missing_ok=True)
+        raise FileNotFoundError(errno.ENOENT, "another start has removed it", str(folder))
 
 
 def _watch(run: Run, number: int, lease_s: float) -> Holder | None:

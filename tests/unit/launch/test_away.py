@@ -23,6 +23,7 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import numbers
 from areal_megatron.run import Away, Run
+from launch import lease as lease_module
 from launch import start
 from launch.lease import Holder, Lease
 from tests.conftest import take_interrupts
@@ -458,6 +459,41 @@ def test_a_start_that_waits_while_another_discards_its_run_gets_a_whole_one(tmp_
         over.set()
         failing.join()
     assert len(refused) < 40 and all("is being run by" in line for line in refused), refused
+
+
+def test_a_lease_is_taken_in_the_folder_that_was_looked_at(tmp_path, monkeypatch):
+    """Not in one that another start has made since: its holder has the first there, and would be replaced."""
+    first, others, watch = Lease(Run(tmp_path / "run"), 30), [], lease_module._watch
+
+    def slow_watch(*given):
+        if not others:
+            first.rest()
+            first.run.discard()
+            others.append(Lease(Run(tmp_path / "run"), 30))
+            return None
+        return watch(*given)
+
+    monkeypatch.setattr(lease_module, "_watch", slow_watch)
+    with pytest.raises(ConfigError, match="is being run by"):
+        Lease(Run(tmp_path / "run"), 30)
+    with others[0] as lease:
+        lease.run.look()
+
+
+def test_no_lease_is_taken_in_a_folder_that_is_being_removed(tmp_path, monkeypatch):
+    rename, tried = os.rename, []
+
+    def rename_late(old, new):
+        with pytest.raises(FileExistsError):
+            lease_module._write(lease.run.leases, lease.run.leases, lease.number + 1)
+        tried.append(old)
+        rename(old, new)
+
+    with Lease(Run(tmp_path / "run"), 30) as lease:
+        lease.rest()
+        monkeypatch.setattr(os, "rename", rename_late)
+        lease.run.discard()
+    assert tried == [tmp_path / "run"] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("lost", [["incarnations"], ["ledger"], ["incarnations", "ledger", "checkpoints"]])
